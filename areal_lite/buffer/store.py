@@ -1,0 +1,211 @@
+"""The trajectory store, `<run_dir>/trajectories.sqlite`: what a run owes and what it has, readable at any time by any SQLite client.
+
+A *ticket* is a prompt handed out. Its row exists before its first request is sent, and it moves
+
+    in_flight -> finished -> used (at a step)        with `dropped` (failed or overdue) and `filtered` as the other two ends.
+
+A finished ticket has `members` rows in `trajectories`: all that survived of its group. Arrays are little-endian blobs: tokens int32,
+logprobs float32, versions int32, over prompt and completion. The write-ahead log survives the death of any process at any moment.
+
+`Store` is plain blocking SQLite. `StoreThread` runs it on a thread of its own, and commits everything that has queued up meanwhile at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any, Callable, Iterator, Sequence, TypeVar
+
+import msgspec
+import numpy as np
+
+from areal_lite.trajectory import Group, Trajectory
+
+T = TypeVar("T")
+STATES = ("in_flight", "finished", "used", "filtered", "dropped")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tickets (
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt_index INTEGER NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('in_flight', 'finished', 'used', 'filtered', 'dropped')),
+    reason TEXT, size INTEGER NOT NULL, members INTEGER, admitted_at REAL NOT NULL, finished_at REAL, step INTEGER
+) STRICT;
+CREATE INDEX IF NOT EXISTS tickets_by_state ON tickets (state);
+CREATE TABLE IF NOT EXISTS trajectories (
+    group_id INTEGER NOT NULL REFERENCES tickets, member INTEGER NOT NULL, reward REAL, finish_reason TEXT NOT NULL,
+    n_prompt INTEGER NOT NULL, n_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER, num_segments INTEGER NOT NULL,
+    requests INTEGER NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, segments TEXT NOT NULL,
+    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, prompt TEXT, completion TEXT,
+    PRIMARY KEY (group_id, member)
+) STRICT, WITHOUT ROWID;
+"""
+
+
+class Store:
+    """Used by one thread at a time. Each method is one change or one question; `begin` … `commit` make several one."""
+
+    def __init__(self, path: Path, read_only: bool = False):
+        """Creates the file if need be. `read_only` is for a look at a run that may be alive. Raises ValueError when there is none."""
+        if read_only and not path.exists():
+            raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
+        # Autocommit outside of explicit transactions: Python's implicit ones are one more state to reason about.
+        self._db = sqlite3.connect(f"file:{path}?mode=ro" if read_only else path, uri=read_only, isolation_level=None, check_same_thread=False)
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # Without a sync per commit, a power cut may lose the last transactions, but not the file; a dying process loses nothing.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def begin(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        self._db.execute("COMMIT")
+
+    def rollback(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+
+    def admit(self, group_id: int, prompt_id: str, prompt_index: int, size: int, now: float) -> None:
+        """A new ticket, in flight: `size` trajectories are about to be generated."""
+        self._db.execute(
+            "INSERT INTO tickets (group_id, prompt_id, prompt_index, state, size, admitted_at) VALUES (?, ?, ?, 'in_flight', ?, ?)",
+            (group_id, prompt_id, prompt_index, size, now),
+        )
+
+    def finish(self, group: Group, texts: Sequence[tuple[str | None, str | None]], lost: str | None, now: float) -> None:
+        """in_flight -> finished, with its trajectories. `texts` are (prompt, completion) of each; `lost` says why members are missing."""
+        rows = [_row(trajectory, *text) for trajectory, text in zip(group.trajectories, texts, strict=True)]
+        self._db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})", rows)
+        self._move(group.group_id, ("in_flight",), "finished", reason=lost, members=len(rows), finished_at=now)
+
+    def use(self, group_ids: Sequence[int], step: int) -> None:
+        """finished -> used at `step`."""
+        for group_id in group_ids:
+            self._move(group_id, ("finished",), "used", step=step)
+
+    def discard(self, group_id: int, state: str, reason: str, now: float) -> None:
+        """in_flight | finished -> dropped | filtered, and why."""
+        assert state in ("dropped", "filtered")
+        self._move(group_id, ("in_flight", "finished"), state, reason=reason, finished_at=now)
+
+    def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
+        assignments = "".join(f", {name} = coalesce(?, {name})" for name in columns)
+        done = self._db.execute(
+            f"UPDATE tickets SET state = ?{assignments} WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
+            (state, *columns.values(), group_id, *before),
+        )
+        if done.rowcount != 1:
+            raise RuntimeError(f"ticket {group_id} was to become {state}, but is not {' or '.join(before)}")
+
+    def counts(self) -> dict[str, int]:
+        """Tickets by state, all states named."""
+        found = dict(self._db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall())
+        return {state: found.get(state, 0) for state in STATES}
+
+    def missing_trajectories(self) -> int:
+        """Trajectories that finished or used tickets should have, but that are not there. Anything but 0 is a bug."""
+        owed = self._db.execute("SELECT coalesce(sum(members), 0) FROM tickets WHERE state IN ('finished', 'used')").fetchone()[0]
+        return owed - self._db.execute(
+            "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state IN ('finished', 'used')"
+        ).fetchone()[0]
+
+    def tickets(self) -> Iterator[dict[str, Any]]:
+        """Each ticket as a dict of its columns, in the order of admission."""
+        yield from self._rows("SELECT * FROM tickets ORDER BY group_id")
+
+    def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
+        """Each trajectory as a dict of its columns and its ticket's `state`, `step` and `prompt_id`, blobs as numpy arrays, by group and member."""
+        where, values = ("WHERE tickets.state = ?", (state,)) if state else ("", ())
+        query = f"SELECT trajectories.*, state, step, prompt_id FROM trajectories JOIN tickets USING (group_id) {where} ORDER BY group_id, member"
+        for row in self._rows(query, values):
+            row["tokens"] = np.frombuffer(row["tokens"], np.int32)
+            row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
+            row["versions"] = np.frombuffer(row["versions"], np.int32)
+            row["segments"] = msgspec.json.decode(row["segments"])
+            yield row
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
+        cursor = self._db.execute(query, values)
+        names = [column[0] for column in cursor.description]
+        for row in cursor:
+            yield dict(zip(names, row))
+
+
+def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any, ...]:
+    mask = t.loss_mask.astype(bool)
+    sampled = t.versions[mask]
+    n_prompt = int(np.argmax(mask)) if mask.any() else len(t.tokens)
+    low, high = (int(sampled.min()), int(sampled.max())) if len(sampled) else (None, None)
+    segments = [[s.version, s.start, s.end] for s in t.segments]
+    return (
+        t.group_id, t.member, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments), t.requests, t.started_at, t.finished_at,
+        msgspec.json.encode(segments).decode(), t.tokens.astype(np.int32).tobytes(), t.behavior_logprobs.astype(np.float32).tobytes(),
+        t.versions.astype(np.int32).tobytes(), prompt, completion,
+    )  # fmt: skip
+
+
+class StoreThread:
+    """The asyncio front of a Store: `await submit(Store.admit, …)` returns once that is committed.
+
+    Calls take effect in the order of submission. A call that fails gets its exception, and takes back with it what was to be committed
+    together with it: those get the exception too. Nothing is ever half-written.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def submit(self, method: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put((future, method, args))
+        return future
+
+    async def close(self) -> None:
+        """Commits what was submitted, then closes the file."""
+        future = self._loop.create_future()
+        self._queue.put((future, None, ()))
+        await future
+
+    def _run(self) -> None:
+        while True:
+            calls = [self._queue.get()]
+            while not self._queue.empty():
+                calls.append(self._queue.get())
+            closing = [future for future, method, _ in calls if method is None]
+            self._commit([call for call in calls if call[1] is not None])
+            if closing:
+                self._store.close()
+                self._answer([(future, None, None) for future in closing])
+                return
+
+    def _commit(self, calls: list[tuple[asyncio.Future, Callable[..., Any], tuple]]) -> None:
+        try:
+            self._store.begin()
+            results = [(future, method(self._store, *args), None) for future, method, args in calls]
+            self._store.commit()
+        except Exception as error:  # handed to those who wait
+            self._store.rollback()
+            results = [(future, None, error) for future, _, _ in calls]
+        self._answer(results)
+
+    def _answer(self, results: list[tuple[asyncio.Future, Any, Exception | None]]) -> None:
+        def settle() -> None:
+            for future, value, error in results:
+                if future.cancelled():
+                    continue
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(value)
+
+        self._loop.call_soon_threadsafe(settle)

@@ -1,0 +1,92 @@
+"""Text to token ids and back, without torch: what a controller needs of a tokenizer, ready in milliseconds.
+
+`transformers.AutoTokenizer` imports torch (seconds); `tokenizer.json`, which every fast tokenizer saves, needs only `tokenizers`.
+Chat templates are rendered by the function that `apply_chat_template` itself calls, so the text is the same.
+
+Invariants: truncation and padding settings that were saved with a tokenizer are ignored (they would cut prompts silently);
+nothing is downloaded and no code of a checkpoint is run, but for its sandboxed chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Sequence
+
+from tokenizers import Tokenizer as FastTokenizer
+
+Message = dict[str, Any]  # {"role": "user", "content": "..."}
+
+
+class Tokenizer:
+    """The tokenizer of a Hugging Face checkpoint folder. Raises ValueError if there is no usable one.
+
+    `eos_ids`: every id that ends a completion, those of generation_config.json (config.json without it) first.
+    """
+
+    def __init__(self, model_path: str | Path) -> None:
+        self.path = Path(model_path)
+        file = self.path / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer in it")
+        self._fast = FastTokenizer.from_file(str(file))
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        settings = self._read("tokenizer_config.json")
+        self._special_tokens = {k: _content(v) for k, v in settings.items() if k.endswith("_token") and _content(v) is not None}
+        self._chat_template = self._find_chat_template(settings)
+        self.eos_ids = self._find_eos_ids()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (often a BOS, often nothing)."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._fast.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to where the assistant speaks next. Raises ValueError without a chat template."""
+        if self._chat_template is None:
+            raise ValueError(f"the tokenizer in {self.path} has no chat template: set data.chat=false")
+        from transformers.utils.chat_template_utils import render_jinja_template  # half a second, and only chats need it
+
+        texts, _ = render_jinja_template(
+            [list(messages)], chat_template=self._chat_template, add_generation_prompt=True, **self._special_tokens
+        )
+        return texts[0]
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of `render(messages)`; the template itself writes the special tokens."""
+        return self.encode(self.render(messages), add_special_tokens=False)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        file = self.path / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
+        file = self.path / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            return {t["name"]: t["template"] for t in template}.get("default")
+        return template
+
+    def _find_eos_ids(self) -> tuple[int, ...]:
+        ids = self._read("generation_config.json").get("eos_token_id")
+        if ids is None:
+            ids = self._read("config.json").get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        token = self._special_tokens.get("eos_token")
+        own = None if token is None else self._fast.token_to_id(token)
+        return tuple(dict.fromkeys(i for i in (*ids, own) if i is not None))
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text: saved as a string or as an added token's fields."""
+    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None

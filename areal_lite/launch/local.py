@@ -1,0 +1,154 @@
+"""`areal-lite train` on one machine: the supervisor. It starts servers, controller and trainer ranks, watches them, and ends them all.
+
+Everything starts at once: the controller waits for servers to be announced, the trainer for its first batch. If any role fails the run ends,
+with the end of that role's log; however the run ends, no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_lite.config import RolloutConfig, ServerConfig, TrainConfig, save_config
+from areal_lite.launch.roles import RoleFailed, Roles, interruptible
+from areal_lite.observe.metrics import read_metrics, write_json
+from areal_lite.observe.progress import Progress
+from areal_lite.observe.report import summary_table, write_report
+from areal_lite.observe.summary import build_summary
+from areal_lite.rollout.server import ServerProcess, announce, free_port
+from areal_lite.rollout.sglang_readback import ENV_READBACK
+
+
+def run(config: TrainConfig) -> int:
+    """Train, then write summary.json and report.png and show the summary; its path is the last line. Returns the exit status."""
+    run_dir = Path(config.run_dir)
+    started = time.time()
+    print(f"run directory: {run_dir}", file=sys.stderr)
+    try:
+        with interruptible():
+            train(config, run_dir)
+    except (RoleFailed, RuntimeError, TimeoutError) as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if read_metrics(run_dir):
+            finish(config, run_dir, started)
+    print(run_dir / "summary.json")
+    return 0
+
+
+def train(config: TrainConfig, run_dir: Path) -> None:
+    """All roles, from start to end. Raises RoleFailed."""
+    save_config(config, run_dir)
+    with Roles(run_dir) as roles, servers(config.server, config.model, config.seed, run_dir, verify=config.sync.verify) as fleet:
+        controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
+        ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer)
+        wait_ready(fleet, run_dir, roles)
+        progress = StepProgress(run_dir, config.trainer.steps)
+        roles.wait([*ranks, controller], watch=lambda: (progress.show(), check_servers(fleet)))
+        progress.close()
+
+
+@contextlib.contextmanager
+def servers(config: ServerConfig, model: str, seed: int, run_dir: Path, verify: bool = False):
+    """Start `config.count` servers; they are ended on leaving. Yields them, not yet ready."""
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **({ENV_READBACK: "1"} if verify else {})}
+    fleet = [
+        ServerProcess(
+            config,
+            model,
+            name=f"server-{i}",
+            port=config.port + i if config.port else free_port(config.host),
+            seed=seed + i,
+            log_path=run_dir / "logs" / f"server-{i}.log",
+            environment=environment,
+        )
+        for i in range(config.count)
+    ]
+    try:
+        for server in fleet:
+            server.start()
+        yield fleet
+    finally:
+        for server in fleet:
+            server.stop()
+
+
+def wait_ready(fleet: list[ServerProcess], run_dir: Path, roles: Roles | None = None) -> None:
+    """Announce each server as soon as it answers. Raises what ends the wait early: a server's failure or a role's."""
+    started = time.monotonic()
+
+    async def ready(server: ServerProcess) -> None:
+        await server.wait_ready()
+        announce(run_dir, server.info)
+        print(f"{server.name} ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+    async def watch() -> None:
+        while True:
+            if roles:
+                roles.check()
+            await asyncio.sleep(0.5)
+
+    async def all_ready() -> None:
+        watcher = asyncio.create_task(watch())
+        waiting = asyncio.gather(*(ready(server) for server in fleet))
+        await asyncio.wait([watcher, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            watcher.cancel()
+            waiting.result()
+        else:
+            waiting.cancel()
+            watcher.result()
+
+    asyncio.run(all_ready())
+
+
+def check_servers(fleet: list[ServerProcess]) -> None:
+    """Raise RoleFailed when no server is left: with one gone training goes on."""
+    if all(server.exit_code() is not None for server in fleet):
+        raise RoleFailed(f"every server has exited; see {fleet[0].log_path}")
+
+
+class StepProgress:
+    """Shows the trainer's steps as they appear in metrics.jsonl."""
+
+    def __init__(self, run_dir: Path, steps: int):
+        self.run_dir, self.progress, self.shown = run_dir, Progress(steps, "step"), 0
+        self.checked = 0.0
+
+    def show(self) -> None:
+        if time.monotonic() - self.checked < 1.0:
+            return
+        self.checked = time.monotonic()
+        steps = read_metrics(self.run_dir)
+        if len(steps) > self.shown:
+            self.shown = len(steps)
+            last = steps[-1]
+            self.progress.update(
+                self.shown,
+                reward=f"{last['reward_mean']:.3f}",
+                staleness=f"{last['staleness_mean']:.1f}",
+                tok_per_s=last["tokens"] / last["time_s"],
+                pause=f"{1000 * last['pause_s']:.0f} ms",
+            )
+
+    def close(self) -> None:
+        self.checked = 0.0
+        self.show()
+        self.progress.close()
+
+
+def finish(config: TrainConfig, run_dir: Path, started: float) -> None:
+    """Count up what happened, draw it, show it."""
+    summary = build_summary(run_dir, config, started, time.time())
+    summary["report"] = str(write_report(run_dir))
+    write_json(run_dir / "summary.json", summary)
+    console = Console(stderr=True)
+    console.print(summary_table(summary))
+    console.print(f"run directory: {run_dir}\nreport: {summary['report']}", highlight=False, soft_wrap=True)

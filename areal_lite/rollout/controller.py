@@ -1,0 +1,264 @@
+"""The controller process, `python -m areal_lite.rollout.controller RUN_DIR`: prompts -> trajectories -> batches, for the trainer to pull.
+
+It reads `<run_dir>/config.yaml`, finds the servers by what they announce under the run directory, and answers the requests of
+areal_lite/buffer/wire.py. Generation goes on whatever the trainer does; only admission (areal_lite/rollout/staleness.py) makes it wait.
+An error in any part ends the process with a message, and everyone who waits for it gets that message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import uvloop
+
+from areal_lite.buffer.queue import Deal, GroupQueue
+from areal_lite.buffer.stats import batch_stats
+from areal_lite.buffer.store import Store, StoreThread
+from areal_lite.buffer.wire import Answer, Batch, BeginPush, Evaluate, Finish, Pushed, Request, WireServer
+from areal_lite.config import TrainConfig, load_config
+from areal_lite.data.prompts import load_prompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.launch.process import die_with_parent
+from areal_lite.rewards.pool import RewardPool
+from areal_lite.rollout.dispatch import Dispatcher, Parts
+from areal_lite.rollout.evaluate import evaluate
+from areal_lite.rollout.fleet import Fleet
+from areal_lite.rollout.generate import Client, SGLangClient
+from areal_lite.rollout.server import ServerInfo, announced
+from areal_lite.trajectory import Group
+
+log = logging.getLogger(__name__)
+STORE_FILE = "trajectories.sqlite"
+_REPORT_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class _Dealt:
+    """The batch of one step, ready to be pulled as often as anyone likes."""
+
+    deal: Deal
+    info: dict[str, Any]
+
+
+class Controller:
+    """Version v of the controller is the trainer's: the number of completed steps. `announced()` lists the servers that are up."""
+
+    def __init__(self, config: TrainConfig, parts: Parts, client: Client, announced: Callable[[], list[ServerInfo]]):
+        self.config, self.parts = config, parts
+        self.version = 0
+        self._changed = asyncio.Event()
+        self.fleet = Fleet(client, announced, self._notify)
+        self.queue = GroupQueue(config.buffer.max_staleness, config.buffer.overdue)
+        self.dispatcher = Dispatcher(config, parts, self.fleet, self._deliver)
+        self.drained = 0
+        self._deals: dict[int, asyncio.Task[_Dealt]] = {}
+        self._pushing_to: list[ServerInfo] | None = None  # during a push
+        self._generation: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Runs until cancelled; raises what went wrong in any of its parts."""
+        async with asyncio.TaskGroup() as tasks:
+            self._generation = tasks.create_task(self.dispatcher.run())
+            tasks.create_task(self.fleet.watch())
+            tasks.create_task(self._report())
+
+    def _deliver(self, group: Group) -> None:
+        self.queue.put(group)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake all who wait for a batch. A new event for the next time: clearing one that is shared would lose wake-ups."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def handle(self, request: Request) -> Answer:
+        """The answer to one request of a trainer rank. Raises ValueError or RuntimeError for it to hear."""
+        match request:
+            case Batch():
+                return await self._batch(request)
+            case BeginPush():
+                return await self._begin_push(), ()
+            case Pushed():
+                return await self._pushed(request), ()
+            case Evaluate(version):
+                return await evaluate(self.config, self.parts, self.fleet, version), ()
+            case Finish():
+                return await self._finish(), ()
+
+    async def _batch(self, request: Batch) -> Answer:
+        step, rank, world = request.step, request.rank, request.world
+        if step < self.version:
+            raise ValueError(f"{request} was asked for, but version {self.version} was pushed already")
+        if not 0 <= rank < world:
+            raise ValueError(f"{request}: there is no such rank")
+        if step not in self._deals:
+            self._deals[step] = asyncio.create_task(self._deal(step, world))
+        task = self._deals[step]
+        try:
+            dealt = await asyncio.shield(task)  # the deal belongs to all ranks: one that goes away must not cancel it
+        except (ValueError, RuntimeError):
+            self._deals.pop(step, None)  # whoever asks next may have more luck
+            raise
+        if len(dealt.deal.shards) != world:
+            raise ValueError(f"{request}, but that batch was dealt to {len(dealt.deal.shards)} ranks already")
+        return dealt.info, dealt.deal.shards[rank].to_frames()
+
+    async def _deal(self, step: int, world: int) -> _Dealt:
+        """Wait until the batch of `step` is complete, and deal it."""
+        started = self.parts.clock()
+        while step >= self.version:
+            changed = self._changed
+            if step == self.version:  # a rank may ask for the next batch before rank 0 has said that the push is over
+                if self.fleet.router.all_failed:
+                    raise RuntimeError(f"no server is left, the last failure was: {self.fleet.last_failure}")
+                for group in self.queue.drop_overdue(self.version):
+                    await self.dispatcher.drop(group, f"overdue at step {step}")
+                if deal := self.queue.take(self.config.trainer.batch_groups, self.version, world):
+                    return _Dealt(deal, self._info(deal, step, started))
+            await changed.wait()
+        raise ValueError(f"version {self.version} was pushed before the batch of step {step} was complete")
+
+    def _info(self, deal: Deal, step: int, started: float) -> dict[str, Any]:
+        """For the metrics: about the batch, and (cumulative) about the run."""
+        counts = self.dispatcher.counts
+        return {
+            **batch_stats(deal.groups, step),
+            "masked_tokens": deal.masked_tokens,
+            "wait_s": self.parts.clock() - started,
+            "queue_depth": len(self.queue),
+            "in_flight": self.dispatcher.in_flight,
+            "dropped_groups": counts["dropped_groups"],
+            "empty_groups": counts["empty_groups"],
+            "lost_members": counts["lost_members"],
+            "reward_failures": counts["reward_failures"],
+        }
+
+    async def _begin_push(self) -> dict[str, Any]:
+        drained = 0
+        if self.config.rollout.interrupt in ("none", "abort"):
+            self.fleet.hold()
+        if self.config.rollout.interrupt == "none":
+            drained = await self.fleet.drain()
+            self.drained += drained
+        self._pushing_to = list(self.fleet.router.servers.values())
+        return {"servers": [asdict(server) for server in self._pushing_to], "drained": drained}
+
+    async def _pushed(self, request: Pushed) -> dict[str, Any]:
+        version = request.version
+        if self._pushing_to is None or version < self.version:
+            raise ValueError(f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})")
+        self.version = version
+        self.fleet.resume(version, self._pushing_to, request.failed)
+        self._pushing_to = None
+        self.dispatcher.bump(version)
+        self._notify()
+        for step in [step for step, task in self._deals.items() if step < version and task.done()]:
+            await self.dispatcher.use(self._deals.pop(step).result().deal.groups, step)
+        return {}
+
+    async def _finish(self) -> dict[str, Any]:
+        if self._generation is not None:
+            self._generation.cancel()
+        await self.fleet.abort_all()
+        tickets = await self.parts.store.submit(Store.counts)
+        missing = await self.parts.store.submit(Store.missing_trajectories)
+        counts = self.dispatcher.counts
+        return {
+            "tickets": tickets,
+            "trajectories_lost": counts["tickets"] - sum(tickets.values()) + missing,
+            "requests": self.fleet.counts["requests"],
+            "aborts": self.fleet.counts["aborts"],
+            "retries": self.fleet.counts["retries"],
+            "drained": self.drained,
+            "dropped_groups": counts["dropped_groups"],
+            "dropped_by_length": {str(length): n for length, n in sorted(self.queue.dropped_by_length.items())},
+            "empty_groups": counts["empty_groups"],
+            "lost_members": counts["lost_members"],
+            "reward_failures": counts["reward_failures"],
+        }
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            log.info("%s", self.state())
+
+    def state(self) -> str:
+        """One line: what there is, and what is being waited for."""
+        waiting = [step for step, task in self._deals.items() if not task.done()]
+        missing = self.config.trainer.batch_groups - len(self.queue)
+        router, staleness = self.fleet.router, self.dispatcher.staleness
+        if not router.ready:
+            need = f"a server ({len(router.servers)} announced, none ready)"
+        elif waiting and missing > 0:
+            need = f"{missing} more groups for the batch of step {waiting[0]}"
+        elif staleness.can_admit():
+            need = "trajectories in flight"
+        else:
+            need = f"the trainer (step {self.version})"
+        return (
+            f"version {self.version}: {len(self.queue)} groups queued, {staleness.running} running, room for {staleness.room}; "
+            f"{self.fleet.in_flight} requests on {len(router.ready)} servers; waiting for {need}"
+        )
+
+
+async def serve(run_dir: Path) -> None:
+    """Build the real thing from the run directory and run it until `finish`, SIGTERM or an error, which is raised."""
+    config = load_config(run_dir)
+    tokenizer = Tokenizer(config.model)
+    prompts, eval_prompts = load_prompts(config.data, config.model, "train"), load_prompts(config.data, config.model, "eval")
+    rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
+    await rewards.start()
+    store = StoreThread(Store(run_dir / STORE_FILE))
+    client = SGLangClient(config.rollout.request_timeout_s)
+    controller = Controller(config, Parts(prompts, eval_prompts, tokenizer, rewards, store, time.time), client, lambda: announced(run_dir))
+    wire = WireServer(run_dir, controller.handle)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
+    error: BaseException | None = None
+    try:
+        await _until(wire.finished, controller.run(), wire.serve())
+    except BaseExceptionGroup as group:
+        error = _root(group)
+        raise error from group
+    finally:
+        await wire.close(error=f"the controller failed: {error}" if error else None)
+        await client.close()
+        await rewards.close()
+        await store.close()
+
+
+async def _until(event: asyncio.Event, *coroutines) -> None:
+    """Run the coroutines side by side until `event`, then cancel them. If one fails, the others are cancelled and its error is raised."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(c) for c in coroutines]
+        await event.wait()
+        for task in running:
+            task.cancel()
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first real error inside of nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def main() -> int:
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(serve(Path(sys.argv[1])))
+    except (ValueError, RuntimeError) as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

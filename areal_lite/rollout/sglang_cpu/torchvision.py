@@ -1,0 +1,61 @@
+"""A stand-in for torchvision in the processes of an SGLang server.
+
+SGLang's configuration modules import torchvision for image models, and the torchvision of a package index does not load with a CPU
+build of torch. A text model never calls it, so names are all that is needed: every module `torchvision.*` imports, every attribute
+is a placeholder, and calling a placeholder raises ImportError.
+
+transformers would believe in it too, so it is installed in server processes only and never beside a real torchvision.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Sequence
+
+
+class _Placeholder(type):
+    """The metaclass of every name the stand-in hands out: attributes of a placeholder are placeholders."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _placeholder(f"{cls.__name__}.{name}")
+
+    def __call__(cls, *args: object, **kwargs: object) -> None:
+        raise ImportError(f"{cls.__name__} was called, but torchvision is not installed: this server can run text models only")
+
+
+def _placeholder(name: str) -> type:
+    return type.__new__(_Placeholder, name, (), {})
+
+
+class _Module(types.ModuleType):
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _placeholder(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: object = None):
+        if fullname.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin="stand-in", is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def stand_in_for_torchvision() -> None:
+    """Make `import torchvision` work in this process when no torchvision is installed."""
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,66 @@
+"""Control of SGLang servers over HTTP, from a blocking caller: each call goes to all servers at once and every answer is checked."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import Future
+from typing import Any, Callable, Iterable
+
+from areal_lite.rollout.server import ServerInfo
+
+
+class ServerError(RuntimeError):
+    """A server answered with an error, or not at all. `server` says which one."""
+
+    def __init__(self, server: ServerInfo, message: str):
+        super().__init__(f"server {server.name} ({server.url}): {message}")
+        self.server = server
+
+
+def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
+    """POST `body` as JSON and return the answer. Raises ServerError unless it is a 200 that does not say `success: false`."""
+    headers = {"Content-Type": "application/json"}
+    if server.api_key:
+        headers["Authorization"] = f"Bearer {server.api_key}"
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            raw = response.read()
+    except urllib.error.HTTPError as error:
+        raise ServerError(server, f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(server, f"{path} failed within {timeout_s:.0f} s: {error}") from error
+    try:
+        answer = json.loads(raw) if raw else None
+    except ValueError:
+        answer = raw.decode(errors="replace")
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise ServerError(server, f"{path}: {answer.get('message')}")
+    return answer
+
+
+def in_thread(function: Callable[..., Any], *args: Any) -> Future:
+    """Run `function` on a daemon thread: one that hangs in a collective must not keep the process alive."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=getattr(function, "__name__", "call")).start()
+    return future
+
+
+def post_all(servers: Iterable[ServerInfo], path: str, body: dict[str, Any], timeout_s: float) -> list[Any]:
+    """POST the same body to all servers at once; the answers in their order. Raises the first ServerError after all have answered."""
+    futures = [in_thread(post, server, path, body, timeout_s) for server in servers]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    return [future.result() for future in futures]

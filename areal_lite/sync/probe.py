@@ -1,0 +1,58 @@
+"""Do server and trainer agree? Log-probs of the same tokens under the same weights, from both, every step.
+
+Two comparisons, each a mean absolute difference in nats:
+
+* `logprob_diff_sampled`: the behaviour log-probs of the sequences in the batch that were sampled wholly from the trainer's present version.
+  There may be none: then it is None. Sequences that lived through a push in mode `in_place` are left out, their KV cache is of older weights.
+* `logprob_diff_scored`: a server scores a few sequences of the batch as prompts, under the version that the trainer has too. Always there
+  at temperature 1 (a prompt's log-probs are not scaled by the temperature).
+
+`logprob_diff` is the larger of the two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from areal_lite.config import TrainConfig
+from areal_lite.rollout.server import ServerInfo, announced
+from areal_lite.sync.control import in_thread, post
+
+NUM_SCORED = 4
+
+
+class Probe:
+    def __init__(self, run_dir: Path, config: TrainConfig):
+        self.run_dir, self.config = run_dir, config
+
+    def compare(self, batch, prox: torch.Tensor, version: int) -> dict[str, float | None]:
+        """`prox` float32 [T]: the trainer's log-probs of the batch under `version`, which the servers have too."""
+        own = prox.numpy()
+        sampled = difference_of_fresh(batch, own, version)
+        scored = self._scored(batch, own) if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear" else None
+        known = [d for d in (sampled, scored) if d is not None]
+        return {"logprob_diff_sampled": sampled, "logprob_diff_scored": scored, "logprob_diff": max(known) if known else None}
+
+    def _scored(self, batch, own: np.ndarray) -> float | None:
+        servers = announced(self.run_dir)
+        spans = [(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in range(min(NUM_SCORED, batch.num_sequences))]
+        calls = [in_thread(self._score, servers[i % len(servers)], batch.tokens[a:b].tolist()) for i, (a, b) in enumerate(spans)]
+        differences = [np.abs(call.result() - own[a + 1 : b]) for call, (a, b) in zip(calls, spans)]
+        return float(np.concatenate(differences).mean()) if differences else None
+
+    def _score(self, server: ServerInfo, tokens: list[int]) -> np.ndarray:
+        """float32 [n - 1]: the server's log-probs of all tokens but the first."""
+        sampling = {"max_new_tokens": 1, "temperature": 1.0}
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = post(server, "/generate", body, self.config.sync.timeout_s)
+        return np.array([p for p, _, _ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
+
+
+def difference_of_fresh(batch, own: np.ndarray, version: int) -> float | None:
+    """Mean |behaviour - own| over the sampled tokens of sequences whose every sampled token has `version`; None without such a sequence."""
+    stale = np.bincount(batch.sequence_ids, batch.loss_mask & (batch.versions != version), batch.num_sequences) > 0
+    chosen = batch.loss_mask & ~stale[batch.sequence_ids]
+    return float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean()) if chosen.any() else None

@@ -1,0 +1,168 @@
+"""One push: pause all servers, give them the new weights and version, resume them whatever happens.
+
+    begin_push (controller) -> pause -> begin -> buckets -> end -> resume -> pushed (controller: version bumped, admission reopens)
+
+What counts is the pause window, in which no server produces a token: what can be done before it is done before it (the first bucket is
+gathered, a `disk` checkpoint is written). A server that fails is left out, the bucket it failed at is sent again to the others, and the push
+goes on: a bucket received twice is the same bucket. At the end every server that is left holds exactly one version.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Iterable, Iterator
+
+import torch
+
+from areal_lite.config import TrainConfig
+from areal_lite.rollout.server import ServerInfo
+from areal_lite.sync.broadcast import WeightGroup
+from areal_lite.sync.control import ServerError, post_all
+from areal_lite.sync.disk import WeightFolder
+from areal_lite.sync.readback import Readback
+
+log = logging.getLogger(__name__)
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+@dataclass
+class PushReport:
+    """What a push cost: seconds, wall-clock time of the pause, MiB sent. `failed` names the servers that were left out."""
+
+    version: int
+    paused_at: float = 0.0
+    pause_s: float = 0.0
+    total_s: float = 0.0
+    megabytes: float = 0.0
+    drained: int = 0
+    verified: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+class WeightPusher:
+    """Pushes from trainer rank 0; the other ranks that hold a part of the weights call `push` too, to take part in gathering them."""
+
+    def __init__(self, engine, controller, config: TrainConfig, run_dir: Path):
+        """`controller` is the ControllerClient of rank 0 and None elsewhere."""
+        self.engine, self.controller, self.config = engine, controller, config
+        self.timeout_s = config.sync.timeout_s
+        self.backend = "nccl" if engine.device.type == "cuda" else "gloo"
+        self.folder = WeightFolder(Path(config.sync.disk_path or run_dir / "weights"), Path(config.model))
+        self.group: WeightGroup | None = None
+        self.names = itertools.count()
+
+    def push(self, version: int) -> PushReport | None:
+        """Bring all servers to `version`; None on ranks other than 0. Raises RuntimeError when no server is left."""
+        buckets = self.engine.hf_weights(self.config.sync.bucket_mb * 2**20)
+        if self.controller is None:
+            for _ in buckets:
+                pass
+            return None
+        started = time.time()
+        answer = self.controller.begin_push(version)
+        report = PushReport(version, drained=answer["drained"])
+        members = _Members(answer["servers"], report)
+        readback = Readback()
+        buckets = readback.watch(_measured(buckets, report))
+        if self.config.sync.transport == "disk":
+            self._push_folder(members, buckets, report)
+        else:
+            self._push_broadcast(members, buckets, report)
+        if self.config.sync.verify:
+            report.verified = readback.verify(members.servers, self.timeout_s)
+        self.controller.pushed(version, report.failed)
+        report.total_s = time.time() - started
+        return report
+
+    def _push_folder(self, members: "_Members", buckets: Iterable[Bucket], report: PushReport) -> None:
+        folder = self.folder.write(buckets, report.version)
+        with _Paused(members, self.config.rollout.interrupt, report, self.timeout_s) as paused:
+            members.each(lambda servers: self.folder.load(servers, folder, report.version, paused.flush_cache, self.timeout_s))
+
+    def _push_broadcast(self, members: "_Members", buckets: Iterable[Bucket], report: PushReport) -> None:
+        members.each(self._ensure_group)
+        stream = _with_last(buckets)
+        first = next(stream)
+        with _Paused(members, self.config.rollout.interrupt, report, self.timeout_s) as paused:
+            members.each(lambda servers: post_all(servers, "/begin_weight_update", {}, self.timeout_s))
+            for bucket, last in itertools.chain([first], stream):
+                version = str(report.version) if last else None
+
+                def send(servers: list[ServerInfo]) -> None:
+                    self._ensure_group(servers)
+                    self.group.send(bucket, version=version, flush_cache=paused.flush_cache and last)
+
+                members.each(send)
+            members.each(lambda servers: post_all(servers, "/end_weight_update", {}, self.timeout_s))
+
+    def _ensure_group(self, servers: list[ServerInfo]) -> None:
+        if self.group is not None and self.group.servers == servers:
+            return
+        if self.group is not None:
+            self.group.abandon(servers)
+        self.group = None
+        self.group = WeightGroup(servers, self.backend, self.timeout_s, f"areal_lite_{next(self.names)}")
+
+
+class _Members:
+    """The servers that take part in this push; one that fails leaves it."""
+
+    def __init__(self, servers: list[ServerInfo], report: PushReport):
+        self.servers, self.report = list(servers), report
+
+    def each(self, action: Callable[[list[ServerInfo]], object]) -> None:
+        """Do `action` with all servers, and again without the one that failed, until it succeeds."""
+        while self.servers:
+            try:
+                action(list(self.servers))
+                return
+            except ServerError as error:
+                log.warning("push of version %d goes on without %s", self.report.version, error)
+                self.report.failed.append(error.server.name)
+                self.servers = [server for server in self.servers if server.name != error.server.name]
+        raise RuntimeError(f"push of version {self.report.version}: no server is left ({', '.join(self.report.failed) or 'none announced'})")
+
+
+class _Paused:
+    """The pause window. Leaving it resumes every server that was paused, also after an error: a paused server holds its requests for ever."""
+
+    def __init__(self, members: _Members, interrupt: str, report: PushReport, timeout_s: float):
+        self.members, self.report, self.timeout_s = members, report, timeout_s
+        # With nothing in flight (`none`) the modes differ only in whether the prefix cache may be flushed.
+        self.mode = "retract" if interrupt == "none" else interrupt
+        self.flush_cache = self.mode != "in_place"  # flushing under running requests would kill the scheduler
+
+    def __enter__(self) -> "_Paused":
+        self.report.paused_at = time.time()
+        self.to_resume = list(self.members.servers)
+        self.members.each(lambda servers: post_all(servers, "/pause_generation", {"mode": self.mode}, self.timeout_s))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self.to_resume:
+            try:
+                post_all([server], "/continue_generation", {}, self.timeout_s)
+            except ServerError as error:
+                log.warning("could not resume: %s", error)
+        self.report.pause_s = time.time() - self.report.paused_at
+
+
+def _with_last(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+    """Each bucket with whether it is the last one."""
+    iterator = iter(buckets)
+    current = next(iterator)
+    for following in iterator:
+        yield current, False
+        current = following
+    yield current, True
+
+
+def _measured(buckets: Iterable[Bucket], report: PushReport) -> Iterator[Bucket]:
+    for bucket in buckets:
+        report.megabytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) / 2**20
+        yield bucket

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Sets everything up, then trains a small model with reinforcement learning and shows what happened.
+# Arguments are Hydra overrides: bash examples/quickstart.sh seed=2 data.max_digits=6 make_model.hidden_size=96
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/examples/setup.sh"
+areal_lite_setup "$root"
+cd "$root"
+exec areal-lite quickstart "$@"

@@ -1,0 +1,189 @@
+"""A fake SGLang server for tests: the wire behaviour that was measured of the real one, with a "model" whose tokens prove where they are.
+
+Token i is a function of all tokens before it (`next_token`), so a token lost, doubled or made from another prefix anywhere shows at once.
+Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look whether
+that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death (kill it).
+
+    python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+
+EOS = 1
+
+
+def next_token(prefix: list[int]) -> int:
+    """About one in 25 is the end token."""
+    value = zlib.crc32(np.asarray(prefix, np.int32).tobytes())
+    return EOS if value % 25 == 0 else 2 + (value >> 8) % 96
+
+
+def logprob(prefix: list[int]) -> float:
+    return -((zlib.crc32(np.asarray(prefix, np.int32).tobytes()) >> 16) % 1000) / 100 - 0.01
+
+
+def completion(prompt: list[int], max_new_tokens: int) -> list[int]:
+    """What an uninterrupted request must bring."""
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and (not tokens or tokens[-1] != EOS):
+        tokens.append(next_token([*prompt, *tokens]))
+    return tokens
+
+
+@dataclass
+class _Running:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[dict] = field(default_factory=list)
+    aborted: bool = False
+
+
+class FakeSGLang:
+    """`await start()` returns its URL; `await stop()`. `delay_s` per token; 0 yields to other requests all the same."""
+
+    def __init__(self, delay_s: float = 0.0, weight_version: str = "0"):
+        self.delay_s, self.weight_version = delay_s, weight_version
+        self.abort_mode = False
+        self.requests: list[dict] = []
+        self.running: list[_Running] = []
+        self._transports: set[asyncio.Transport] = set()
+        self._go = asyncio.Event()
+        self._go.set()
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/model_info", self._model_info)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._continue)
+        app.router.add_post("/update_weights_from_disk", self._update)
+        app.router.add_post("/abort_request", self._abort)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def start(self) -> str:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def die(self) -> None:
+        """As if killed: every connection is cut where it is."""
+        for transport in self._transports:
+            transport.abort()
+        await self.stop()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self._transports.add(request.transport)
+        await self._go.wait()
+        run = _Running()
+        self.running.append(run)
+        try:
+            finish = await self._decode(run, body["input_ids"], body["sampling_params"])
+        finally:
+            self.running.remove(run)
+        return web.json_response(self._answer(body["rid"], run, finish))
+
+    async def _decode(self, run: _Running, prompt: list[int], params: dict) -> dict:
+        while True:
+            await asyncio.sleep(self.delay_s)
+            if not self.abort_mode:
+                await self._go.wait()
+            prefix = [*prompt, *run.tokens]
+            token = next_token(prefix)
+            if run.aborted and not run.tokens:
+                return {"type": "abort", "message": "Abort in waiting queue"}
+            run.tokens.append(token)
+            run.logprobs.append(logprob(prefix))
+            if run.aborted:
+                return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+            if token in params["stop_token_ids"]:
+                return {"type": "stop", "matched": token}
+            if len(run.tokens) == params["max_new_tokens"]:
+                return {"type": "length", "length": len(run.tokens)}
+
+    def _answer(self, rid: str, run: _Running, finish: dict) -> dict:
+        start = run.spans[-1]["end"] if run.spans else 0
+        spans = [*run.spans, {"version": self.weight_version, "start": start, "end": len(run.tokens)}]
+        spans = [span for span in spans if span["end"] > span["start"]] or spans[:1]
+        meta = {
+            "id": rid,
+            "finish_reason": finish,
+            "weight_version": self.weight_version,
+            "weight_versions": spans,
+            "output_token_logprobs": [[p, t, None] for p, t in zip(run.logprobs, run.tokens)],
+            "completion_tokens": len(run.tokens),
+        }
+        return {"output_ids": run.tokens, "meta_info": meta}
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = (await request.json()).get("mode", "abort")
+        self._go.clear()
+        self.abort_mode = mode == "abort"
+        if self.abort_mode:
+            for run in self.running:
+                run.aborted = True
+            while self.running:
+                await asyncio.sleep(0.001)
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, _: web.Request) -> web.Response:
+        self.abort_mode = False
+        self._go.set()
+        return web.json_response({"status": "ok"})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        while self._go.is_set() and self.running:
+            await asyncio.sleep(0.001)
+        for run in self.running:
+            start = run.spans[-1]["end"] if run.spans else 0
+            if len(run.tokens) > start:
+                run.spans.append({"version": self.weight_version, "start": start, "end": len(run.tokens)})
+        self.weight_version = body["weight_version"]
+        return web.json_response({"success": True, "message": ""})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for run in self.running if body.get("abort_all") else []:
+            run.aborted = True
+        return web.Response()
+
+
+async def _main() -> None:
+    from areal_lite.launch.process import die_with_parent
+    from areal_lite.rollout.server import ServerInfo, announce
+
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--weight-version", default="0")
+    arguments = parser.parse_args()
+    server = FakeSGLang(arguments.delay, arguments.weight_version)
+    announce(arguments.run_dir, ServerInfo(arguments.name, await server.start(), None, 1, os.getpid()))
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,66 @@
+"""One real SGLang server for the whole test session, on a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config import ServerConfig
+from areal_lite.rollout.server import ServerInfo, ServerProcess, free_port
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    info: ServerInfo
+    model: str
+
+    @property
+    def url(self) -> str:
+        return self.info.url
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A float32 Qwen3 with random weights, wide enough that its distributions are far from flat, and our character tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from areal_lite.data.char_tokenizer import build_char_tokenizer
+
+    tokenizer = build_char_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny-model")
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
+    """A running server: `.url`, `.info` and `.model` (the folder of its checkpoint)."""
+    log = Path(tmp_path_factory.mktemp("sglang-server"), "server.log")
+    server = ServerProcess(ServerConfig(), tiny_model, name="test", port=free_port(), seed=1, log_path=log)
+    try:
+        server.start()
+        asyncio.run(server.wait_ready(240))
+        yield RunningServer(server.info, tiny_model)
+    finally:
+        server.stop()

@@ -1,0 +1,365 @@
+"""The real controller process against fake servers, driven by a scripted trainer: pull batches, push versions, finish."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_lite.buffer.store import Store
+from areal_lite.buffer.wire import ControllerClient
+from areal_lite.config import TrainConfig, save_config
+from areal_lite.data.char_tokenizer import build_char_tokenizer
+from areal_lite.launch.process import ENV_DIE_WITH_PARENT
+from areal_lite.rollout.server import ServerInfo, announced
+from areal_lite.sync.control import post
+from areal_lite.trajectory import TrainBatch
+from tests.fake_sglang import completion
+
+ROOT = Path(__file__).parents[2]
+GROUPS, MEMBERS, BUDGET = 4, 3, 40
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    build_char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+class Run:
+    """A run directory, its controller, its servers and a trainer's clients."""
+
+    def __init__(self, path: Path, model: str, interrupt: str = "in_place", max_staleness: int = 1, **other):
+        self.path = path
+        config = TrainConfig(model=model, run_dir=str(path))
+        config.data.max_digits = 3
+        config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.interrupt = MEMBERS, BUDGET, interrupt
+        config.trainer.batch_groups, config.buffer.max_staleness = GROUPS, max_staleness
+        config.eval.problems = 5
+        for key, value in other.items():
+            part, name = key.split("__")
+            setattr(getattr(config, part), name, value)
+        path.mkdir(exist_ok=True)
+        save_config(config, path)
+        self.processes: dict[str, subprocess.Popen] = {}
+
+    def start(self, name: str, *command: str) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), ENV_DIE_WITH_PARENT: "1", "OMP_NUM_THREADS": "1"}
+        with open(self.path / f"{name}.log", "wb") as log:
+            self.processes[name] = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        return self.processes[name]
+
+    def start_server(self, name: str = "s0", delay: float = 0.001, version: int = 0) -> None:
+        self.start(name, "tests/fake_sglang.py", str(self.path), name, "--delay", str(delay), "--weight-version", str(version))
+
+    def start_controller(self) -> ControllerClient:
+        self.start("controller", "-m", "areal_lite.rollout.controller", str(self.path))
+        return self.client()
+
+    def client(self, timeout_s: float = 20) -> ControllerClient:
+        return ControllerClient(self.path, timeout_s)
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def log(self, name: str = "controller") -> str:
+        return (self.path / f"{name}.log").read_text()
+
+    def store(self) -> Store:
+        return Store(self.path / "trajectories.sqlite", read_only=True)
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    """run(**settings) -> Run, ended with the test."""
+    runs: list[Run] = []
+
+    def make(**settings) -> Run:
+        runs.append(Run(tmp_path / f"run{len(runs)}", model, **settings))
+        return runs[-1]
+
+    yield make
+    for made in runs:
+        made.stop()
+
+
+def push(client: ControllerClient, version: int, mode: str | None) -> dict:
+    """What the real pusher does, in the same order."""
+    answer = client.begin_push(version)
+    for server in answer["servers"]:
+        if mode:
+            post(server, "/pause_generation", {"mode": mode}, 10)
+        post(server, "/update_weights_from_disk", {"model_path": "m", "weight_version": str(version)}, 10)
+        post(server, "/continue_generation", {}, 10)
+    client.pushed(version)
+    return answer
+
+
+def assert_exact(batch: TrainBatch) -> None:
+    """Every trajectory is what an undisturbed server would have made of its prompt."""
+    for start, end, truncated in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.truncated):
+        tokens, versions = batch.tokens[start:end].tolist(), batch.versions[start:end]
+        n_prompt = int(np.count_nonzero(versions == -1))
+        expected = completion(tokens[:n_prompt], BUDGET)
+        assert tokens[n_prompt:] == expected
+        assert truncated == (expected[-1] != 1)
+        assert (np.diff(versions[n_prompt:]) >= 0).all()
+
+
+def assert_books_are_right(run: Run, totals: dict, used: dict[int, list[int]]) -> None:
+    """`used`: step -> group ids that its batch had. Exactly those are used, at that step, once."""
+    assert totals["trajectories_lost"] == 0
+    store = run.store()
+    assert store.counts() == totals["tickets"]
+    by_step: dict[int, list[int]] = {}
+    for ticket in store.tickets():
+        if ticket["state"] == "used":
+            by_step.setdefault(ticket["step"], []).append(ticket["group_id"])
+    assert by_step == used
+    assert store.missing_trajectories() == 0
+    store.close()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
+    r = run(interrupt=mode, max_staleness=2)
+    r.start_server("s0"), r.start_server("s1")
+    client, other = r.start_controller(), r.client()
+    used: dict[int, list[int]] = {}
+    interrupted = 0.0
+    for step in range(6):
+        batch, info = client.batch(step, 0, 2)
+        second, same = other.batch(step, 1, 2)
+        assert info == same
+        again, _ = client.batch(step, 0, 2)
+        assert [bytes(f) for f in again.to_frames()] == [bytes(f) for f in batch.to_frames()]
+        for shard in (batch, second):
+            assert_exact(shard)
+            assert len(set(shard.group_ids)) == GROUPS // 2 and shard.num_sequences == GROUPS // 2 * MEMBERS
+            sampled = shard.loss_mask
+            assert (step - shard.versions[sampled] <= 2).all() and (shard.versions[sampled] <= step).all()
+        used[step] = sorted({*batch.group_ids.tolist(), *second.group_ids.tolist()})
+        assert len(used[step]) == GROUPS
+        assert info["trajectories"] == GROUPS * MEMBERS and 0 <= info["staleness_max"] <= 2 + bool(info["masked_tokens"])
+        interrupted += info["interrupted_share"]
+        assert push(client, step + 1, mode)["drained"] == 0
+    with pytest.raises(RuntimeError, match="version 6 was pushed already"):
+        client.batch(5, 0, 2)
+    totals = client.finish()
+    assert r.processes["controller"].wait(10) == 0, r.log()
+    assert interrupted > 0, "no push came in the middle of a trajectory: the test tests nothing"
+    assert totals["aborts"] > 0 if mode == "abort" else totals["aborts"] == 0
+    assert_books_are_right(r, totals, used)
+    everything = [group for groups in used.values() for group in groups]
+    assert len(everything) == len(set(everything)) and totals["tickets"]["used"] == 6 * GROUPS
+    assert not (r.path / "controller.json").exists()
+
+
+def test_a_rank_may_ask_for_the_next_batch_before_the_push_is_over(run) -> None:
+    r = run()
+    r.start_server()
+    client, early = r.start_controller(), r.client()
+    client.batch(0, 0, 2), early.batch(0, 1, 2)
+    import threading
+
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(early.batch(1, 1, 2)[1]["staleness_max"]))
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    push(client, 1, "in_place")
+    thread.join(10)
+    assert got and got[0] <= 1
+    with pytest.raises(RuntimeError, match="dealt to 2 ranks"):
+        client.batch(1, 0, 1)
+
+
+def test_mode_none_drains_and_never_mixes_versions(run) -> None:
+    r = run(interrupt="none")
+    r.start_server(delay=0.005)
+    client = r.start_controller()
+    drained = 0
+    for step in range(4):
+        batch, info = client.batch(step, 0, 1)
+        assert_exact(batch)
+        assert info["interrupted_share"] == 0 and info["segments_mean"] == 1
+        drained += push(client, step + 1, None)["drained"]  # an update without a pause waits for what runs: there is nothing
+    totals = client.finish()
+    assert totals["drained"] == drained > 0 and totals["aborts"] == 0
+    assert r.processes["controller"].wait(10) == 0, r.log()
+
+
+def test_synchronous_starts_only_what_the_next_step_needs(run) -> None:
+    r = run(interrupt="none", max_staleness=0)
+    r.start_server()
+    client = r.start_controller()
+    for step in range(3):
+        batch, info = client.batch(step, 0, 1)
+        assert info["staleness_max"] == 0 and sorted(set(batch.group_ids)) == list(range(step * GROUPS, (step + 1) * GROUPS))
+        time.sleep(0.1)
+        assert sum(r.store().counts().values()) == (step + 1) * GROUPS
+        assert push(client, step + 1, None)["drained"] == 0
+    client.finish()
+
+
+def test_a_server_dies_and_nothing_is_lost(run) -> None:
+    r = run(max_staleness=2)
+    r.start_server("s0", delay=0.01), r.start_server("s1", delay=0.01)
+    while len(announced(r.path)) < 2:
+        time.sleep(0.02)
+    client = r.start_controller()
+    used = {0: sorted(set(client.batch(0, 0, 1)[0].group_ids.tolist()))}
+    push(client, 1, "in_place")
+    time.sleep(0.1)
+    r.processes["s0"].kill()
+    for step in (1, 2):
+        batch, _ = client.batch(step, 0, 1)
+        assert_exact(batch)
+        used[step] = sorted(set(batch.group_ids.tolist()))
+        assert [s.name for s in push(client, step + 1, "in_place")["servers"]] == ["s1"]
+    assert "server s0" in r.log()
+    # One that comes back with old weights takes part in the push, and takes requests only then.
+    r.start_server("s0", delay=0.001)
+    deadline = time.monotonic() + 10
+    while "it waits for the next push" not in r.log() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    batch, info = client.batch(3, 0, 1)
+    used[3] = sorted(set(batch.group_ids.tolist()))
+    assert batch.versions[batch.loss_mask].min() >= 1
+    assert len(push(client, 4, "in_place")["servers"]) == 2
+    totals = client.finish()
+    assert totals["retries"] > 0
+    assert_books_are_right(r, totals, used)
+
+
+def test_no_server_left_is_said_to_who_waits(run) -> None:
+    r = run()
+    r.start_server(delay=0.02)
+    client = r.start_controller()
+    time.sleep(1.0)
+    r.processes["s0"].kill()
+    with pytest.raises(RuntimeError, match="no server is left.*server s0"):
+        client.batch(0, 0, 1)
+        push(client, 1, "in_place")
+        client.batch(1, 0, 1)
+
+
+def test_a_server_that_failed_the_push_is_left_out(run) -> None:
+    r = run()
+    r.start_server("s0"), r.start_server("s1")
+    while len(announced(r.path)) < 2:
+        time.sleep(0.02)
+    client = r.start_controller()
+    client.batch(0, 0, 1)
+    (good,) = [s for s in client.begin_push(1)["servers"] if s.name == "s0"]
+    post(good, "/update_weights_from_disk", {"model_path": "m", "weight_version": "1"}, 10)
+    client.pushed(1, failed=["s1"])
+    client.batch(1, 0, 1)
+    assert [s.name for s in client.begin_push(2)["servers"]] == ["s0"]
+    client.pushed(2)
+
+
+def test_evaluation_beside_training(run) -> None:
+    r = run()
+    r.start_server()
+    client = r.start_controller()
+    result = client.evaluate(0)
+    assert (result["problems"], result["samples"], result["versions"], result["failures"]) == (5, 1, [0], 0)
+    assert 0 <= result["greedy"] <= 1 and 0 <= result["sampled"] <= 1
+    client.batch(0, 0, 1)
+    assert sum(r.store().counts().values()) == 2 * GROUPS  # evaluation is no ticket
+    client.finish()
+
+
+def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
+    r = run(max_staleness=0, buffer__overdue="drop")
+    r.start_server()
+    client = r.start_controller()
+    client.batch(0, 0, 1)
+    push(client, 1, "in_place")
+    deadline = time.monotonic() + 10
+    while r.store().counts()["finished"] < GROUPS and time.monotonic() < deadline:
+        time.sleep(0.02)
+    push(client, 2, "in_place")  # a version that the waiting groups of step 1 are too old for
+    batch, info = client.batch(2, 0, 1)
+    assert info["staleness_max"] == 0 and info["dropped_groups"] == GROUPS
+    tickets = {t["group_id"]: t for t in r.store().tickets()}
+    dropped = {t["prompt_index"] for t in tickets.values() if t["state"] == "dropped"}
+    assert {tickets[g]["prompt_index"] for g in set(batch.group_ids.tolist())} == dropped == set(range(GROUPS, 2 * GROUPS))
+    totals = client.finish()
+    assert totals["trajectories_lost"] == 0 and sum(totals["dropped_by_length"].values()) == GROUPS
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_reason(run) -> None:
+    r = run(reward__function="operator:truediv")
+    r.start_server()
+    client = r.start_controller()
+    with pytest.raises(RuntimeError, match="lost all their members.*TypeError"):
+        client.batch(0, 0, 1)
+    assert r.processes["controller"].wait(10) == 1
+    assert "lost all their members" in r.log().splitlines()[-1]
+
+
+def test_failed_rewards_may_count_as_zero(run) -> None:
+    r = run(reward__function="operator:truediv", reward__on_failure="zero")
+    r.start_server()
+    client = r.start_controller()
+    batch, info = client.batch(0, 0, 1)
+    assert info["reward_mean"] == 0 and info["reward_failures"] >= GROUPS * MEMBERS and info["lost_members"] == 0
+    assert batch.rewards.tolist() == [0.0] * (GROUPS * MEMBERS)
+
+
+def test_a_server_with_a_version_that_is_no_number_is_refused(run) -> None:
+    r = run()
+    r.start_server(version="default")
+    r.start("controller", "-m", "areal_lite.rollout.controller", str(r.path))
+    assert r.processes["controller"].wait(20) == 1
+    assert "start it with --weight-version 0" in r.log().splitlines()[-1]
+
+
+def test_sigterm_ends_it_and_leaves_the_store_whole(run) -> None:
+    r = run()
+    r.start_server()
+    client = r.start_controller()
+    client.batch(0, 0, 1)
+    r.processes["controller"].send_signal(signal.SIGTERM)
+    assert r.processes["controller"].wait(10) == 0, r.log()
+    assert not (r.path / "trajectories.sqlite-wal").exists()  # closed in good order
+
+
+def test_it_does_not_outlive_its_parent(run) -> None:
+    r = run()
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-m', 'areal_lite.rollout.controller', sys.argv[1]]); time.sleep(60)"
+    parent = r.start("parent", "-c", code, str(r.path))
+    pid = r.client()._address.pid
+    parent.kill()
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline and _state(pid) != "Z":
+            os.kill(pid, 0)
+            time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_server_info_crosses_the_wire_whole(run) -> None:
+    r = run()
+    r.start_server()
+    client = r.start_controller()
+    client.batch(0, 0, 1)
+    assert client.begin_push(1)["servers"] == announced(r.path)
+    assert isinstance(announced(r.path)[0], ServerInfo)

@@ -1,0 +1,170 @@
+"""What a real, stock SGLang server does for us: exact log-probs, interruption with version spans, and no orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import torch
+
+from areal_lite.rollout.server import free_port
+
+LONG = 1500  # tokens: much longer than the requests around them take
+pytestmark = pytest.mark.timeout(300)
+
+
+class Http:
+    def __init__(self, url: str):
+        self.url = url
+
+    async def __aenter__(self) -> "Http":
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    async def post(self, path: str, **body: object) -> dict:
+        async with self.session.post(self.url + path, json=body) as response:
+            assert response.status == 200, (path, response.status, await response.text())
+            return await response.json() if response.content_type == "application/json" else {}
+
+    async def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float = 1.0, ignore_eos: bool = True) -> dict:
+        params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": ignore_eos}
+        return await self.post("/generate", input_ids=input_ids, sampling_params=params, return_logprob=True)
+
+
+def sampled(answer: dict) -> tuple[list[int], list[float]]:
+    """Token ids and log-probs of an answer of /generate."""
+    entries = answer["meta_info"]["output_token_logprobs"]
+    return [e[1] for e in entries], [e[0] for e in entries]
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: str):
+    """log-probs [n] by transformers of `completion` after `prompt`, at a temperature."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logprobs(prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+    return logprobs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers(sglang_server, reference, temperature):
+    # Lengths on both sides of each other, and two prompts that share a prefix: the second one meets it in the radix cache.
+    prompts = [[5, 6, 7], list(range(2, 60)), list(range(2, 50)) + [9, 9], [11] * 17]
+
+    async def run() -> list[dict]:
+        async with Http(sglang_server.url) as http:
+            return await asyncio.gather(*(http.generate(p, n, temperature) for p, n in zip(prompts, (40, 5, 33, 64))))
+
+    for prompt, answer, count in zip(prompts, asyncio.run(run()), (40, 5, 33, 64)):
+        tokens, logprobs = sampled(answer)
+        assert len(tokens) == count and tokens == answer["output_ids"]
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        torch.testing.assert_close(torch.tensor(logprobs), reference(prompt, tokens, temperature), atol=1e-5, rtol=0)
+
+
+def test_stops_at_the_end_token(sglang_server):
+    async def run() -> list[dict]:
+        async with Http(sglang_server.url) as http:
+            return await asyncio.gather(*(http.generate([5, 6, i], 500, ignore_eos=False) for i in range(2, 18)))
+
+    stopped = [a for a in asyncio.run(run()) if a["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert stopped and all(sampled(a)[0][-1] == 1 and 1 not in sampled(a)[0][:-1] for a in stopped)
+
+
+async def interrupt(http: Http, server, mode: str, version: int) -> dict:
+    """Generate `LONG` tokens, and push the same weights as `version` with the given interruption in their middle."""
+    request = asyncio.create_task(http.generate([5, 6, 7, 8], LONG))
+    await asyncio.sleep(0.05)
+    await http.generate([9], 8)  # first come, first served: when this is done, the long one is well under way
+    await http.post("/pause_generation", mode=mode)
+    try:
+        body = {"model_path": server.model, "weight_version": str(version), "flush_cache": mode != "in_place"}
+        assert (await http.post("/update_weights_from_disk", **body))["success"]
+    finally:
+        await http.post("/continue_generation")
+    return await request
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_push_leaves_version_spans(sglang_server, reference, mode):
+    async def run() -> tuple[int, dict]:
+        async with Http(sglang_server.url) as http:
+            before = int((await http.generate([5], 1))["meta_info"]["weight_version"])
+            return before, await interrupt(http, sglang_server, mode, before + 1)
+
+    before, answer = asyncio.run(run())
+    tokens, logprobs = sampled(answer)
+    spans = answer["meta_info"]["weight_versions"]
+    assert [s["version"] for s in spans] == [str(before), str(before + 1)]
+    assert (spans[0]["start"], spans[1]["end"]) == (0, LONG) and spans[0]["end"] == spans[1]["start"]
+    # The weights were the same, so the cache that was kept or computed again must give the same numbers.
+    torch.testing.assert_close(torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=1e-5, rtol=0)
+
+
+def test_abort_returns_what_there_is(sglang_server):
+    async def run() -> dict:
+        async with Http(sglang_server.url) as http:
+            version = int((await http.generate([5], 1))["meta_info"]["weight_version"])
+            return await interrupt(http, sglang_server, "abort", version + 1)
+
+    answer = asyncio.run(run())
+    tokens, logprobs = sampled(answer)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(tokens) < LONG and len(logprobs) == len(tokens)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from areal_lite.config import ServerConfig
+from areal_lite.rollout.server import ServerProcess
+
+server = ServerProcess(ServerConfig(), sys.argv[1], name="orphan", port=int(sys.argv[2]), seed=1, log_path=Path(sys.argv[3]))
+server.start()
+print(server.info.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return result
+
+
+def test_nothing_survives_a_killed_parent(tiny_model, tmp_path):
+    command = [sys.executable, "-c", PARENT, tiny_model, str(free_port()), str(tmp_path / "server.log")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    server = psutil.Process(int(parent.stdout.readline()))
+    try:
+        assert wait_until(lambda: len(server.children(recursive=True)) >= 2, 120), "the scheduler and the detokenizer did not start"
+        family = [server, *server.children(recursive=True)]
+        parent.kill()
+        parent.wait()
+        assert wait_until(lambda: not alive(family), 15), alive(family)
+    finally:
+        parent.kill()
+        if server.is_running():
+            os.killpg(server.pid, signal.SIGKILL)

@@ -1,0 +1,107 @@
+"""The GSM8K verifier: what counts as an answer, and which numbers are equal."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.rewards.gsm8k import gsm8k_reward, stated_number
+
+RIGHT = [
+    ("She packs 8 boxes of 9 eggs.\n8 * 9 = <<8*9=72>>72\n#### 72", "72"),
+    ("####72", "72"),
+    ("#### \n72", "72"),
+    ("#### 72 eggs. She is done with 9 boxes.", "72"),
+    (r"So there are $8 \cdot 9 = \boxed{72}$ eggs in 8 boxes.", "72"),
+    (r"\boxed{72\text{ eggs}}", "72"),
+    (r"\boxed{x = 72}", "72"),
+    (r"\boxed{\$1{,}234.50}", "1234.5"),
+    (r"\boxed{\frac{3}{4}}", "0.75"),
+    (r"\boxed{-\dfrac{3}{4}}", "-3/4"),
+    (r"\boxed{2\frac{1}{2}}", "2.5"),
+    ("The answer is $1,234.50.", "1234.5"),
+    ("The answer is: 1,234,567", "1234567"),
+    ("Therefore, the final answer is **72**.", "72"),
+    ("**Answer:** 72 eggs", "72"),
+    ("Final Answer = 72", "72"),
+    ("The answer in dollars is 72, for 8 boxes.", "72"),
+    ("The answer is 8 x 9 = 72 eggs.", "72"),
+    ("A: 18", "18"),
+    ("The answer is 1/2.", "0.5"),
+    ("The answer is 2 1/2 hours.", "2.5"),
+    ("The answer is 50%.", "50"),
+    ("The answer is 50%.", "0.5"),
+    (r"\boxed{12.5\%}", "1/8"),
+    ("The answer is -5 degrees.", "-5"),
+    ("The answer is \u22125.", "-5"),
+    ("The answer is -$5.", "-5"),
+    ("The answer is $-5.", "-5"),
+    ("The answer is .5", "0.50"),
+    ("72.00", "72"),
+    (" $72. ", "72"),
+    ("The answer is 70. Wait, I forgot two eggs. The answer is 72.", "72"),
+    ("#### 72\nI hope that my answer is clear.", "72"),
+    ("#### 72", "8 boxes of 9 eggs are <<8*9=72>>72 eggs.\n#### 72"),
+    ("#### 1080", "#### 1,080"),
+]
+WRONG = [
+    ("", "72"),
+    ("There are 72 eggs.", "72"),  # mentioned, not stated
+    ("8 boxes of 9 eggs. It could be 70, 71, 72.", "72"),
+    ("#### 72\n#### 73", "72"),
+    ("#### 172", "72"),
+    ("#### 72.5", "72"),
+    ("#### -72", "72"),
+    ("#### 1,72", "172"),
+    ("The answer is 0.333.", "1/3"),
+    ("The answer is 50%.", "0.5%"),
+    ("The answer is 0.5.", "50"),
+    ("The answer is 1/0.", "1"),
+    (r"\boxed{}", "72"),
+    (r"\boxed{7} 2", "72"),
+    (r"\boxed{" * 50, "72"),
+    ("The answer is unknown. 72", "72"),
+    ("#### " + "7" * 5000, "72"),
+    ("#### \u0667\u0662", "72"),  # digits of another script
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), RIGHT)
+def test_right(completion: str, answer: str) -> None:
+    assert gsm8k_reward(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer"), WRONG)
+def test_wrong(completion: str, answer: str) -> None:
+    assert gsm8k_reward(completion, answer) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", "none", "It is 5. #### none"])
+def test_an_answer_without_a_number_is_an_error_of_the_data(answer: str) -> None:
+    with pytest.raises(ValueError, match="no number"):
+        gsm8k_reward("#### 5", answer)
+
+
+@given(st.text(alphabet="0123456789.,/-%$ #{}\\boxedfracA:answer is=\n", max_size=80))
+def test_nothing_a_model_writes_raises(completion: str) -> None:
+    assert gsm8k_reward(completion, "72") in (0.0, 1.0)
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "The answer is {}.", r"\boxed{{{}}}", "A: {}\nQ: next"]))
+def test_any_integer_is_understood_however_it_is_written(number: int, statement: str) -> None:
+    for written in (str(number), f"{number:,}", f"{number}.00"):
+        assert stated_number(statement.format(written)).value == number
+
+
+@pytest.mark.skipif("AREAL_LITE_GSM8K" not in os.environ, reason="AREAL_LITE_GSM8K names no folder with GSM8K's train.jsonl")
+def test_the_data_set_agrees_with_itself() -> None:
+    lines = (Path(os.environ["AREAL_LITE_GSM8K"]) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    answers = [json.loads(line)["answer"] for line in lines]
+    numbers = [int(answer.rpartition("####")[2].replace(",", "")) for answer in answers]
+    for index, answer in enumerate(answers):
+        assert gsm8k_reward(answer, answer) == 1.0
+        neighbour = (index + 1) % len(answers)
+        assert gsm8k_reward(answer, answers[neighbour]) == float(numbers[index] == numbers[neighbour])

@@ -1,0 +1,317 @@
+"""The reward pool, with real processes that hang, die, print and return nonsense."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from areal_lite.rewards.pool import RewardError, RewardPool, load_function
+
+BAD_REWARDS = '''
+import os, signal, subprocess, sys, time
+
+def length(completion, answer):
+    return len(completion)
+
+def act(completion, answer):
+    """Do what the completion says."""
+    if completion == "sleep":
+        time.sleep(60)
+    if completion == "spin":
+        for number in range(1, 65):
+            if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
+                signal.signal(number, signal.SIG_IGN)
+        while True:
+            pass
+    if completion == "spawn":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        open(answer, "w").write(str(child.pid))
+        time.sleep(60)
+    if completion == "exit":
+        os._exit(3)
+    if completion == "sys.exit":
+        sys.exit(0)
+    if completion == "raise":
+        raise KeyError("half a character \\ud800")
+    if completion == "print":
+        print("x" * 100_000)
+        os.system("echo from a child")
+        os.write(1, b"straight to the descriptor")
+        return float(len(sys.stdin.read()))
+    if completion == "pid":
+        return os.getpid()
+    if completion.startswith("nap"):
+        time.sleep(float(completion[3:]))
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0"}.get(completion, 1.0)
+
+def one_argument(completion):
+    return 1.0
+
+async def coroutine(completion, answer):
+    return 1.0
+
+if os.environ.get("BAD_REWARDS_FLAG") and os.path.exists(os.environ["BAD_REWARDS_FLAG"]):
+    raise ImportError("broken since")
+'''
+
+
+@pytest.fixture(autouse=True)
+def bad_rewards(tmp_path, monkeypatch):
+    """A module `bad_rewards` that workers can import; and no process left behind, whatever the test did."""
+    (tmp_path / "bad_rewards.py").write_text(BAD_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    sys.modules.pop("bad_rewards", None)
+    left = [p for p in psutil.Process().children(recursive=True) if p not in before]
+    for process in left:
+        process.kill()
+    assert not left, left
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    """Run a coroutine on either event loop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop if request.param == "uvloop" else None) as runner:
+        yield runner.run
+
+
+async def outcome(pool: RewardPool, completion: str, answer: str = "") -> float | str:
+    try:
+        return await pool.score(completion, answer)
+    except RewardError as error:
+        return error.reason
+
+
+def test_results_belong_to_their_samples(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:length", workers=2) as pool:
+            texts = ["ü" * n for n in [*range(300), 300_000, 7]]
+            assert await asyncio.gather(*(pool.score(t, "") for t in texts)) == [len(t) for t in texts]
+            assert pool.stats.scored == len(texts) and not pool.stats.failed
+
+    run(main())
+
+
+def test_every_failure_has_its_reason_and_harms_no_other_sample(run) -> None:
+    expected = {
+        "exit": "died", "sys.exit": "exception", "raise": "exception", "nan": "bad_result", "inf": "bad_result",
+        "none": "bad_result", "text": "bad_result", "sleep": "timeout", "spin": "timeout", "print": 0.0, "fine": 1.0,
+    }  # fmt: skip
+    samples = [*expected, *["fine"] * 20] * 2
+
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", workers=2, timeout_s=0.3) as pool:
+            outcomes = await asyncio.gather(*(outcome(pool, s) for s in samples))
+            assert dict(zip(samples, outcomes)) == expected
+            assert outcomes == [expected[s] for s in samples]
+            assert pool.stats.failed == {"died": 2, "exception": 4, "bad_result": 8, "timeout": 4}
+            assert pool.stats.killed == 4
+            assert pool.stats.scored == len(samples) - 18
+            assert pool.stats.seconds >= 4 * 0.3
+
+    run(main())
+
+
+def test_pipelined_samples_survive_the_one_that_kills_their_process(run) -> None:
+    """After many fast samples several are sent ahead; those behind a killed one must neither be lost nor blamed nor run twice."""
+
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", timeout_s=0.3) as pool:
+            await asyncio.gather(*(pool.score("fine", "") for _ in range(300)))
+            samples = ["fine", "sleep", "fine", "exit", "fine", "fine", "spin", "fine"]
+            outcomes = await asyncio.gather(*(outcome(pool, s) for s in samples))
+            assert outcomes == [1.0, "timeout", 1.0, "died", 1.0, 1.0, "timeout", 1.0]
+            assert pool.stats.scored == 305
+
+    run(main())
+
+
+def test_time_in_the_queue_is_not_execution(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", timeout_s=0.4) as pool:
+            assert await asyncio.gather(*(pool.score("nap0.1", "") for _ in range(6))) == [1.0] * 6
+
+    run(main())
+
+
+def test_a_busy_event_loop_is_not_a_slow_function(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", timeout_s=0.2) as pool:
+            scores = asyncio.gather(*(pool.score("nap0.01", "") for _ in range(3)))
+            await asyncio.sleep(0)
+            time.sleep(0.5)
+            assert await scores == [1.0] * 3
+
+    run(main())
+
+
+def test_the_loop_stays_free_and_workers_run_in_parallel(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", workers=4) as pool:
+            started = time.monotonic()
+            scores = asyncio.gather(*(pool.score("nap0.2", "") for _ in range(4)))
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - started < 0.15
+            await scores
+            assert time.monotonic() - started < 0.6
+
+    run(main())
+
+
+def test_what_a_function_started_is_killed_with_it(run, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", timeout_s=0.5) as pool:
+            assert await outcome(pool, "spawn", str(tmp_path / "pid")) == "timeout"
+            await wait_until_gone(int((tmp_path / "pid").read_text()))
+
+    run(main())
+
+
+def test_a_cancelled_sample_gives_its_place_up(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act", timeout_s=5) as pool:
+            running, waiting = (asyncio.create_task(pool.score("nap0.1", "")) for _ in range(2))
+            await asyncio.sleep(0.02)
+            running.cancel()
+            waiting.cancel()
+            assert await pool.score("fine", "") == 1.0
+            assert pool.stats.scored == 2  # the one that had begun, and the last
+
+    run(main())
+
+
+def test_close_ends_samples_and_processes(run) -> None:
+    async def main() -> None:
+        pool = RewardPool("bad_rewards:act", workers=2)
+        with pytest.raises(RuntimeError, match="not been started"):
+            await pool.score("fine", "")
+        await pool.start()
+        pids = [int(await pool.score("pid", "")) for _ in range(2)]
+        scores = [asyncio.create_task(pool.score("spin", "")) for _ in range(5)]
+        await asyncio.sleep(0.05)
+        await pool.close()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        for score in scores:
+            with pytest.raises(RuntimeError, match="closed"):
+                await score
+        await pool.close()
+
+    run(main())
+
+
+def test_an_idle_worker_that_dies_is_replaced(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act") as pool:
+            pid = int(await pool.score("pid", ""))
+            os.kill(pid, signal.SIGKILL)
+            await wait_until_gone(pid)
+            await asyncio.sleep(0.1)
+            assert await pool.score("pid", "") != pid
+
+    run(main())
+
+
+def test_a_pool_without_a_worker_says_so(run, tmp_path: Path, monkeypatch) -> None:
+    flag = tmp_path / "flag"
+    monkeypatch.setenv("BAD_REWARDS_FLAG", str(flag))
+
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act") as pool:
+            flag.touch()
+            waiting = asyncio.create_task(outcome(pool, "exit")), asyncio.create_task(pool.score("fine", ""))
+            assert await waiting[0] == "died"
+            with pytest.raises(RuntimeError, match="broken since"):
+                await waiting[1]
+            with pytest.raises(RuntimeError, match="no reward worker is left"):
+                await pool.score("fine", "")
+
+    run(main())
+
+
+def test_start_fails_whole(run) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="no callable 'missing'"):
+            await RewardPool("bad_rewards:missing", workers=2).start()
+
+    run(main())
+
+
+def test_workers_die_with_the_process_that_owns_them(tmp_path: Path) -> None:
+    script = """
+import asyncio, json, os
+from areal_lite.rewards.pool import RewardPool
+async def main():
+    pool = RewardPool("bad_rewards:act", workers=2)
+    await pool.start()
+    print(json.dumps([w._transport.get_pid() for w in pool._workers]), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    try:
+        pids = json.loads(owner.stdout.readline())
+        assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        owner.kill()
+        owner.communicate()
+    for pid in pids:
+        asyncio.run(wait_until_gone(pid))
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("bad_rewards", "must be module:callable"),
+        ("no_such_module:f", "cannot import no_such_module"),
+        ("bad_rewards:missing", "no callable 'missing'"),
+        ("bad_rewards:one_argument", "called as f"),
+        ("bad_rewards:coroutine", "plain function"),
+    ],
+)
+def test_load_function_refuses(name: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        load_function(name)
+
+
+def test_load_function_loads() -> None:
+    assert load_function("areal_lite.rewards.exact:exact_reward")(" a\n", "a") == 1.0
+    assert load_function("areal_lite.rewards.exact:exact_reward")("b", "a") == 0.0
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0}])
+def test_pool_refuses_nonsense(settings: dict) -> None:
+    with pytest.raises(ValueError, match=f"reward.{next(iter(settings))}"):
+        RewardPool("bad_rewards:act", **settings)
+
+
+def test_math_reward_in_a_worker() -> None:
+    """Math-Verify's own time-outs must not be needed, and equal expressions must be equal."""
+
+    async def main() -> None:
+        async with RewardPool("areal_lite.rewards.math:math_reward") as pool:
+            assert await pool.score(r"so it is \boxed{\frac{1}{2}}", "0.5") == 1.0
+            assert await pool.score(r"so it is \boxed{(x+1)^2}", "x^2+2x+1") == 1.0
+            assert await pool.score(r"so it is \boxed{3}", "$4$") == 0.0
+            assert await pool.score("no idea", "4") == 0.0
+            assert await outcome(pool, "4", "") == "exception"
+
+    asyncio.run(main())
+
+
+async def wait_until_gone(pid: int) -> None:
+    """Until no such process runs; a zombie that its new parent has yet to wait for does not."""
+    for _ in range(500):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")

@@ -1,0 +1,96 @@
+"""The prompt sampler: every prompt once an epoch, resumable, nothing put back is lost."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.data.sampler import PromptSampler, permuted
+
+sizes = st.one_of(st.integers(1, 70), st.none())
+seeds = st.integers(0, 2**40)
+
+
+def draw(sampler: PromptSampler, count: int) -> list[int]:
+    return [sampler.next() for _ in range(count)]
+
+
+@given(st.integers(1, 300), seeds, st.booleans())
+def test_every_index_once_an_epoch(size: int, seed: int, shuffle: bool) -> None:
+    sampler = PromptSampler(size, seed, shuffle)
+    for epoch in range(3):
+        assert sampler.epoch == epoch
+        indices = draw(sampler, size)
+        assert sorted(indices) == list(range(size))
+        assert shuffle or indices == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_runs_agree() -> None:
+    one, again, other = PromptSampler(1000, 1), PromptSampler(1000, 1), PromptSampler(1000, 2)
+    first, second = draw(one, 1000), draw(one, 1000)
+    assert first != second and first != list(range(1000))
+    assert draw(again, 2000) == first + second
+    assert draw(other, 1000) != first
+
+
+def test_order_is_the_same_in_every_version() -> None:
+    """A run that is resumed by a later version must see the prompts that it has not seen yet."""
+    assert draw(PromptSampler(10, 7), 10) == [2, 0, 3, 8, 5, 7, 1, 9, 6, 4]
+
+
+def test_shuffle_looks_uniform() -> None:
+    """Over many keys each element takes each of 5 places equally often, and all 120 orders come up (chi-squared, 99.9 % points)."""
+    orders = Counter(tuple(permuted(i, 5, f"{key}") for i in range(5)) for key in range(6000))
+    assert sum((orders[o] - 50) ** 2 / 50 for o in orders) + 50 * (120 - len(orders)) < 173.6  # 119 degrees of freedom
+    for place in range(5):
+        counts = Counter()
+        for order, times in orders.items():
+            counts[order[place]] += times
+        assert sum((counts[i] - 1200) ** 2 / 1200 for i in range(5)) < 18.5  # 4 degrees of freedom
+
+
+def test_a_huge_set_costs_nothing() -> None:
+    assert len(set(draw(PromptSampler(10**15, 3), 100))) == 100
+
+
+@given(sizes, seeds, st.booleans(), st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40), st.integers(0, 40))
+def test_restored_sampler_goes_on_identically(size, seed, shuffle, actions, cut) -> None:
+    """Actions: None draws; a number puts an index back. The state, through JSON, is taken after `cut` of them."""
+
+    def play(sampler: PromptSampler, some: list[int | None]) -> list[int]:
+        return [sampler.next() for index in some if index is None or sampler.put_back(index)]
+
+    whole = PromptSampler(size, seed, shuffle)
+    play(whole, actions[:cut])
+    resumed = PromptSampler(size, seed, shuffle)
+    resumed.restore(json.loads(json.dumps(whole.state())))
+    assert play(resumed, actions[cut:]) == play(whole, actions[cut:])
+    assert draw(resumed, 50) == draw(whole, 50)
+
+
+@given(sizes, st.lists(st.integers(0, 9), min_size=1, max_size=5))
+def test_put_back_is_served_first_and_costs_no_other_its_turn(size, returned) -> None:
+    plain, sampler = PromptSampler(size, 1), PromptSampler(size, 1)
+    draw(plain, 4), draw(sampler, 4)
+    for index in returned:
+        sampler.put_back(index)
+    assert draw(sampler, len(returned)) == returned
+    assert draw(sampler, 100) == draw(plain, 100)
+
+
+def test_an_unbounded_set_is_counted_through() -> None:
+    sampler = PromptSampler(None, 5)
+    assert draw(sampler, 4) == [0, 1, 2, 3] and sampler.epoch == 0
+
+
+@pytest.mark.parametrize("other", [PromptSampler(11, 1), PromptSampler(10, 2), PromptSampler(10, 1, shuffle=False)])
+def test_another_set_or_order_cannot_be_resumed(other: PromptSampler) -> None:
+    with pytest.raises(ValueError, match="cannot resume"):
+        PromptSampler(10, 1).restore(other.state())
+
+
+def test_an_empty_set_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 prompts"):
+        PromptSampler(0)

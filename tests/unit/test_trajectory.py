@@ -1,0 +1,120 @@
+"""Trajectories, their invariants, and batches of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.trajectory import Group, Segment, TrainBatch, Trajectory, balanced_shards
+
+
+def trajectory(prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int = 1, member: int = 0, **changes) -> Trajectory:
+    n = len(versions)
+    made = Trajectory(
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        member=member,
+        tokens=np.arange(prompt + n, dtype=np.int32) + 10 * group_id,
+        loss_mask=np.repeat([False, True], [prompt, n]),
+        behavior_logprobs=np.concatenate([np.zeros(prompt), -np.arange(1, n + 1) / 8]).astype(np.float32),
+        versions=np.array([-1] * prompt + list(versions), np.int32),
+        finish_reason="stop",
+        reward=1.0,
+    )
+    return replace(made, **changes)
+
+
+trajectories = st.builds(
+    lambda prompt, steps, group, member, reason: trajectory(prompt, list(np.cumsum(steps)), group, member, finish_reason=reason),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 2), max_size=9),
+    st.integers(0, 4),
+    st.integers(0, 3),
+    st.sampled_from(["stop", "length"]),
+)
+
+
+def test_segments_are_the_runs_of_one_version():
+    assert trajectory(3, [0, 0, 1]).segments == [Segment(0, 3, 5), Segment(1, 5, 6)]
+    two_turns = trajectory(1, [2, 2, 2])
+    two_turns.loss_mask[2], two_turns.versions[2], two_turns.behavior_logprobs[2] = False, -1, 0.0
+    assert two_turns.check().segments == [Segment(2, 1, 2), Segment(2, 3, 4)]
+
+
+@given(trajectories)
+def test_segments_cover_exactly_the_sampled_tokens(t):
+    covered = np.full(len(t.tokens), -1)
+    for segment in t.check().segments:
+        assert (covered[segment.start : segment.end] == -1).all()
+        covered[segment.start : segment.end] = segment.version
+    np.testing.assert_array_equal(covered, t.versions)
+    assert sum(s.end - s.start for s in t.segments) == t.num_sampled
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        ({"versions": np.array([-1, -1, -1, 1, 0, 0])}, "backwards"),
+        ({"versions": np.array([-1, -1, -1, 0, 0, -1])}, "no version"),
+        ({"versions": np.array([0, -1, -1, 0, 0, 0])}, "not sampled"),
+        ({"versions": np.zeros(5)}, "6 tokens but 5 versions"),
+        ({"loss_mask": np.ones(6, bool)}, "first token"),
+        ({"behavior_logprobs": np.array([0, 0, 0, -1, 0.5, -1], np.float32)}, "above zero"),
+        ({"behavior_logprobs": np.array([0, -1, 0, -1, -1, -1], np.float32)}, "not sampled"),
+        ({"finish_reason": "done"}, "finish reason 'done'"),
+    ],
+)
+def test_a_broken_invariant_is_named(broken, message):
+    with pytest.raises(ValueError, match=message):
+        replace(trajectory(3, [0, 0, 1]), **broken).check()
+
+
+def test_a_token_without_a_finite_log_prob_leaves_the_loss_but_not_the_sequence():
+    t = trajectory(2, [0, 0, 0])
+    t.behavior_logprobs[3] = np.nan
+    batch = TrainBatch.from_trajectories([t.check()])
+    np.testing.assert_array_equal(batch.loss_mask, [False, False, True, False, True])
+    assert np.isfinite(batch.behavior_logprobs).all() and len(batch.tokens) == 5
+
+
+@given(st.lists(trajectories, min_size=1, max_size=6))
+def test_frames_bring_back_the_same_batch(items):
+    batch = TrainBatch.from_trajectories(items)
+    back = TrainBatch.from_frames([bytes(frame) for frame in batch.to_frames()])
+    for name in TrainBatch.__dataclass_fields__:
+        a, b = getattr(batch, name), getattr(back, name)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_frames_that_are_not_a_batch_are_refused():
+    frames = [bytes(f) for f in TrainBatch.from_trajectories([trajectory()]).to_frames()]
+    with pytest.raises(ValueError, match="not a batch"):
+        TrainBatch.from_frames(frames[:-1])
+    with pytest.raises(ValueError, match="not a batch: tokens"):
+        TrainBatch.from_frames([frames[0], frames[1][:-4], *frames[2:]])
+
+
+@given(st.lists(trajectories, min_size=1, max_size=6), st.data())
+def test_select_takes_whole_sequences(items, data):
+    batch = TrainBatch.from_trajectories(items)
+    chosen = data.draw(st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=6))
+    expected = TrainBatch.from_trajectories([items[i] for i in chosen])
+    for name in TrainBatch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(batch.select(chosen), name), getattr(expected, name))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 3))
+def test_shards_hold_every_group_once_and_equally_many(lengths, ranks):
+    groups = [Group(i, f"p{i}", len(g), [trajectory(1, [0] * n, i, m) for m, n in enumerate(g)]) for i, g in enumerate(lengths * ranks)]
+    shards = balanced_shards(groups, ranks)
+    assert sorted(g.group_id for shard in shards for g in shard) == list(range(len(groups)))
+    assert {len(shard) for shard in shards} == {len(groups) // ranks}
+
+
+def test_shards_that_cannot_be_equal_are_refused():
+    with pytest.raises(ValueError, match="3 groups cannot be dealt equally to 2"):
+        balanced_shards([Group(i, "p", 1, [trajectory()]) for i in range(3)], 2)
