@@ -234,6 +234,7 @@ class GenerateConfig:
 
     model: str = MISSING
     run_dir: str = "runs/generate-${now:%Y%m%d-%H%M%S}"
+    seed: int = 1
     prompts: list[str] = field(default_factory=list)  # empty: a few held-out problems
     samples: int = 1
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,8 +1,8 @@
 """A fake SGLang server for tests: the wire behaviour that was measured of the real one, with a "model" whose tokens prove where they are.
 
 Token i is a function of all tokens before it (`next_token`), so a token lost, doubled or made from another prefix anywhere shows at once.
-Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look whether
-that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death (kill it).
+Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look
+whether that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death (kill it).
 
     python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use
 """
@@ -40,7 +40,7 @@ def completion(prompt: list[int], max_new_tokens: int) -> list[int]:
     return tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class FakeSGLang:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.weight_version})
+        return web.json_response({"weight_version": self.weight_version, "running": len(self.running)})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -1,11 +1,11 @@
 """Finished groups on their way to the trainer: oldest first, none too old, dealt to the data-parallel ranks.
 
 Oldest means admitted first (lowest `group_id`), so a slow prompt that has finished at last is next and is not starved by quick ones.
-Admission keeps what is used in order within `max_staleness` (areal_lite/rollout/staleness.py); a straggler may still exceed it. The hard bound
-is applied here, when the trainer at version v takes a batch: a token is overdue if its version is below v - max_staleness.
+Admission keeps what is used in order within `max_staleness` (areal_lite/rollout/staleness.py); a straggler may still exceed it. The hard
+bound is applied here, when the trainer at version v takes a batch: a token is overdue if its version is below v - max_staleness.
 
 * `mask`: an overdue token leaves the loss and its denominator; the rest of its sequence stays.
-* `drop`: a group with an overdue token leaves; its prompt will be handed out again. Counted by length, because the long ones are the late ones.
+* `drop`: a group with an overdue token leaves; its prompt will be handed out again. Counted by length: the long ones are the late ones.
 
 Pure: no clock, no I/O.
 """
@@ -24,7 +24,7 @@ from areal_lite.trajectory import Group, TrainBatch, balanced_shards
 
 @dataclass(slots=True)
 class Deal:
-    """The batch of one step: `groups` in order of admission, one shard per data-parallel rank, and how many tokens were masked as overdue."""
+    """The batch of one step: its groups in order of admission, one shard per data-parallel rank, and how many tokens were overdue."""
 
     groups: list[Group]
     shards: list[TrainBatch]

@@ -52,7 +52,8 @@ class Store:
         if read_only and not path.exists():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
         # Autocommit outside of explicit transactions: Python's implicit ones are one more state to reason about.
-        self._db = sqlite3.connect(f"file:{path}?mode=ro" if read_only else path, uri=read_only, isolation_level=None, check_same_thread=False)
+        place = f"file:{path}?mode=ro" if read_only else path
+        self._db = sqlite3.connect(place, uri=read_only, isolation_level=None, check_same_thread=False)
         if not read_only:
             self._db.execute("PRAGMA journal_mode = WAL")
             # Without a sync per commit, a power cut may lose the last transactions, but not the file; a dying process loses nothing.
@@ -121,10 +122,10 @@ class Store:
         yield from self._rows("SELECT * FROM tickets ORDER BY group_id")
 
     def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
-        """Each trajectory as a dict of its columns and its ticket's `state`, `step` and `prompt_id`, blobs as numpy arrays, by group and member."""
-        where, values = ("WHERE tickets.state = ?", (state,)) if state else ("", ())
-        query = f"SELECT trajectories.*, state, step, prompt_id FROM trajectories JOIN tickets USING (group_id) {where} ORDER BY group_id, member"
-        for row in self._rows(query, values):
+        """Each trajectory by group and member: a dict of its columns, blobs as numpy arrays, and its ticket's state, step and prompt_id."""
+        where, values = ("WHERE state = ?", (state,)) if state else ("", ())
+        query = f"FROM trajectories JOIN tickets USING (group_id) {where} ORDER BY group_id, member"
+        for row in self._rows(f"SELECT trajectories.*, state, step, prompt_id {query}", values):
             row["tokens"] = np.frombuffer(row["tokens"], np.int32)
             row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
             row["versions"] = np.frombuffer(row["versions"], np.int32)
@@ -145,7 +146,8 @@ def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any
     low, high = (int(sampled.min()), int(sampled.max())) if len(sampled) else (None, None)
     segments = [[s.version, s.start, s.end] for s in t.segments]
     return (
-        t.group_id, t.member, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments), t.requests, t.started_at, t.finished_at,
+        t.group_id, t.member, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments),
+        t.requests, t.started_at, t.finished_at,
         msgspec.json.encode(segments).decode(), t.tokens.astype(np.int32).tobytes(), t.behavior_logprobs.astype(np.float32).tobytes(),
         t.versions.astype(np.int32).tobytes(), prompt, completion,
     )  # fmt: skip

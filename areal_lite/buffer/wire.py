@@ -1,10 +1,10 @@
 """Trainer ranks <-> controller over ZeroMQ: msgpack messages, arrays as raw frames, no pickle.
 
-A request is one frame (`_Envelope`), a reply one frame (`_Reply`) and, for a batch, the frames of TrainBatch. Address and a random token are in
-`<run_dir>/controller.json`, readable by its owner alone; a message without the token is refused. Only loopback is bound.
+A request is one frame (`_Envelope`), a reply one frame (`_Reply`) and, for a batch, the frames of TrainBatch. Address and a random token
+are in `<run_dir>/controller.json`, readable by its owner alone; a message without the token is refused. Only loopback is bound.
 
     batch(step, rank, world)   this rank's shard of the batch that the step from version `step` to `step + 1` trains on
-    begin_push(version)        new weights are about to be pushed: which servers there are; in mode `none`, returns once nothing is in flight
+    begin_push(version)        new weights are about to be pushed to the servers named; in mode `none`, once nothing is in flight
     pushed(version, failed)    the servers have them, but for those named
     evaluate(version)          accuracy on held-out problems
     finish()                   the end of training: totals; the controller exits
@@ -199,7 +199,8 @@ class ControllerClient:
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(min(left, 1.0) * 1000):
                 if not _alive(self._address.pid) and not self._socket.poll(0):
-                    raise RuntimeError(f"the controller (process {self._address.pid}) died while the trainer waited for {request}: see its log")
+                    who = f"the controller (process {self._address.pid})"
+                    raise RuntimeError(f"{who} died while the trainer waited for {request}: see its log")
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=_Reply)

@@ -29,7 +29,7 @@ Split = Literal["train", "test"]
 PLACES = "abcdefghijklmnopqrstuvwxyz"
 MAX_DIGITS = len(PLACES) - 1  # the answer may need one place more than the numbers
 DEFAULT_MAX_DIGITS = 8
-_DECAY = 0.75  # default weight of one more digit, relative to the digit count before it
+_DECAY = 0.7  # default weight of one more digit, relative to the digit count before it
 _TEST_ONE_IN = 8  # one pair in so many is held out
 
 
@@ -65,7 +65,7 @@ def make_problem(
     """Problem `index` (>= 0) of a split; a pure function of its arguments.
 
     `weights[d - 1]` is the relative frequency of numbers with d digits, d = 1..max_digits; by default each further
-    digit is three quarters as frequent as the one before. Raises ValueError for an unknown split, a negative index, a
+    digit is 0.7 times as frequent as the one before. Raises ValueError for an unknown split, a negative index, a
     `max_digits` outside 1..25, or weights that are not `max_digits` non-negative numbers with a positive sum.
     """
     if split not in ("train", "test"):

@@ -18,7 +18,7 @@ from rich.console import Console
 from areal_lite.config import RolloutConfig, ServerConfig, TrainConfig, save_config
 from areal_lite.launch.roles import RoleFailed, Roles, interruptible
 from areal_lite.observe.metrics import read_metrics, write_json
-from areal_lite.observe.progress import Progress
+from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
 from areal_lite.observe.summary import build_summary
 from areal_lite.rollout.server import ServerProcess, announce, free_port
@@ -50,7 +50,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
         ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer)
         wait_ready(fleet, run_dir, roles)
-        progress = StepProgress(run_dir, config.trainer.steps)
+        progress = FollowedProgress(run_dir, "metrics", config.trainer.steps, "step", step_fields)
         roles.wait([*ranks, controller], watch=lambda: (progress.show(), check_servers(fleet)))
         progress.close()
 
@@ -115,33 +115,14 @@ def check_servers(fleet: list[ServerProcess]) -> None:
         raise RoleFailed(f"every server has exited; see {fleet[0].log_path}")
 
 
-class StepProgress:
-    """Shows the trainer's steps as they appear in metrics.jsonl."""
-
-    def __init__(self, run_dir: Path, steps: int):
-        self.run_dir, self.progress, self.shown = run_dir, Progress(steps, "step"), 0
-        self.checked = 0.0
-
-    def show(self) -> None:
-        if time.monotonic() - self.checked < 1.0:
-            return
-        self.checked = time.monotonic()
-        steps = read_metrics(self.run_dir)
-        if len(steps) > self.shown:
-            self.shown = len(steps)
-            last = steps[-1]
-            self.progress.update(
-                self.shown,
-                reward=f"{last['reward_mean']:.3f}",
-                staleness=f"{last['staleness_mean']:.1f}",
-                tok_per_s=last["tokens"] / last["time_s"],
-                pause=f"{1000 * last['pause_s']:.0f} ms",
-            )
-
-    def close(self) -> None:
-        self.checked = 0.0
-        self.show()
-        self.progress.close()
+def step_fields(step: dict) -> dict:
+    """What the progress line says of a training step."""
+    return {
+        "reward": step["reward_mean"],
+        "staleness": step["staleness_mean"],
+        "tok_per_s": step["tokens"] / step["time_s"],
+        "pause": f"{1000 * step['pause_s']:.0f} ms",
+    }
 
 
 def finish(config: TrainConfig, run_dir: Path, started: float) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from areal_lite.config import SftConfig, save_config
 from areal_lite.launch.roles import RoleFailed, Roles, interruptible
-from areal_lite.observe.metrics import read_events
-from areal_lite.observe.progress import Progress
+from areal_lite.observe.progress import FollowedProgress
 
 
 def run(config: SftConfig) -> int:
@@ -29,13 +28,7 @@ def warm_up(config: SftConfig) -> None:
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     run_dir = Path(config.run_dir)
     save_config(config, run_dir)
-    progress = Progress(config.trainer.steps, "warm-up step")
-
-    def show() -> None:
-        steps = read_events(run_dir, "sft")
-        if steps:
-            progress.update(len(steps), loss=f"{steps[-1]['loss']:.3f}")
-
+    progress = FollowedProgress(run_dir, "sft", config.trainer.steps, "warm-up step", lambda step: {"loss": step["loss"]})
     with Roles(run_dir) as roles:
-        roles.wait(roles.start_ranks("trainer", "areal_lite.trainer.sft", run_dir, config.trainer), poll_s=1.0, watch=show)
+        roles.wait(roles.start_ranks("trainer", "areal_lite.trainer.sft", run_dir, config.trainer), watch=progress.show)
     progress.close()

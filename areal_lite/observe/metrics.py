@@ -95,10 +95,10 @@ def read_events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def write_json(path: Path, value: Any) -> None:
     """Replace the file at once: a reader sees the old content or the new, never a part. Floats that are not finite become null."""
     path = Path(path)
+    text = json.dumps(plain(value), indent=2, allow_nan=False)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(plain(value), file, indent=2, allow_nan=False)
-        file.write("\n")
+        file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

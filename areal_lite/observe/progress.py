@@ -10,7 +10,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from pathlib import Path
 from typing import Any, Callable, Mapping, TextIO
+
+from areal_lite.observe.metrics import read_events
 
 _TERMINAL_INTERVAL_S = 0.1
 _LOG_INTERVAL_S = 10.0
@@ -49,6 +52,32 @@ class Progress:
             self.stream.write("\n")
             self.stream.flush()
             self._line_open = False
+
+
+class FollowedProgress:
+    """Progress of another process, read from the lines that it appends to `<run_dir>/<name>.jsonl`: one line a unit of work."""
+
+    def __init__(self, run_dir: Path, name: str, total: int, what: str, fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]):
+        """`fields` picks from the last line what to show."""
+        self._run_dir, self._name, self._fields = run_dir, name, fields
+        self._progress = Progress(total, what)
+        self._done, self._looked_at = 0, 0.0
+
+    def show(self) -> None:
+        """Look for new lines, at most once a second."""
+        if time.monotonic() - self._looked_at < 1.0:
+            return
+        self._looked_at = time.monotonic()
+        lines = read_events(self._run_dir, self._name)
+        if len(lines) > self._done:
+            self._done = len(lines)
+            self._progress.update(self._done, **self._fields(lines[-1]))
+
+    def close(self) -> None:
+        """Show what came last, and end the line."""
+        self._looked_at = 0.0
+        self.show()
+        self._progress.close()
 
 
 def progress_line(what: str, done: int, total: int, elapsed_s: float, fields: Mapping[str, Any]) -> str:

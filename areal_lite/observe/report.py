@@ -1,7 +1,7 @@
 """The report of a run: one picture, `<run_dir>/report.png`, and a table for the console.
 
-The picture answers: does it learn, how stale is what it learns from, how fast is it, and what became of single trajectories while weights were
-pushed under them. It can be drawn of a run that is still going or was killed.
+The picture answers: does it learn, how stale is what it learns from, how fast is it, and what became of single trajectories while
+weights were pushed under them. It can be drawn of a run that is still going or was killed.
 """
 
 from __future__ import annotations
@@ -132,8 +132,10 @@ def generation_rate(trajectories: Sequence[dict[str, Any]], origin: float) -> tu
 def _draw_timeline(axes: Axes, run: RunData) -> None:
     axes.set(xlabel="seconds since the first trajectory", yticks=[])
     chosen = middle(run, _TIMELINE_ROWS)
-    axes.set_title(f"{len(chosen)} trajectories from the middle of the run: one bar each, coloured by the weight version that sampled it", pad=30)
-    axes.set_title("black line and gap: a weight push pauses generation", loc="right", pad=30, fontsize=11, fontweight="normal", color=_GREY)
+    title = f"{len(chosen)} trajectories from the middle of the run: one bar each, coloured by the weight version that sampled it"
+    note = "black line and gap: a weight push pauses generation"
+    axes.set_title(title, pad=30)
+    axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=_GREY)
     axes.spines["left"].set_visible(False)
     if not chosen:
         _finish(axes, False)
@@ -146,8 +148,9 @@ def _draw_timeline(axes: Axes, run: RunData) -> None:
     for row, trajectory in enumerate(chosen):
         for version, start, end in segment_spans(trajectory, run.pushes):
             axes.broken_barh([(start - origin, end - start)], (row + 0.1, 0.8), color=_colour(version), linewidth=0)
-    shown = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in run.pushes.items() if left - margin <= at - origin <= right + margin}
-    for version, (start, end) in shown.items():
+    pushes = {version: (at - origin, at - origin + pause_s) for version, (at, pause_s) in run.pushes.items()}
+    shown = {version: span for version, span in pushes.items() if left - margin <= span[0] <= right + margin}
+    for start, end in shown.values():
         # White over the bars: nobody samples here. The line stays visible where the pause is too short for a pixel.
         axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
         axes.axvline(start, color="black", linewidth=0.9, zorder=3)
@@ -166,7 +169,8 @@ def _label_versions(axes: Axes, shown: dict[int, tuple[float, float]], left: flo
         axes.broken_barh([(start, end - start)], (1.008, 0.026), color=_colour(version), transform=transform, clip_on=False)
         if end - start > 0.025 * (right - left):
             label = f"version {version}" if end - start > 0.06 * (right - left) else f"v{version}"
-            axes.text((start + end) / 2, 1.02, label, transform=transform, ha="center", va="center", fontsize=9, color="white", weight="bold")
+            style = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "weight": "bold"}
+            axes.text((start + end) / 2, 1.02, label, transform=transform, **style)
 
 
 def middle(run: RunData, count: int) -> list[dict[str, Any]]:

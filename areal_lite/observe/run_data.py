@@ -17,9 +17,10 @@ _COLUMNS = "group_id member state step reward n_prompt n_tokens min_version max_
 
 @dataclass
 class RunData:
-    """`metrics` and `evals` are lines in the order of their writing. A trajectory is a dict of the store's columns without its token arrays,
-    plus `sampled`, its number of sampled tokens. `tickets` counts them by state. `totals` are the controller's, None until it has ended.
-    `missing` counts trajectories that tickets should have, but that the store lacks."""
+    """`metrics` and `evals` are lines in the order of their writing. A trajectory is a dict of the store's columns without its token
+    arrays, plus `sampled`, its number of sampled tokens. `tickets` counts them by state. `totals` are the controller's, None until it has
+    ended. `staleness_bound` is None without a config.yaml. `missing` counts trajectories that tickets should have, but the store lacks.
+    """
 
     run_dir: Path
     metrics: list[dict[str, Any]]
@@ -47,7 +48,7 @@ class RunData:
 
     @property
     def training_started_at(self) -> float | None:
-        """Wall-clock seconds at which the first trajectory was begun: before it, servers and trainer were starting. None if nothing happened."""
+        """Wall-clock seconds at which the first trajectory was begun: before that, servers were starting. None if nothing happened."""
         if self.trajectories:
             return min(t["started_at"] for t in self.trajectories)
         return self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0) if self.metrics else None

@@ -48,8 +48,8 @@ def interrupted(trajectory: dict[str, Any]) -> bool:
 
 
 def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first evaluation is before training, the last one after. `accuracy_before` is sampled (temperature as in training), `accuracy_after`
-    the worse of greedy and sampled: no choice of decoding flatters the result."""
+    """The first evaluation is before training, the last one after. `accuracy_before` is sampled (temperature as in training),
+    `accuracy_after` the worse of greedy and sampled: no choice of decoding flatters the result."""
     before = evals[0] if evals else {}
     after = evals[-1] if len(evals) > 1 else {}
     both_after = [after[name] for name in ("greedy", "sampled") if after.get(name) is not None]

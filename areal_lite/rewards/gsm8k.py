@@ -1,7 +1,8 @@
 r"""Verifier of grade-school mathematics (GSM8K): the stated number against the right one, exactly.
 
-An answer counts where a completion states it: after `####`, in `\boxed{}`, after `answer is` or `Answer:`, or after `A:` at the start
-of a line; the last such place that has a number in it is what the model meant. A completion that is nothing but a number is its own statement.
+An answer counts where a completion states it: after `####`, in `\boxed{}`, after `answer is` or `Answer:`, or after `A:` at the
+start of a line; the last such place that has a number in it is what the model meant. A completion that is nothing but a number is its
+own statement.
 Numbers merely mentioned do not count: a model that lists numbers must not be paid for one of them.
 
 Numbers are compared as fractions, so 0.5, 1/2, \frac{1}{2} and 50% are equal and 0.333 is not 1/3.

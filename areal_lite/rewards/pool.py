@@ -7,9 +7,9 @@ Contract: `score` returns a finite float or raises `RewardError` with a reason:
   * `died`        its process ended under it (out of memory, `os._exit`), and was replaced;
   * `bad_result`  it returned something that is not a finite number.
 
-Invariants: the time-out counts from when a sample begins to execute, however long it waited; only the sample that was executing fails with its
-process, those behind it are executed elsewhere; a process never outlives the pool or the process that owns it. A process that cannot even start
-is not replaced, and a pool with none left raises RuntimeError: that is the run's failure, not a sample's.
+Invariants: the time-out counts from when a sample begins to execute, however long it waited; only the sample that was executing fails
+with its process, those behind it are executed elsewhere; a process outlives neither the pool nor the process that owns it. A process that
+cannot even start is not replaced, and a pool with none left raises RuntimeError: that is the run's failure, not a sample's.
 Nothing here blocks the event loop. Start the pool in a thread that lasts as long as it: the kernel ties children to the thread that made them.
 """
 
@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_lite.launch.process import ENV_DIE_WITH_PARENT
-from areal_lite.rewards.worker import Ready, Reply, Request, frame, load_function, take_frames
-
-__all__ = ["RewardError", "RewardPool", "RewardStats", "load_function"]
+from areal_lite.rewards.worker import Ready, Reply, Request, frame, take_frames
+from areal_lite.rewards.worker import load_function as load_function
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class RewardPool:
         self.timeout_s = timeout_s
         self.stats = RewardStats()
         self._size = workers
-        self._workers: list[_Worker] = []
+        self.workers: list[_Worker] = []
         self._queue: deque[_Sample] = deque()
         self._replacements: set[asyncio.Task[None]] = set()
         self._unusable: str | None = "the reward pool has not been started"
@@ -103,7 +102,7 @@ class RewardPool:
     async def close(self) -> None:
         """Kill all processes and wait for their end. Samples that have no result yet get a RuntimeError."""
         self._unusable = "the reward pool is closed"
-        workers = list(self._workers)
+        workers = list(self.workers)
         for worker in workers:
             worker.stop()
         self._fail_queue()
@@ -122,7 +121,7 @@ class RewardPool:
         """Send waiting samples to the least busy workers."""
         depth = _PIPELINE_DEPTH if self._mean_s < _PIPELINE_BELOW_S else 1
         while self._queue:
-            worker = min((w for w in self._workers if w.usable), key=lambda w: len(w.samples), default=None)
+            worker = min((w for w in self.workers if w.usable), key=lambda w: len(w.samples), default=None)
             if worker is None or len(worker.samples) >= depth:
                 return
             sample = self._queue.popleft()
@@ -137,8 +136,8 @@ class RewardPool:
             self.stats.scored += 1
         else:
             self.stats.failed[reply.reason] += 1
-        if sample.result.done():  # whoever asked has gone
-            return
+        if sample.result.done():
+            return  # whoever waited for it was cancelled
         if reply.reason is None:
             sample.result.set_result(reply.reward)
         else:
@@ -153,10 +152,6 @@ class RewardPool:
             task.add_done_callback(self._replacements.discard)
             self.dispatch()
 
-    def forget(self, worker: "_Worker") -> None:
-        """A worker's process is gone."""
-        self._workers.remove(worker)
-
     async def _start_worker(self) -> None:
         worker = _Worker(self)
         await asyncio.get_running_loop().subprocess_exec(
@@ -166,7 +161,6 @@ class RewardPool:
             start_new_session=True,  # a process group of its own: killed whole, and deaf to a Ctrl-C that its owner handles
             env={**os.environ, ENV_DIE_WITH_PARENT: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        self._workers.append(worker)
         if self._unusable:
             worker.stop()
         error = await worker.ready
@@ -179,11 +173,9 @@ class RewardPool:
         try:
             await self._start_worker()
         except (ValueError, OSError) as error:
-            if self._unusable:
-                return
             logger.error("cannot replace a reward worker: %s", error)
             self._size -= 1
-            if self._size == 0:
+            if self._size == 0 and not self._unusable:
                 self._unusable = f"no reward worker is left, and a new one cannot start: {error}"
                 self._fail_queue()
 
@@ -229,10 +221,9 @@ class _Worker(asyncio.SubprocessProtocol):
         self._retire()
         self._kill_group()
 
-    # Callbacks of the event loop.
-
     def connection_made(self, transport: asyncio.SubprocessTransport) -> None:
         self._transport = transport
+        self._pool.workers.append(self)
         self._stdin = transport.get_pipe_transport(0)
         self._due_since = self._loop.time()
         self._look()
@@ -263,10 +254,8 @@ class _Worker(asyncio.SubprocessProtocol):
         self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
         if not self.ready.done():
             self.ready.set_result(f"a worker of {self._pool.function} ended while it was starting; see its error output")
-        self._pool.forget(self)
+        self._pool.workers.remove(self)
         self.gone.set_result(None)
-
-    # Ends.
 
     def _look(self, doubted: float | None = None) -> None:
         """Kill the worker if what is expected of it is overdue at two looks in a row, between which its pipe was read.

@@ -41,7 +41,10 @@ class Parts:
 
 
 class Dispatcher:
-    """`deliver(group)` is called with each finished group. `counts`: tickets, reward_failures, lost_members, empty_groups, dropped_groups."""
+    """`deliver(group)` is called with each finished group.
+
+    `counts`, since the start: tickets, reward_failures, lost_members, empty_groups, dropped_groups.
+    """
 
     def __init__(self, config: TrainConfig, parts: Parts, fleet: Fleet, deliver: Callable[[Group], None]):
         self._rollout, self._on_failure = config.rollout, config.reward.on_failure
@@ -66,7 +69,8 @@ class Dispatcher:
                 await self._wake.wait()
 
     def _has_room(self) -> bool:
-        return self.staleness.can_admit() and (self.in_flight == 0 or self.in_flight + self._rollout.group_size <= self._rollout.max_concurrent)
+        fits = self.in_flight == 0 or self.in_flight + self._rollout.group_size <= self._rollout.max_concurrent
+        return fits and self.staleness.can_admit()
 
     def _admit(self) -> int:
         group_id = self.counts["tickets"]

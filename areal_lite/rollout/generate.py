@@ -1,9 +1,9 @@
 """Generation that survives interruption: one completion out of as many requests as it takes.
 
-A request ends with `stop`, `length` or `abort`. After an abort (a weight push in mode `abort`) and after the failure of a server, prompt and
-tokens so far are sent again with what is left of the budget, until the sequence has really ended. In modes `in_place` and `retract` the
-server keeps the request and goes on under the new weights by itself. Either way each token carries the version that the *server* says it was
-sampled from (`meta_info.weight_versions`, SGLang >= 0.5.19), and the log-probability under that version.
+A request ends with `stop`, `length` or `abort`. After an abort (a weight push in mode `abort`) and after the failure of a server, prompt
+and tokens so far are sent again with what is left of the budget, until the sequence has really ended. In modes `in_place` and `retract`
+the server keeps the request and goes on under the new weights by itself. Either way each token carries the version that the *server* says
+it was sampled from (`meta_info.weight_versions`, SGLang >= 0.5.19), and the log-probability under that version.
 
 Log-probs are of the distribution softmax(logits / temperature), in nats: what SGLang reports at any temperature. It does not renormalise
 them for top-p or top-k, so those are not offered: their log-probs would be of another distribution than the one sampled from.
@@ -103,8 +103,9 @@ async def generate(
 ) -> Completion:
     """Continue `so_far` on `server` to its end, and return it. On ServerFailed it holds what is known: call again with another server.
 
-    Nothing is sent while `resume` is clear. A paused server holds requests by itself, so sending again after an abort cannot spin; an abort
-    without a token while nothing is interrupted may come once (late, from an interruption that is over), a second one in a row is a failure.
+    Nothing is sent while `resume` is clear. A paused server holds requests by itself, so sending again after an abort cannot spin. An
+    abort without a token while nothing is interrupted may come once, late, from an interruption that is over; a second one in a row is a
+    failure.
     """
     barren = 0
     while so_far.finish_reason == "abort":

@@ -1,24 +1,21 @@
 """`python -m areal_lite.rollout.serve <arguments of sglang.launch_server>`: a stock SGLang server that dies with its parent.
 
-The processes that SGLang spawns import this module again (as `__mp_main__`) before anything of SGLang: what must be in place in
-every process of a server is put there at module level.
+SGLang's own workers ask the kernel to be killed when this process dies, so that one promise covers the whole server.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
-if __name__ in ("__main__", "__mp_main__"):
-    from areal_lite.rollout.sglang_cpu.torchvision import stand_in_for_torchvision
-
-    stand_in_for_torchvision()
+from areal_lite.launch.process import die_with_parent
+from areal_lite.rollout.sglang_cpu.torchvision import stand_in_for_torchvision
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGTERM."""
-    from areal_lite.launch.process import die_with_parent
-
+    """Serve until SIGINT or SIGTERM."""
     die_with_parent()
+    stand_in_for_torchvision()  # before anything of SGLang
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -29,8 +26,6 @@ def main(argv: list[str]) -> None:
     try:
         run_server(prepare_server_args(argv))
     finally:
-        import os
-
         kill_process_tree(os.getpid(), include_parent=False)
 
 

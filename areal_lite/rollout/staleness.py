@@ -4,8 +4,9 @@ With B groups a training step, version v (completed steps) and bound eta = `max_
 
     accepted + running < (eta + v + 1) * B            (AReaL, arXiv 2505.24298, eq. 3)
 
-`running` are groups being generated; `accepted` are all groups that finished and wait for the trainer or were used by it, since the start.
-A group that is filtered, fails or is dropped leaves both counts: its room goes to the next prompt, else admission would one day stand still.
+`running` are groups being generated; `accepted` are all that finished since the start and wait for the trainer or were used by it.
+A group that is filtered, fails or is dropped leaves both counts: its room goes to the next prompt, else admission would one day stand
+still.
 
 Why it bounds staleness: the n-th group admitted (n from 0) is used at step floor(n / B) by a first-in-first-out consumer. It was admitted
 at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta. A group overtaken by younger ones can still exceed eta:
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Staleness:
-    """Pure state machine: a group is admitted, then accepted or rejected; an accepted one may be revoked. Counts groups, not trajectories."""
+    """Pure state machine: a group is admitted, then accepted or rejected; an accepted one may be revoked. It counts groups."""
 
     max_staleness: int
     batch_groups: int

@@ -24,15 +24,15 @@ except ImportError:
     flash_attn_varlen_func = None
 
 # A sequence joins a block if it fills at least this share of the block's length.
-MIN_FILL = 0.75
+MIN_FILL = 0.85
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's description of packed sequences, plus what this attention needs.
 
-    cos, sin [t, 1, head_dim] · blocks: (sequences, length) of each padded block · rows int64 [p]: the token in each place of the blocks,
-    in order · places int64 [t]: the place of each token.
+    cos, sin [t, 1, head_dim] · blocks: (sequences, length) of each padded block, none where flash-attn takes the sequences as they are ·
+    rows int64 [p]: the token in each place of the blocks, in order · places int64 [t]: the place of each token.
     """
 
     cos: Tensor = None
@@ -46,9 +46,9 @@ class PackedSequences(PackedSeqParams):
         """`inv_freq` float32 [head_dim / 2]: angles are computed in float32, then rounded to `dtype`."""
         angles = microbatch.position_ids[:, None].float() * inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]
-        blocks, rows, places = block_layout(microbatch.cu_seqlens.cpu())
         cu_seqlens, device = microbatch.cu_seqlens, microbatch.tokens.device
-        return cls(
+        varlen = flash_attn_varlen_func is not None and device.type == "cuda" and dtype != torch.float32
+        packed = cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
@@ -56,10 +56,11 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=microbatch.max_seqlen,
             cos=angles.cos().to(dtype),
             sin=angles.sin().to(dtype),
-            blocks=blocks,
-            rows=rows.to(device),
-            places=places.to(device),
         )
+        if not varlen:
+            packed.blocks, rows, places = block_layout(cu_seqlens.cpu())
+            packed.rows, packed.places = rows.to(device), places.to(device)
+        return packed
 
 
 def block_layout(cu_seqlens: Tensor) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
@@ -131,7 +132,7 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        if flash_attn_varlen_func is not None and query.is_cuda and query.dtype != torch.float32:
+        if not packed.blocks:
             cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             return flash_attn_varlen_func(query, key, value, cu_seqlens, cu_seqlens, longest, longest, causal=True).flatten(1)
         query, key, value = (_Take.apply(x, packed.rows, packed.places) for x in (query, key, value))

@@ -7,11 +7,13 @@ the caller's `extra`. The folder appears under its name only when all ranks have
 from __future__ import annotations
 
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from areal_lite.trainer.files import publish_folder, scratch_folder
 
@@ -38,6 +40,8 @@ def save_checkpoint(folder: Path, model: torch.nn.Module, optimizer: Any, schedu
     dist.broadcast_object_list(scratch, src=0)
     state = _sharded_state(model, optimizer, is_loading=False)
     state |= {"scheduler": scheduler.state_dict(), "random": torch.get_rng_state(), "extra": extra}
+    # Megatron would start a manager process for this queue, for good, though a synchronous save never leaves this process.
+    filesystem_async._results_queue = Queue()
     dist_checkpointing.save(state, scratch[0], content_metadata={"distrib_optim_sharding_type": "fully_reshardable"})
     dist.barrier()
     if dist.get_rank() == 0:

@@ -31,7 +31,7 @@ from areal_lite.trainer.model import build_model, forward_logits, inverse_freque
 from areal_lite.trainer.packing import MicroBatch
 from areal_lite.trainer.parallel import init_distributed
 
-# (logprobs [t] with gradient, entropy [t] with gradient, microbatch) -> (this microbatch's share of the global loss, detached scalars to sum).
+# (logprobs [t], entropy [t], microbatch) -> (this microbatch's share of the global loss, detached scalars to sum); inputs carry gradients.
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -98,7 +98,7 @@ class MegatronEngine:
         return metrics | self._optimizer_step(metrics["loss"])
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[hf.Bucket]:
-        """Buckets of whole, Hugging-Face-named tensors in the training dtype; see `hf.hf_weights`. All ranks of a tensor-parallel group iterate."""
+        """Buckets of whole tensors under their Hugging Face names, in the training dtype; see `hf.hf_weights` for who iterates, and how."""
         return hf.hf_weights(self.model, self.hf_config, self.tp_group, bucket_bytes)
 
     def export_hf(self, folder: str | Path) -> None:
@@ -117,7 +117,7 @@ class MegatronEngine:
         save_checkpoint(Path(folder), self.model, self.optimizer, self.scheduler, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Take up what `save` wrote; return its `extra`. The position in the schedule is the checkpoint's, its shape this configuration's."""
+        """Take up what `save` wrote; return its `extra`. The schedule keeps its position and takes this configuration's shape."""
         return load_checkpoint(Path(folder), self.model, self.optimizer, self.scheduler)
 
     def _forward(self, model: torch.nn.Module, microbatch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -135,14 +135,14 @@ class MegatronEngine:
 
         def loss(logprobs: Tensor):
             share, metrics = loss_fn(logprobs, entropy, microbatch)
-            return share, torch.zeros((), dtype=torch.int), {"loss": share.detach(), **metrics}
+            return share, torch.zeros((), dtype=torch.int), {**metrics, "loss": share.detach()}
 
         return logprobs, loss
 
     def _sum_over_ranks(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum the scalars of all microbatches of all data-parallel ranks, with one all-reduce."""
         names = list(shares[0])
-        total = torch.stack([torch.stack([share[name].float() for name in names]) for share in shares]).sum(0)
+        total = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares]).sum(0)
         dist.all_reduce(total, group=self.dp_group)
         return dict(zip(names, total.tolist()))
 

@@ -18,7 +18,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,12 +45,17 @@ class Layout:
     join: Callable[[list[Tensor]], list[Tensor]]
 
 
+def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Without tensor parallelism nothing is copied: a push of the weights would read and write them once more."""
+    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+
+
 def _whole(name: str) -> Layout:
     return Layout((name,), lambda tensors, ranks: tensors * ranks, lambda shards: shards[:1])
 
 
 def _sliced(name: str, dim: int) -> Layout:
-    return Layout((name,), lambda tensors, ranks: list(tensors[0].chunk(ranks, dim)), lambda shards: [torch.cat(shards, dim)])
+    return Layout((name,), lambda tensors, ranks: list(tensors[0].chunk(ranks, dim)), lambda shards: [_cat(shards, dim)])
 
 
 def _gated(names: tuple[str, str]) -> Layout:
@@ -60,7 +65,7 @@ def _gated(names: tuple[str, str]) -> Layout:
 
     def join(shards: list[Tensor]) -> list[Tensor]:
         gate, up = zip(*(shard.chunk(2) for shard in shards))
-        return [torch.cat(gate), torch.cat(up)]
+        return [_cat(gate), _cat(up)]
 
     return Layout(names, split, join)
 
@@ -75,7 +80,7 @@ def _qkv(names: tuple[str, str, str], hf: PretrainedConfig) -> Layout:
         return [part.flatten(0, 1) for part in by_group.chunk(ranks)]
 
     def join(shards: list[Tensor]) -> list[Tensor]:
-        parts = torch.cat(shards).unflatten(0, (groups, -1)).split((queries, dim, dim), 1)
+        parts = _cat(shards).unflatten(0, (groups, -1)).split((queries, dim, dim), 1)
         return [part.flatten(0, 1).contiguous() for part in parts]
 
     return Layout(names, split, join)
@@ -139,7 +144,7 @@ def hf_weights(model: torch.nn.Module, hf: PretrainedConfig, group: dist.Process
     """Whole Hugging Face tensors in buckets of about `bucket_bytes` (more only where one parameter is larger).
 
     All ranks of the tensor-parallel `group` iterate together, and each gets every tensor. Use a bucket before asking for the next: its
-    memory is given up then, and without tensor parallelism some tensors are views of the live parameters.
+    memory is given up then, and without tensor parallelism most tensors are views of the live parameters.
     """
     bucket: Bucket = []
     held = 0

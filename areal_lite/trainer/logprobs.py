@@ -70,7 +70,7 @@ def _chunks(tokens: int, size: int) -> list[slice]:
 def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, group: dist.ProcessGroup | None = None, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` (int64 [T], ids of the whole vocabulary) and entropy, both float32 [T] in nats, under softmax(logits / temperature).
+    """Log-prob of `targets` (int64 [T], ids of the whole vocabulary) and entropy of softmax(logits / temperature): float32 [T], nats.
 
     logits [T, V / tp]: this rank's slice of the vocabulary, of any floating dtype; `group` is the tensor-parallel group (None: no slices).
     Both results carry gradients.

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.launch.process import die_with_parent
-from areal_lite.observe.metrics import MetricsLog, append_event
+from areal_lite.observe.metrics import MetricsLog, append_event, write_json
 from areal_lite.sync.control import in_thread
 from areal_lite.sync.probe import Probe
 from areal_lite.sync.push import WeightPusher
@@ -95,7 +95,7 @@ class _Lead:
         if self.config.eval.problems:
             self.evaluations.append(self._evaluate(self.config.trainer.steps))
         self._collect()
-        self.controller.finish()
+        write_json(self.run_dir / "controller_totals.json", self.controller.finish())
         self.metrics.close()
 
     def _evaluate(self, version: int) -> Future:

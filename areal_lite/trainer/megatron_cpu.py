@@ -1,12 +1,12 @@
 """Megatron-core 0.16.1 on a machine without CUDA, and without Transformer Engine.
 
 Megatron-core names CUDA devices in its source. `install()` puts an import hook in front of `megatron.core` that compiles the modules in
-`MODULES` with those names replaced. Neither `torch` nor any installed file is touched.
+the tables below with those names replaced. Neither `torch` nor any installed file is touched.
 
 * `CPU_SUBSTITUTIONS` apply where `torch.cuda.is_available()` is False. With CUDA the stock source runs.
 * `ONEDNN_SUBSTITUTIONS` apply there too, if this torch was built with oneDNN.
-* `TORCH_ADAMW_FIXES` repair checkpointing of `torch.optim.AdamW` inside the distributed optimizer. Megatron-core takes that optimizer wherever
-  neither Transformer Engine nor Apex is installed, so they apply there, CUDA or not.
+* `TORCH_ADAMW_FIXES` repair checkpointing of `torch.optim.AdamW` inside the distributed optimizer. Megatron-core takes that optimizer
+  wherever neither Transformer Engine nor Apex is installed, so they apply there, CUDA or not.
 
 Every substitution says how often it must match. A source that matches differently (another version) raises ImportError.
 """
@@ -107,8 +107,8 @@ TORCH_ADAMW_FIXES = (
     # A fresh AdamW has no state, hence no step.
     Substitution(
         "step of a fresh optimizer",
-        r"steps = list\(set\(\[s\[\"step\"\]\.item\(\) for s in inner_state_dict\[\"state\"\]\.values\(\)\]\)\)\n(\s+)assert len\(steps\) == 1\n\s+step = steps\[0\]",
-        r'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))\n\1assert len(steps) <= 1\n\1step = steps[0] if steps else 0',
+        r"(inner_state_dict\[\"state\"\]\.values\(\)\]\)\))\n(\s+)assert len\(steps\) == 1\n\s+step = steps\[0\]",
+        r"\1\n\2assert len(steps) <= 1\n\2step = steps[0] if steps else 0",
         {"optimizer.distrib_optimizer": 1},
     ),
     # The checkpoint keeps one step for all parameters, not one tensor each.
@@ -143,7 +143,8 @@ def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
         source, count = re.subn(substitution.pattern, substitution.replacement, source)
         if count != expected:
             raise ImportError(
-                f"megatron.core.{module}: '{substitution.name}' matches {count} times, not {expected}: areal_lite needs megatron-core 0.16.1"
+                f"megatron.core.{module}: '{substitution.name}' matches {count} times, not {expected}:"
+                " areal_lite needs megatron-core 0.16.1"
             )
     return source
 

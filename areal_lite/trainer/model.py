@@ -1,7 +1,8 @@
 """A Hugging Face Qwen2 or Qwen3 configuration -> a Megatron-core GPT model.
 
 The model is stock Megatron-core but for two parts of its layer specification: `RMSNorm` and `PackedAttention` (which also applies
-the rotary embedding; Megatron's own would loop over the packed sequences). Weights are allocated, not initialised: they come from a checkpoint.
+the rotary embedding; Megatron's own would loop over the packed sequences). Weights are allocated, not initialised: they come from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ARCHITECTURES = ("qwen2", "qwen3")
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight, accumulated in float32 (Zhang & Sennrich, 2019, arXiv:1910.07467). The product with the weight is in x's dtype."""
+    """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467): the norm in float32, the product with the weight in x's dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()

@@ -1,4 +1,7 @@
-"""A run directory as a run would leave it, made up: by hand for exact numbers (`hand_made`), by a simulation for a look at it (`simulate`)."""
+"""A run directory as a run would leave it, made up: `hand_made` for exact numbers, `simulate` for a look at it.
+
+`python tests/unit/synthetic_run.py DIR` makes a new directory DIR with a simulated run and its report.
+"""
 
 import heapq
 import random
@@ -69,22 +72,24 @@ def hand_made(run_dir, killed=False):
     store.close()
     log = MetricsLog(run_dir, LoggerConfig(), {})
     append_event(run_dir, "evals", {"version": 0, "greedy": 0.30, "sampled": 0.20, "problems": 50})
-    log.log(step_record(0, time_s=6.0, logged_at=T0 + 6, reward_mean=0.5, staleness_mean=0.5, staleness_max=1, tokens=90, paused_at=T0 + 5, pause_s=0.1))
+    push = {"logged_at": T0 + 6, "time_s": 6.0, "paused_at": T0 + 5, "pause_s": 0.1}
+    log.log(step_record(0, reward_mean=0.5, staleness_mean=0.5, staleness_max=1, tokens=90, **push))
     if killed:
         log.close()
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write('{"step": 1, "version": 2, "rew')
         return config
-    log.log(step_record(1, time_s=11.0, logged_at=T0 + 11, reward_mean=0.75, staleness_mean=1.0, staleness_max=2, tokens=70, paused_at=T0 + 10, pause_s=0.3))
+    push = {"logged_at": T0 + 11, "time_s": 11.0, "paused_at": T0 + 10, "pause_s": 0.3}
+    log.log(step_record(1, reward_mean=0.75, staleness_mean=1.0, staleness_max=2, tokens=70, **push))
     log.close()
     append_event(run_dir, "evals", {"version": 2, "greedy": 0.60, "sampled": 0.70, "problems": 50})
     write_json(run_dir / "controller_totals.json", {"tickets": TICKETS, "drained": 0, "trajectories_lost": 0})
     return config
 
 
-def simulate(run_dir, steps=60, batch_groups=4, group_size=8, slots=64, max_staleness=4, step_s=4.0, pause_s=0.12, tokens_per_s=40.0, seed=1):
+def simulate(run_dir, steps=60, batch_groups=4, group_size=8, slots=64, max_staleness=4, step_s=4.0, pause_s=0.12, tokens_per_s=40.0):
     """A pushes-every-`step_s` run with long-tailed lengths on `slots` concurrent requests. Interrupted in place; oldest groups first."""
-    rng = random.Random(seed)
+    rng = random.Random(1)
     config = config_of(run_dir, steps, max_staleness)
     save_config(config, run_dir)
     pushes = [T0 + 20 + step_s * (k + rng.uniform(-0.15, 0.15)) for k in range(steps)]  # the push of version k + 1
@@ -155,5 +160,7 @@ if __name__ == "__main__":
 
     from areal_lite.observe.report import write_report
 
-    simulate(Path(sys.argv[1]))
-    print(write_report(Path(sys.argv[1])))
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True)
+    simulate(directory)
+    print(write_report(directory))

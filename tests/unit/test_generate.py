@@ -31,7 +31,8 @@ async def serving(count: int = 1, **settings):
 
 def prompt_of_length(least: int) -> np.ndarray:
     """A prompt whose completion has at least that many tokens."""
-    return next(p for i in range(10_000) if len(completion((p := np.array([2, i % 90 + 2, i // 90 + 2], np.int32)).tolist(), 10**4)) >= least)
+    prompts = ([2, i % 90 + 2, i // 90 + 2] for i in range(8000))
+    return np.array(next(p for p in prompts if len(completion(p, least)) == least), np.int32)
 
 
 def params(max_new_tokens: int = 200) -> SamplingParams:
@@ -73,7 +74,8 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
     async def run() -> None:
         async with serving(delay_s=0.001) as (fakes, (server,), client):
             prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
-            tasks = [asyncio.create_task(generate(client.request, server, p, params(60), f"r{i}", Completion(), OPEN)) for i, p in enumerate(prompts)]
+            runs = [generate(client.request, server, p, params(60), f"r{i}", Completion(), OPEN) for i, p in enumerate(prompts)]
+            tasks = [asyncio.create_task(run) for run in runs]
             for version in range(1, 5):
                 await asyncio.sleep(0.008)
                 await push(client, server, mode, version)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.rewards.gsm8k import gsm8k_reward, stated_number
@@ -85,11 +85,13 @@ def test_an_answer_without_a_number_is_an_error_of_the_data(answer: str) -> None
         gsm8k_reward("#### 5", answer)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789.,/-%$ #{}\\boxedfracA:answer is=\n", max_size=80))
 def test_nothing_a_model_writes_raises(completion: str) -> None:
     assert gsm8k_reward(completion, "72") in (0.0, 1.0)
 
 
+@settings(deadline=None)
 @given(st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "The answer is {}.", r"\boxed{{{}}}", "A: {}\nQ: next"]))
 def test_any_integer_is_understood_however_it_is_written(number: int, statement: str) -> None:
     for written in (str(number), f"{number:,}", f"{number}.00"):

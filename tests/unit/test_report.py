@@ -1,5 +1,7 @@
 """The report: the geometry of the timeline, the rates, and that a picture comes out of any run directory."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -35,7 +37,8 @@ def test_an_unknown_push_lies_where_the_tokens_put_it():
 
 
 def test_spans_stay_within_the_life_of_the_trajectory():
-    assert segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 20]], 12.0, 15.0), PUSHES) == [(0, 12.0, 12.0), (1, 12.0, 15.0), (2, 15.0, 15.0)]
+    spans = segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 20]], 12.0, 15.0), PUSHES)
+    assert spans == [(0, 12.0, 12.0), (1, 12.0, 15.0), (2, 15.0, 15.0)]
     assert segment_spans(row([], 1.0, 2.0), PUSHES) == []
 
 
@@ -63,7 +66,7 @@ def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
     assert run.pushes == {1: (T0 + 5, 0.1)} and run.staleness_bound == 2
 
 
-@pytest.mark.parametrize("make", [hand_made, lambda path: hand_made(path, killed=True), lambda path: simulate(path, steps=6), lambda path: None])
+@pytest.mark.parametrize("make", [hand_made, partial(hand_made, killed=True), partial(simulate, steps=6), lambda empty: None])
 def test_a_picture_of_any_run(tmp_path, make):
     make(tmp_path)
     path = write_report(tmp_path)

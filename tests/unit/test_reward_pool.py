@@ -1,7 +1,6 @@
 """The reward pool, with real processes that hang, die, print and return nonsense."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,8 @@ import psutil
 import pytest
 import uvloop
 
-from areal_lite.rewards.pool import RewardError, RewardPool, load_function
+from areal_lite.rewards.pool import RewardError, RewardPool
+from areal_lite.rewards.worker import load_function
 
 BAD_REWARDS = '''
 import os, signal, subprocess, sys, time
@@ -26,21 +26,23 @@ def act(completion, answer):
     if completion == "sleep":
         time.sleep(60)
     if completion == "spin":
+        if answer:
+            open(answer, "w").write(str(os.getpid()))
         for number in range(1, 65):
             if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
                 signal.signal(number, signal.SIG_IGN)
         while True:
             pass
-    if completion == "spawn":
+    if completion.startswith("spawn"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open(answer, "w").write(str(child.pid))
-        time.sleep(60)
+        os._exit(1) if completion == "spawn and exit" else time.sleep(60)
     if completion == "exit":
         os._exit(3)
     if completion == "sys.exit":
         sys.exit(0)
     if completion == "raise":
-        raise KeyError("half a character \\ud800")
+        raise ValueError("half a character \\ud800")
     if completion == "print":
         print("x" * 100_000)
         os.system("echo from a child")
@@ -139,6 +141,8 @@ def test_time_in_the_queue_is_not_execution(run) -> None:
     async def main() -> None:
         async with RewardPool("bad_rewards:act", timeout_s=0.4) as pool:
             assert await asyncio.gather(*(pool.score("nap0.1", "") for _ in range(6))) == [1.0] * 6
+            await asyncio.gather(*(pool.score("fine", "") for _ in range(300)))  # from here on samples wait in the worker's pipe
+            assert await asyncio.gather(*(pool.score("nap0.1", "") for _ in range(6))) == [1.0] * 6
 
     run(main())
 
@@ -167,10 +171,11 @@ def test_the_loop_stays_free_and_workers_run_in_parallel(run) -> None:
     run(main())
 
 
-def test_what_a_function_started_is_killed_with_it(run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "reason"), [("spin", "timeout"), ("spawn", "timeout"), ("spawn and exit", "died")])
+def test_nothing_that_a_failed_function_started_is_left(run, tmp_path: Path, what: str, reason: str) -> None:
     async def main() -> None:
-        async with RewardPool("bad_rewards:act", timeout_s=0.5) as pool:
-            assert await outcome(pool, "spawn", str(tmp_path / "pid")) == "timeout"
+        async with RewardPool("bad_rewards:act", timeout_s=0.4) as pool:
+            assert await outcome(pool, what, str(tmp_path / "pid")) == reason
             await wait_until_gone(int((tmp_path / "pid").read_text()))
 
     run(main())
@@ -246,26 +251,33 @@ def test_start_fails_whole(run) -> None:
 
 
 def test_workers_die_with_the_process_that_owns_them(tmp_path: Path) -> None:
+    """Even busy ones, which do not notice that nobody talks to them any more."""
     script = """
-import asyncio, json, os
+import asyncio, sys
 from areal_lite.rewards.pool import RewardPool
 async def main():
-    pool = RewardPool("bad_rewards:act", workers=2)
-    await pool.start()
-    print(json.dumps([w._transport.get_pid() for w in pool._workers]), flush=True)
-    await asyncio.sleep(60)
+    async with RewardPool("bad_rewards:act", workers=2) as pool:
+        await asyncio.gather(*(pool.score("spin", file) for file in sys.argv[1:]))
 asyncio.run(main())
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=env)
+    files = [tmp_path / "one", tmp_path / "two"]
+    owner = subprocess.Popen([sys.executable, "-c", script, *map(str, files)], env=env)
     try:
-        pids = json.loads(owner.stdout.readline())
-        assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+        while not all(file.is_file() and file.read_text() for file in files):
+            time.sleep(0.01)
+            assert owner.poll() is None
     finally:
+        workers = psutil.Process(owner.pid).children(recursive=True)
         owner.kill()
-        owner.communicate()
-    for pid in pids:
-        asyncio.run(wait_until_gone(pid))
+        owner.wait()
+    try:
+        for file in files:
+            asyncio.run(wait_until_gone(int(file.read_text())))
+    finally:
+        for worker in workers:
+            if worker.is_running():
+                worker.kill()
 
 
 @pytest.mark.parametrize(

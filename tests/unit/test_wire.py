@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 
 import numpy as np
@@ -21,9 +22,8 @@ SERVER = ServerInfo("s0", "http://x", "key", 2, 7)
 def a_batch(rank: int) -> TrainBatch:
     n = 3 + rank
     mask = np.arange(n) > 0
-    return TrainBatch.from_trajectories(
-        [Trajectory(rank, "p", 0, np.arange(n, dtype=np.int32), mask, np.where(mask, -1.0, 0).astype(np.float32), mask.astype(np.int32) - 1, "stop", 1.0)]
-    )
+    logprobs, versions = np.where(mask, -1.0, 0).astype(np.float32), mask.astype(np.int32) - 1
+    return TrainBatch.from_trajectories([Trajectory(rank, "p", 0, np.arange(n, dtype=np.int32), mask, logprobs, versions, "stop", 1.0)])
 
 
 async def handler(request):
@@ -108,6 +108,7 @@ def test_a_timeout_names_what_it_waited_for_and_its_late_answer_is_not_mistaken(
     client = ControllerClient(wire[0], timeout_s=0.2)
     with pytest.raises(TimeoutError, match=r"the batch of step 7 \(rank 0 of 2\)"):
         client.batch(7, 0, 2)
+    time.sleep(0.3)  # its answer is there now
     client._timeout_s = 5
     assert client.evaluate(1)["versions"] == [1]
     client.close()

@@ -55,7 +55,7 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _is_causal_self_attention(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
-        windowed = self.use_sliding_window_kv_pool or (layer.sliding_window_size or -1) > -1
+        windowed = self.use_sliding_window_kv_pool or layer.sliding_window_size not in (None, -1)
         causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention and batch.encoder_lens is None
         return causal and not windowed and layer.qk_head_dim == layer.v_head_dim
 

@@ -4,7 +4,8 @@ SGLang's configuration modules import torchvision for image models, and the torc
 build of torch. A text model never calls it, so names are all that is needed: every module `torchvision.*` imports, every attribute
 is a placeholder, and calling a placeholder raises ImportError.
 
-transformers would believe in it too, so it is installed in server processes only and never beside a real torchvision.
+transformers would believe in it too, so it is installed in server processes only (their workers are forked and inherit it), and never
+beside a real torchvision.
 """
 
 from __future__ import annotations

@@ -1,0 +1,105 @@
+"""`areal-lite eval` and `areal-lite generate`: servers of a checkpoint for as long as the questions last. No controller, no trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from areal_lite.config import EvalCommandConfig, GenerateConfig, RewardConfig, save_config
+from areal_lite.data.prompts import Prompt, load_prompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.launch.local import servers, wait_ready
+from areal_lite.launch.roles import interruptible
+from areal_lite.observe.metrics import write_json
+from areal_lite.rewards.pool import RewardPool
+from areal_lite.rollout.dispatch import Parts
+from areal_lite.rollout.evaluate import score_problems
+from areal_lite.rollout.fleet import Fleet
+from areal_lite.rollout.generate import SamplingParams, SGLangClient
+from areal_lite.rollout.server import announced
+
+_SHOWN = 5
+
+
+def run(config: EvalCommandConfig | GenerateConfig) -> int:
+    """Start servers, ask, stop them. Returns the exit status."""
+    run_dir = Path(config.run_dir)
+    save_config(config, run_dir)
+    ask = _evaluate if isinstance(config, EvalCommandConfig) else _generate
+    try:
+        with interruptible(), servers(config.server, config.model, config.seed, run_dir) as fleet:
+            wait_ready(fleet, run_dir)
+            asyncio.run(ask(config, run_dir))
+    except (RuntimeError, TimeoutError) as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
+    """Prints accuracies and writes them to summary.json."""
+    rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
+    await rewards.start()
+    async with _Asking(config, run_dir) as asking:
+        parts = Parts(None, load_prompts(config.data, config.model, "eval"), Tokenizer(config.model), rewards, None, time.time)
+        scores = await score_problems(config.rollout, parts, asking.fleet, config.problems, config.samples, "eval")
+    await rewards.close()
+    powers = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= config.samples]
+    result = {
+        "model": config.model,
+        "problems": len(scores.rewards),
+        "samples": config.samples,
+        "greedy": scores.greedy,
+        "pass_at_k": {str(k): scores.pass_at(k) for k in powers},
+        "failures": scores.failures,
+    }
+    write_json(run_dir / "summary.json", result)
+    print(f"{len(scores.rewards)} held-out problems: greedy {scores.greedy:.3f}" + "".join(f", pass@{k} {p:.3f}" for k, p in result["pass_at_k"].items()))
+    print(run_dir / "summary.json")
+
+
+async def _generate(config: GenerateConfig, run_dir: Path) -> None:
+    """Prints each prompt with its completions."""
+    tokenizer = Tokenizer(config.model)
+    params = SamplingParams(config.rollout.max_new_tokens, config.rollout.temperature, tokenizer.eos_ids)
+    async with _Asking(config, run_dir) as asking:
+
+        async def one(prompt: Prompt, sample: int) -> str:
+            server = await asking.fleet.reserve(1)
+            completion = await asking.fleet.complete(np.asarray(prompt.tokens, np.int32), params, f"{prompt.prompt_id}-{sample}", server)
+            return f"[{completion.finish_reason}, {len(completion.tokens)} tokens]\n{tokenizer.decode(completion.tokens)}"
+
+        for prompt in _prompts(config, tokenizer):
+            texts = await asyncio.gather(*(one(prompt, sample) for sample in range(config.samples)))
+            print(f"--- {prompt.text}" + (f"   (right answer: {prompt.answer})" if prompt.answer else ""))
+            print("\n".join(texts))
+
+
+def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    if not config.prompts:
+        held_out = load_prompts(config.data, config.model, "eval")
+        return [held_out[i] for i in range(min(_SHOWN, held_out.num_prompts or _SHOWN))]
+    chat = config.data.chat and config.data.source != "addition"
+    encode = (lambda text: tokenizer.chat([{"role": "user", "content": text}])) if chat else tokenizer.encode
+    return [Prompt(f"prompt{i}", encode(text), "", text) for i, text in enumerate(config.prompts)]
+
+
+class _Asking:
+    """A fleet of the announced servers, for the length of an `async with`."""
+
+    def __init__(self, config: EvalCommandConfig | GenerateConfig, run_dir: Path):
+        self.config, self.run_dir = config, run_dir
+
+    async def __aenter__(self) -> "_Asking":
+        self.client = SGLangClient(self.config.rollout.request_timeout_s)
+        self.fleet = Fleet(self.client, lambda: announced(self.run_dir), lambda: None)
+        self.watching = asyncio.create_task(self.fleet.watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.watching.cancel()
+        await self.client.close()

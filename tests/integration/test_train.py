@@ -1,0 +1,148 @@
+"""`areal-lite train` as a user runs it: real SGLang servers, a real Megatron trainer, weights pushed while requests are in flight."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A random model: its completions nearly always reach the token limit, so that they live through pushes."""
+    out = tmp_path_factory.mktemp("model") / "random"
+    sizes = ["hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16", "mlp_size=128"]
+    subprocess.run([sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes], cwd=ROOT, check=True, timeout=120)
+    return out
+
+
+COMMON = [
+    "reward.function=tests.integration.toy_reward:share_of_letters",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=300",
+    "rollout.max_concurrent=24",  # less than a batch and a half: waves of requests outlive steps
+    "trainer.steps=4",
+    "trainer.batch_groups=4",
+    "trainer.lr=0.003",
+    "eval.problems=4",
+    "sync.verify=true",
+]
+
+
+class Run:
+    """What a finished run left behind."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.summary = json.loads((folder / "summary.json").read_text())
+        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.db = sqlite3.connect(folder / "trajectories.sqlite")
+
+    def used(self, columns: str) -> list[tuple]:
+        return self.db.execute(f"SELECT {columns} FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used'").fetchall()
+
+
+def train(model: Path, folder: Path, *overrides: str) -> Run:
+    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *COMMON, *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=350)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(folder / "summary.json")
+    assert processes_of(folder) == []
+    return Run(folder)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines and environments that name the run directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(folder) in part for part in process.cmdline()):
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            pass
+    return found
+
+
+def check_common(run: Run, bound: int) -> None:
+    assert [m["step"] for m in run.metrics] == [1, 2, 3, 4] and [m["version"] for m in run.metrics] == [1, 2, 3, 4]
+    assert run.summary["pushes"] == 4 and run.summary["trajectories_lost"] == 0
+    assert run.summary["max_staleness"] <= run.summary["staleness_bound"] == bound
+    assert all(m["grad_norm"] > 0 and m["skipped"] == 0 for m in run.metrics)
+    assert all(m["verified"] > 0 for m in run.metrics), "tensors read back from the server must equal the trainer's"
+    assert all(m["logprob_diff"] < 1e-4 for m in run.metrics), "server and trainer must agree on log-probs under the same weights"
+    assert len(run.used("1")) == 4 * 4 * 4, "every step trains on B whole groups, none twice"
+    states = dict(run.db.execute("SELECT state, count(*) FROM tickets GROUP BY state"))
+    assert states["used"] == 16
+    for tokens, versions, logprobs, n_prompt in run.used("tokens, versions, logprobs, n_prompt"):
+        versions = np.frombuffer(versions, np.int32)[n_prompt:]
+        assert len(tokens) == 4 * (n_prompt + len(versions)) and (np.diff(versions) >= 0).all() and versions.min() >= 0
+        assert np.isfinite(np.frombuffer(logprobs, np.float32)).all()
+
+
+def test_async_in_place_push_in_flight(model, tmp_path):
+    """Pushes happen while requests are in flight, nothing is drained, and the trajectories' segments prove it."""
+    run = train(model, tmp_path / "run")
+    check_common(run, bound=4)
+    assert run.summary["requests_drained"] == 0
+    assert run.summary["multi_segment_share"] > 0
+    # A trajectory of two versions was one request that the server itself kept alive through the push.
+    spans = [json.loads(s) for s, requests in run.used("segments, requests") if requests == 1 and len(json.loads(s)) > 1]
+    assert spans, "no request lived through a push"
+    assert all(a[2] == b[1] and a[0] < b[0] for segments in spans for a, b in zip(segments, segments[1:]))
+    for name in ("report.png", "config.yaml", "checkpoints/hf/model.safetensors", "logs/trainer.log", "logs/controller.log", "logs/server-0.log"):
+        assert (run.folder / name).exists(), name
+
+
+def test_two_servers_two_ranks_retract_by_disk(model, tmp_path):
+    run = train(
+        model, tmp_path / "run", "rollout.interrupt=retract", "sync.transport=disk", "server.count=2", "trainer.data_parallel=2", "algo.prox=reuse"
+    )
+    check_common(run, bound=4)
+    assert run.summary["requests_drained"] == 0 and run.summary["multi_segment_share"] > 0
+
+
+def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
+    run = train(model, tmp_path / "run", "rollout.interrupt=abort", "server.count=2")
+    check_common(run, bound=4)
+    assert run.summary["multi_segment_share"] > 0
+    assert max(requests for (requests,) in run.used("requests")) > 1
+
+
+@pytest.mark.parametrize("schedule, bound", [("sync", 0), ("one_step", 1)])
+def test_schedules_without_interruption(model, tmp_path, schedule, bound):
+    run = train(model, tmp_path / "run", f"schedule={schedule}")
+    check_common(run, bound)
+    assert run.summary["multi_segment_share"] == 0, "a push waits until nothing is in flight"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *COMMON, "trainer.steps=500"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not (folder / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert len(children) >= 4
+        os.kill(process.pid, sign)
+        assert process.wait(60) == (130 if sign == signal.SIGINT else -signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while alive := [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive]
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
