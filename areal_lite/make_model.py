@@ -40,6 +40,10 @@ def run(config: MakeModelConfig) -> int:
             bos_token_id=None,
         )
     )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what a layer adds to the residual stream, as in GPT-2
+                parameter /= (2 * config.num_layers) ** 0.5
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 Token i is a function of all tokens before it (`next_token`), so a token lost, doubled or made from another prefix anywhere shows at once.
 Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look
-whether that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death (kill it).
+whether that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death.
 
     python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use
 """

@@ -96,6 +96,7 @@ def _cpu_environment(config: ServerConfig) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",  # device: cpu was asked for, whatever the machine has
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "passive",  # with more threads than free cores, waiting ones would otherwise spin the working ones off theirs
         "THP_MEM_ALLOC_ENABLE": "1",  # torch on huge pages: attention reads the KV cache all over, one slot at a time
     }
 

@@ -114,8 +114,9 @@ def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     spans = answer["meta_info"]["weight_versions"]
     assert [s["version"] for s in spans] == [str(before), str(before + 1)]
     assert (spans[0]["start"], spans[1]["end"]) == (0, LONG) and spans[0]["end"] == spans[1]["start"]
-    # The weights were the same, so the cache that was kept or computed again must give the same numbers.
-    torch.testing.assert_close(torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=1e-5, rtol=0)
+    # The weights were the same, so the cache that was kept or computed again must give the same numbers; float32 over 1500 tokens
+    # is good for about 1e-5, and a token that met a wrong cache is off by a thousand times as much.
+    torch.testing.assert_close(torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=5e-5, rtol=0)
 
 
 def test_abort_returns_what_there_is(sglang_server):

@@ -44,7 +44,8 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     for name, array in (("tokens", written.tokens), ("logprobs", written.behavior_logprobs), ("versions", written.versions)):
         np.testing.assert_array_equal(first[name], array)
     expected = dict(group_id=3, member=0, reward=0.5, finish_reason="stop", n_prompt=2, n_tokens=5, min_version=4, max_version=5,
-                    num_segments=2, requests=2, started_at=10.0, finished_at=11.0, segments=[[4, 2, 4], [5, 4, 5]], prompt="q", completion="a",
+                    num_segments=2, requests=2, started_at=10.0, finished_at=11.0,
+                    segments=[[4, 2, 4], [5, 4, 5]], prompt="q", completion="a",
                     state="finished", step=None, prompt_id="p3")  # fmt: skip
     assert {name: first[name] for name in expected} == expected
     assert (second["member"], second["prompt"]) == (1, None)
