@@ -14,8 +14,8 @@ Token ids come from the server and go to the trainer as they are: nothing here e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Sequence
 
 import msgspec
 import numpy as np
@@ -55,7 +55,7 @@ class Trajectory:
     finished_at: float = 0.0
     requests: int = 1
 
-    def check(self) -> "Trajectory":
+    def check(self) -> Trajectory:
         """Return self if every invariant holds. Raises ValueError that names the trajectory and the broken rule."""
         where = f"trajectory {self.group_id}/{self.member} (prompt {self.prompt_id})"
         length = len(self.tokens)
@@ -143,7 +143,7 @@ class TrainBatch:
     cu_seqlens: np.ndarray
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> "TrainBatch":
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
         """Lay trajectories end to end. Tokens with a non-finite log-prob lose their mask here (and get log-prob 0)."""
         if not trajectories:
             raise ValueError("a batch needs at least one trajectory")
@@ -175,7 +175,7 @@ class TrainBatch:
         """int64 [T]: the index of each token's sequence."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
-    def select(self, indices: Sequence[int]) -> "TrainBatch":
+    def select(self, indices: Sequence[int]) -> TrainBatch:
         """The batch of the sequences `indices`, in that order."""
         indices = np.asarray(indices, np.int64)
         spans = [np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in indices]
@@ -194,7 +194,7 @@ class TrainBatch:
         return [header, *(memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b"" for a in arrays.values())]
 
     @classmethod
-    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> "TrainBatch":
+    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
         """The inverse of `to_frames`. Raises ValueError for frames that are not a batch."""
         dtypes = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
         header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, int]])

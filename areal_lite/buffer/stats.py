@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from areal_lite.trajectory import Group
 
 
-def batch_stats(groups: Sequence[Group], version: int) -> dict[str, float]:
+def batch_stats(groups: Sequence[Group], version: int, max_staleness: int) -> dict[str, float]:
     """Facts about `groups` as seen by a trainer at `version`.
 
-    Staleness is per sampled token (versions); lengths are sampled tokens of a trajectory; `*_share` are shares of trajectories.
+    Staleness is per sampled token (versions), of those that are not overdue and so trained on; lengths are sampled tokens of a trajectory; `*_share` are shares of trajectories.
     `reward_std` is over all trajectories; `uniform_groups_share` is the share of groups whose members all got the same reward, which have
     no advantage to learn from.
     """
@@ -20,14 +20,15 @@ def batch_stats(groups: Sequence[Group], version: int) -> dict[str, float]:
     rewards = np.array([t.reward for t in trajectories], np.float64)
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     staleness = version - np.concatenate([t.versions[mask] for t, mask in zip(trajectories, masks)])
+    trained = staleness[staleness <= max_staleness]
     logprobs = np.concatenate([t.behavior_logprobs[mask] for t, mask in zip(trajectories, masks)])
     lengths = np.array([np.count_nonzero(mask) for mask in masks])
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "uniform_groups_share": float(np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])),
-        "staleness_mean": float(staleness.mean()),
-        "staleness_max": int(staleness.max()),
+        "staleness_mean": float(trained.mean()) if len(trained) else 0.0,
+        "staleness_max": int(trained.max(initial=0)),
         "interrupted_share": float(np.mean([t.num_versions > 1 for t in trajectories])),
         "segments_mean": float(np.mean([len(t.segments) for t in trajectories])),
         "length_mean": float(lengths.mean()),

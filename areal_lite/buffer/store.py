@@ -16,8 +16,9 @@ import asyncio
 import queue
 import sqlite3
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np

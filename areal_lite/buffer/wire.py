@@ -17,8 +17,9 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Awaitable, Callable, Sequence, Union
+from typing import Any
 
 import msgspec
 import zmq
@@ -67,7 +68,7 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
         return "the totals of the run"
 
 
-Request = Union[Batch, BeginPush, Pushed, Evaluate, Finish]
+Request = Batch | BeginPush | Pushed | Evaluate | Finish
 
 
 class _Envelope(msgspec.Struct):

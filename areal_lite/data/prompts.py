@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from areal_lite.config import DataConfig
 from areal_lite.data import addition
-from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ nothing is downloaded and no code of a checkpoint is run, but for its sandboxed 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.config import EvalCommandConfig, GenerateConfig, RewardConfig, save_config
+from areal_lite.config import EvalCommandConfig, GenerateConfig, save_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.local import servers, wait_ready
@@ -94,7 +94,7 @@ class _Asking:
     def __init__(self, config: EvalCommandConfig | GenerateConfig, run_dir: Path):
         self.config, self.run_dir = config, run_dir
 
-    async def __aenter__(self) -> "_Asking":
+    async def __aenter__(self) -> _Asking:
         self.client = SGLangClient(self.config.rollout.request_timeout_s)
         self.fleet = Fleet(self.client, lambda: announced(self.run_dir), lambda: None)
         self.watching = asyncio.create_task(self.fleet.watch())

@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from areal_lite.config import RolloutConfig, ServerConfig, TrainConfig, save_config
+from areal_lite.config import ServerConfig, TrainConfig, save_config
 from areal_lite.launch.roles import RoleFailed, Roles, interruptible
 from areal_lite.observe.metrics import read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress

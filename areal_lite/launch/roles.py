@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
-from areal_lite.launch.process import ENV_DIE_WITH_PARENT
+from areal_lite.launch.process import dying_with_me, tail
+from areal_lite.rollout.server import free_port
 
 _GRACE_S = 10.0
 
@@ -46,7 +46,7 @@ class Roles:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.roles: list[Role] = []
 
-    def __enter__(self) -> "Roles":
+    def __enter__(self) -> Roles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,7 +62,7 @@ class Roles:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(env or {}), ENV_DIE_WITH_PARENT: "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **(env or {}), **dying_with_me(), "PYTHONUNBUFFERED": "1"},
             )
         role = Role(name, process, log)
         self.roles.append(role)
@@ -117,18 +117,6 @@ def _signal(role: Role, number: int) -> None:
         os.killpg(role.process.pid, number)
     except ProcessLookupError:
         pass
-
-
-def tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(no log)"
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

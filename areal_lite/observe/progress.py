@@ -10,8 +10,9 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Callable, Mapping, TextIO
+from typing import Any, TextIO
 
 from areal_lite.observe.metrics import read_events
 

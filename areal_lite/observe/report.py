@@ -7,8 +7,9 @@ weights were pushed under them. It can be drawn of a run that is still going or 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np

@@ -45,7 +45,7 @@ class Number:
     value: Fraction
     percent: bool = False
 
-    def equals(self, other: "Number") -> bool:
+    def equals(self, other: Number) -> bool:
         if self.percent == other.percent:
             return self.value == other.value
         percentage, plain = (self.value, other.value) if self.percent else (other.value, self.value)

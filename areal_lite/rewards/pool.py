@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_lite.launch.process import ENV_DIE_WITH_PARENT
+from areal_lite.launch.process import dying_with_me
 from areal_lite.rewards.worker import Ready, Reply, Request, frame, take_frames
 from areal_lite.rewards.worker import load_function as load_function
 
@@ -81,7 +81,7 @@ class RewardPool:
         self._unusable: str | None = "the reward pool has not been started"
         self._mean_s = 1.0  # of an execution, over the last ones: slow until proven fast
 
-    async def __aenter__(self) -> "RewardPool":
+    async def __aenter__(self) -> RewardPool:
         await self.start()
         return self
 
@@ -143,7 +143,7 @@ class RewardPool:
         else:
             sample.result.set_exception(RewardError(reply.reason, f"{self.function}: {reply.detail}"))
 
-    def retire(self, worker: "_Worker", unbegun: list[_Sample]) -> None:
+    def retire(self, worker: _Worker, unbegun: list[_Sample]) -> None:
         """A worker is of no more use: take back the samples that it had not begun, and start another one if it ever worked."""
         self._queue.extendleft(reversed(unbegun))
         if worker.started and not self._unusable:
@@ -159,7 +159,7 @@ class RewardPool:
             *(sys.executable, "-m", "areal_lite.rewards.worker", self.function),
             stderr=None,
             start_new_session=True,  # a process group of its own: killed whole, and deaf to a Ctrl-C that its owner handles
-            env={**os.environ, ENV_DIE_WITH_PARENT: "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, **dying_with_me(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         if self._unusable:
             worker.stop()

@@ -12,9 +12,10 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import uvloop
 
@@ -129,7 +130,7 @@ class Controller:
         """For the metrics: about the batch, and (cumulative) about the run."""
         counts = self.dispatcher.counts
         return {
-            **batch_stats(deal.groups, step),
+            **batch_stats(deal.groups, step, self.config.buffer.max_staleness),
             "masked_tokens": deal.masked_tokens,
             "wait_s": self.parts.clock() - started,
             "queue_depth": len(self.queue),
@@ -212,7 +213,8 @@ async def serve(run_dir: Path) -> None:
     """Build the real thing from the run directory and run it until `finish`, SIGTERM or an error, which is raised."""
     config = load_config(run_dir)
     tokenizer = Tokenizer(config.model)
-    prompts, eval_prompts = load_prompts(config.data, config.model, "train"), load_prompts(config.data, config.model, "eval")
+    prompts = load_prompts(config.data, config.model, "train")
+    eval_prompts = load_prompts(config.data, config.model, "eval") if config.eval.problems else None
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
     store = StoreThread(Store(run_dir / STORE_FILE))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 from areal_lite.buffer.store import Store, StoreThread
 from areal_lite.config import TrainConfig
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class Parts:
     """What controller and dispatcher are made of; a simulator replaces those that wait for the world. `clock` is in seconds since 1970."""
 
-    prompts: PromptSet
-    eval_prompts: PromptSet
+    prompts: PromptSet | None
+    eval_prompts: PromptSet | None
     tokenizer: Tokenizer
     rewards: RewardPool
     store: StoreThread
@@ -55,7 +55,7 @@ class Dispatcher:
         self._prompt_index: dict[int, int] = {}
         self._empty_in_a_row = 0
         self._most_empty_in_a_row = 2 * config.trainer.batch_groups
-        self.staleness = Staleness(config.buffer.max_staleness, config.trainer.batch_groups)
+        self.staleness = Staleness(config.buffer.max_staleness, config.trainer.batch_groups, config.trainer.steps)
         self.in_flight = 0  # trajectories
         self.counts: Counter[str] = Counter()
 

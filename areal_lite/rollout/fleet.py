@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -86,7 +86,8 @@ class Fleet:
         self.in_flight += 1
         self._idle.clear()
         try:
-            piece = await self._client.request(server, input_ids, params, rid)
+            # A prefix that an older version computed must not serve this request: after a push in_place the cache still holds them.
+            piece = await self._client.request(server, input_ids, params, rid, str(self.version))
         finally:
             self.in_flight -= 1
             if not self.in_flight:

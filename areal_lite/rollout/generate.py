@@ -13,8 +13,9 @@ At temperature 0 (greedy) they are those of softmax(logits).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -83,8 +84,10 @@ class Completion:
 class Client(Protocol):
     """One request to one server. SGLangClient is the real one; a simulator brings its own."""
 
-    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str) -> Piece:
-        """Raises ServerFailed, or ValueError when the server refuses the request itself."""
+    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str, cache_key: str) -> Piece:
+        """Requests share cached prefixes only with those of the same `cache_key`.
+
+        Raises ServerFailed, or ValueError when the server refuses the request itself."""
 
     async def weight_version(self, server: ServerInfo) -> int:
         """Raises ServerFailed."""
@@ -198,14 +201,20 @@ class SGLangClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str) -> Piece:
+    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str, cache_key: str) -> Piece:
         sampling = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "stop_token_ids": params.stop_token_ids,
             "skip_special_tokens": False,
         }
-        body = {"rid": rid, "input_ids": input_ids.tolist(), "sampling_params": sampling, "return_logprob": True}
+        body = {
+            "rid": rid,
+            "input_ids": input_ids.tolist(),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "extra_key": cache_key,
+        }
         raw = await self._call("POST", server, "/generate", body)
         try:
             piece = parse_answer(raw)

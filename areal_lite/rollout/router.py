@@ -7,7 +7,7 @@ trajectories in flight: it takes requests once it has the trainer's version, whi
 from __future__ import annotations
 
 from collections import Counter
-from typing import Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from areal_lite.rollout.server import ServerInfo
 

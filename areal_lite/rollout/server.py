@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +24,10 @@ from typing import Any
 import aiohttp
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.process import ENV_DIE_WITH_PARENT
+from areal_lite.launch.process import dying_with_me, tail
 from areal_lite.rollout.sglang_cpu import PLATFORM
 
 CPU_KV_SLOTS = 65536  # SGLang would take 2 GB for the cache of a tiny model
-_LOG_TAIL_LINES = 30
 
 
 def resolve_device(device: str) -> str:
@@ -69,7 +67,7 @@ def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tu
         "log_level_http": "warning",
     }
     # A probe of /health that generates a token would find a server dead whose generation is only paused for a push.
-    environment = {ENV_DIE_WITH_PARENT: "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    environment = dying_with_me() | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)
@@ -86,6 +84,9 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "cuda_graph_backend_prefill": "disabled",
         "max_total_tokens": config.max_total_tokens or CPU_KV_SLOTS,
         "sleep_on_idle": True,  # an idle scheduler would spin on one core
+        # Overlapped, a push in_place finds a sampled token whose result is not processed yet and tags it with the new version.
+        # There is nothing to overlap without a GPU.
+        "disable_overlap_schedule": True,
     }
 
 
@@ -205,9 +206,7 @@ class ServerProcess:
         self._process.wait()
 
     def _log_tail(self) -> str:
-        with open(self.log_path, errors="replace") as log:
-            tail = deque(log, _LOG_TAIL_LINES)
-        return f"the end of {self.log_path}:\n{''.join(tail)}"
+        return f"the end of {self.log_path}:\n{tail(self.log_path)}"
 
 
 def _require_free_port(host: str, port: int) -> None:

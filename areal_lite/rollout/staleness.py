@@ -28,6 +28,7 @@ class Staleness:
 
     max_staleness: int
     batch_groups: int
+    steps: int | None = None  # training steps of the run: nothing starts that no step would use
     version: int = 0
     running: int = 0
     accepted: int = 0
@@ -42,7 +43,8 @@ class Staleness:
     @property
     def room(self) -> int:
         """How many groups may start now."""
-        return (self.max_staleness + self.version + 1) * self.batch_groups - self.accepted - self.running
+        ahead = self.max_staleness + self.version + 1
+        return (ahead if self.steps is None else min(ahead, self.steps)) * self.batch_groups - self.accepted - self.running
 
     def can_admit(self) -> bool:
         return self.room > 0

@@ -7,8 +7,9 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, Callable, Iterable
+from typing import Any
 
 from areal_lite.rollout.server import ServerInfo
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
 
 import torch
 
@@ -79,12 +79,12 @@ class WeightPusher:
         report.total_s = time.time() - started
         return report
 
-    def _push_folder(self, members: "_Members", buckets: Iterable[Bucket], report: PushReport) -> None:
+    def _push_folder(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         folder = self.folder.write(buckets, report.version)
         with _Paused(members, self.config.rollout.interrupt, report, self.timeout_s) as paused:
             members.each(lambda servers: self.folder.load(servers, folder, report.version, paused.flush_cache, self.timeout_s))
 
-    def _push_broadcast(self, members: "_Members", buckets: Iterable[Bucket], report: PushReport) -> None:
+    def _push_broadcast(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         members.each(self._ensure_group)
         stream = _with_last(buckets)
         first = next(stream)
@@ -137,7 +137,7 @@ class _Paused:
         self.mode = "retract" if interrupt == "none" else interrupt
         self.flush_cache = self.mode != "in_place"  # flushing under running requests would kill the scheduler
 
-    def __enter__(self) -> "_Paused":
+    def __enter__(self) -> _Paused:
         self.report.paused_at = time.time()
         self.to_resume = list(self.members.servers)
         self.members.each(lambda servers: post_all(servers, "/pause_generation", {"mode": self.mode}, self.timeout_s))

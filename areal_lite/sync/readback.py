@@ -6,7 +6,7 @@ SGLang's `/get_weights_by_name` answers for some architectures only; the plugin 
 from __future__ import annotations
 
 import hashlib
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch

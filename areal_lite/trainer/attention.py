@@ -42,7 +42,7 @@ class PackedSequences(PackedSeqParams):
     places: Tensor = None
 
     @classmethod
-    def build(cls, microbatch: MicroBatch, inv_freq: Tensor, dtype: torch.dtype) -> "PackedSequences":
+    def build(cls, microbatch: MicroBatch, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:
         """`inv_freq` float32 [head_dim / 2]: angles are computed in float32, then rounded to `dtype`."""
         angles = microbatch.position_ids[:, None].float() * inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]

@@ -7,8 +7,8 @@ gradients are reduced once, after the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class MicroBatch:
     where: Tensor
     max_seqlen: int
 
-    def to(self, device: torch.device) -> "MicroBatch":
+    def to(self, device: torch.device) -> MicroBatch:
         """The same microbatch with its tensors on `device`."""
         tensors = (t.to(device, non_blocking=True) for t in (self.tokens, self.cu_seqlens, self.position_ids, self.where))
         return MicroBatch(*tensors, self.max_seqlen)

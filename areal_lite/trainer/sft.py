@@ -18,7 +18,6 @@ from megatron.core import parallel_state
 
 from areal_lite.config import SftConfig, load_config
 from areal_lite.data import addition
-from areal_lite.data.prompts import load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.process import die_with_parent
 from areal_lite.observe.metrics import append_event
@@ -29,6 +28,7 @@ from areal_lite.trainer.step import data_parallel_sum
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 log = logging.getLogger(__name__)
+_FIRST_PROBLEM = 10**9
 
 
 def train(config: SftConfig, run_dir: Path) -> None:
@@ -59,7 +59,8 @@ def update(engine: MegatronEngine, batch: TrainBatch, budget: int) -> dict[str, 
 
 
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:
-    problem = addition.make_problem("train", index, seed=config.seed, max_digits=config.data.max_digits)
+    # From the far end of the stream: reinforcement learning shall not meet the problems whose wrong answers were demonstrated.
+    problem = addition.make_problem("train", _FIRST_PROBLEM + index, seed=config.seed, max_digits=config.data.max_digits)
     text = addition.demonstration(problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry)
     prompt = tokenizer.encode(addition.prompt(problem))
     completion = [*tokenizer.encode(text), tokenizer.eos_ids[0]]

@@ -20,7 +20,7 @@ from areal_lite.algo.correction import loglinear_prox
 from areal_lite.algo.losses import LossInputs, ppo_loss
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import MicroBatch, make_microbatches
+from areal_lite.trainer.packing import make_microbatches
 from areal_lite.trajectory import TrainBatch
 
 

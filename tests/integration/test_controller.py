@@ -18,7 +18,7 @@ from areal_lite.buffer.store import Store
 from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.data.char_tokenizer import build_char_tokenizer
-from areal_lite.launch.process import ENV_DIE_WITH_PARENT
+from areal_lite.launch.process import dying_with_me
 from areal_lite.rollout.server import ServerInfo, announced
 from areal_lite.sync.control import post
 from areal_lite.trajectory import TrainBatch
@@ -53,7 +53,7 @@ class Run:
         self.processes: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), ENV_DIE_WITH_PARENT: "1", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), **dying_with_me(), "OMP_NUM_THREADS": "1"}
         with open(self.path / f"{name}.log", "wb") as log:
             argv = [sys.executable, *command]
             self.processes[name] = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)

@@ -33,7 +33,7 @@ def make_model(name: str, folder: Path) -> None:
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases that matter
                 parameter.add_(0.1 * torch.randn_like(parameter))
             else:

@@ -25,7 +25,7 @@ class Http:
     def __init__(self, url: str):
         self.url = url
 
-    async def __aenter__(self) -> "Http":
+    async def __aenter__(self) -> Http:
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120))
         return self
 

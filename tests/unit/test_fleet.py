@@ -21,7 +21,7 @@ class OneToken:
         self.dead: set[ServerInfo] = set()
         self.versions = {A: 0, B: 0}
 
-    async def request(self, server, input_ids, params, rid) -> Piece:
+    async def request(self, server, input_ids, params, rid, cache_key) -> Piece:
         await asyncio.sleep(0)
         if server in self.dead:
             raise ServerFailed(server, "is dead")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int
 def test_an_undisturbed_request(budget: int) -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
-            result = await generate(client.request, server, PROMPT, params(budget), "r", Completion(), OPEN)
+            result = await generate(partial(client.request, cache_key="0"), server, PROMPT, params(budget), "r", Completion(), OPEN)
             assert_exact(result, PROMPT, budget)
             assert result.requests == 1 and set(result.versions) == {0}
             assert fakes[0].requests[0]["sampling_params"]["temperature"] == 1.0
@@ -74,7 +75,7 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
     async def run() -> None:
         async with serving(delay_s=0.001) as (fakes, (server,), client):
             prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
-            runs = [generate(client.request, server, p, params(60), f"r{i}", Completion(), OPEN) for i, p in enumerate(prompts)]
+            runs = [generate(partial(client.request, cache_key="0"), server, p, params(60), f"r{i}", Completion(), OPEN) for i, p in enumerate(prompts)]
             tasks = [asyncio.create_task(run) for run in runs]
             for version in range(1, 5):
                 await asyncio.sleep(0.008)
@@ -96,7 +97,7 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
     async def run() -> None:
         async with serving(count=2, delay_s=0.002) as (fakes, servers, client):
             prompt, so_far = prompt_of_length(60), Completion()
-            task = asyncio.create_task(generate(client.request, servers[0], prompt, params(), "r", so_far, OPEN))
+            task = asyncio.create_task(generate(partial(client.request, cache_key="0"), servers[0], prompt, params(), "r", so_far, OPEN))
             await asyncio.sleep(0.03)
             await push(client, servers[0], "abort", 1)
             await asyncio.sleep(0.01)
@@ -106,7 +107,7 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
             known = len(so_far.tokens)
             assert known > 0
             fakes[1].weight_version = "1"
-            assert_exact(await generate(client.request, servers[1], prompt, params(), "r", so_far, OPEN), prompt)
+            assert_exact(await generate(partial(client.request, cache_key="0"), servers[1], prompt, params(), "r", so_far, OPEN), prompt)
             assert fakes[1].requests[0]["input_ids"] == [*prompt.tolist(), *completion(prompt.tolist(), known)]
 
     asyncio.run(run())
@@ -116,7 +117,7 @@ def test_nothing_is_sent_while_held() -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
             resume = asyncio.Event()
-            task = asyncio.create_task(generate(client.request, server, PROMPT, params(), "r", Completion(), resume))
+            task = asyncio.create_task(generate(partial(client.request, cache_key="0"), server, PROMPT, params(), "r", Completion(), resume))
             await asyncio.sleep(0.02)
             assert not fakes[0].requests
             resume.set()

@@ -91,10 +91,12 @@ def test_bad_setting_is_refused() -> None:
 def test_stats() -> None:
     groups = [group(0, [2, 2, 3, 3], [3, 3], rewards=[1.0, 0.0]), group(1, [4, 4], [4], rewards=[0.0, 0.0], finish="length")]
     groups[0].trajectories[0].behavior_logprobs[3] = np.nan
-    stats = batch_stats(groups, 5)
+    stats = batch_stats(groups, 5, max_staleness=3)
     assert stats == {
         "reward_mean": 0.25, "reward_std": pytest.approx(np.std([1, 0, 0, 0])), "uniform_groups_share": 0.5,
         "staleness_mean": pytest.approx((3 + 3 + 2 + 2 + 2 + 2 + 1 + 1 + 1) / 9), "staleness_max": 3,
         "interrupted_share": 0.25, "segments_mean": 1.25, "length_mean": 2.25, "length_max": 4, "truncated_share": 0.5,
         "trajectories": 4, "tokens": 9, "nonfinite_tokens": 1,
     }  # fmt: skip
+    overdue = batch_stats(groups, 5, max_staleness=1)
+    assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), "tokens that are too old are not trained on"

@@ -33,6 +33,17 @@ def test_synchronous_admits_one_step_only() -> None:
     assert gate.room == 3
 
 
+def test_nothing_starts_that_no_step_would_use() -> None:
+    gate = Staleness(max_staleness=4, batch_groups=2, steps=2)
+    for _ in range(4):
+        gate.admit()
+    assert not gate.can_admit()
+    gate.reject()  # but a lost group is replaced
+    assert gate.room == 1
+    gate.admit(), gate.bump(1)
+    assert not gate.can_admit()
+
+
 @pytest.mark.parametrize("arguments", [(-1, 4), (0, 0)])
 def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
     with pytest.raises(ValueError):

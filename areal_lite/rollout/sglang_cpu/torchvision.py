@@ -15,7 +15,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from typing import Sequence
+from collections.abc import Sequence
 
 
 class _Placeholder(type):
