@@ -187,7 +187,7 @@ class MakeModelConfig:
     tie_embeddings: bool = True
     max_position: int = 2048
     rope_theta: float = 10000.0
-    init_std: float = 0.05
+    init_std: float = 0.09
     seed: int = 1
 
 

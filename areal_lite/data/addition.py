@@ -1,20 +1,21 @@
 """Addition by column: a task small enough that a tiny model learns it within minutes on two cores.
 
-A problem is two numbers of the same count of digits. Every digit is written after the letter of its place
-(`a` units, `b` tens, ...), so that finding the digits of a column is a look-up and not counting. The answer is worked
-out from the right, one line a column, carry and two-digit sum written out, and then stated after `#`:
+A problem is two numbers of the same count of digits. Every digit is written after the letter of its place: units, tens,
+hundreds are `a`, `b`, `c` in the first number, `A`, `B`, `C` in the second and `z`, `y`, `x` in the sum, so that finding
+a digit is a look-up and not counting. The answer is worked out from the right, one line a column: the two digits, the
+carry into the column, and after `=` the carry out of it and the digit of the sum. It is then stated after `#`:
 
-    prompt       b4a7+b8a5=?
-    completion   a7+5+0=12
-                 b4+8+1=13
-                 #c1b3a2
+    prompt       b4a7+B8A5=?
+    completion   a7+A5+0=1z2
+                 b4+B8+1=1y3
+                 #x1y3z2
 
 Contract and invariants:
   * Problem i of a split depends on (seed, split, index, max_digits, weights) only: on no state, no process, no
     `PYTHONHASHSEED`. A dataset is therefore resumed by its index alone.
   * No pair {a, b}, in either order, is in both splits, whatever the seed, the index or `max_digits`.
   * A demonstration's errors are carried on consistently: what follows a slip is right given the slip.
-  * A completion has 12 characters a digit and 1 more, and 2 more with a carry out of the last column: 13 to 99 for
+  * A completion has 14 characters a digit and 1 more, and 2 more with a carry out of the last column: 15 to 115 for
     `max_digits=8`. Digit counts are skewed to short by default, which gives lengths a long tail.
 """
 
@@ -26,8 +27,8 @@ from typing import Literal
 
 Split = Literal["train", "test"]
 
-PLACES = "abcdefghijklmnopqrstuvwxyz"
-MAX_DIGITS = len(PLACES) - 1  # the answer may need one place more than the numbers
+FIRST, SECOND, SUM = "abcdefghijkl", "ABCDEFGHIJKL", "zyxwvutsrqpon"  # the letters of the places, units first
+MAX_DIGITS = len(FIRST)
 DEFAULT_MAX_DIGITS = 8
 _DECAY = 0.7  # default weight of one more digit, relative to the digit count before it
 _TEST_ONE_IN = 8  # one pair in so many is held out
@@ -66,7 +67,7 @@ def make_problem(
 
     `weights[d - 1]` is the relative frequency of numbers with d digits, d = 1..max_digits; by default each further
     digit is 0.7 times as frequent as the one before. Raises ValueError for an unknown split, a negative index, a
-    `max_digits` outside 1..25, or weights that are not `max_digits` non-negative numbers with a positive sum.
+    `max_digits` outside 1..12, or weights that are not `max_digits` non-negative numbers with a positive sum.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -89,14 +90,14 @@ def make_problem(
 
 
 def prompt(problem: Problem) -> str:
-    """The question, each digit after the letter of its place: `b4a7+b8a5=?`."""
-    return f"{_placed(problem.a, problem.digits)}+{_placed(problem.b, problem.digits)}=?"
+    """The question, each digit after the letter of its place: `b4a7+B8A5=?`."""
+    return f"{_placed(problem.a, problem.digits, FIRST)}+{_placed(problem.b, problem.digits, SECOND)}=?"
 
 
 def answer(problem: Problem) -> str:
-    """The right answer as it must stand after `#`, without leading zeros: `c1b3a2`."""
+    """The right answer as it must stand after `#`, without leading zeros: `x1y3z2`."""
     total = problem.a + problem.b
-    return _placed(total, max(problem.digits, len(str(total))))
+    return _placed(total, max(problem.digits, len(str(total))), SUM)
 
 
 def demonstration(
@@ -117,14 +118,14 @@ def demonstration(
         total = x + y + carry
         if rng.random() < wrong_sum:
             total = rng.choice([other for other in range(20) if other != total])
-        lines.append(f"{PLACES[place]}{x}+{y}+{carry}={total:02d}\n")
+        lines.append(f"{FIRST[place]}{x}+{SECOND[place]}{y}+{carry}={total // 10}{SUM[place]}{total % 10}\n")
         units.append(total % 10)
         carry = 0 if rng.random() < forget_carry else total // 10
     if carry:
         units.append(carry)
-    return "".join(lines) + "#" + "".join(f"{PLACES[i]}{units[i]}" for i in reversed(range(len(units))))
+    return "".join(lines) + "#" + "".join(f"{SUM[i]}{units[i]}" for i in reversed(range(len(units))))
 
 
-def _placed(number: int, digits: int) -> str:
+def _placed(number: int, digits: int, letters: str) -> str:
     text = f"{number:0{digits}d}"
-    return "".join(place + digit for place, digit in zip(reversed(PLACES[:digits]), text, strict=True))
+    return "".join(place + digit for place, digit in zip(reversed(letters[:digits]), text, strict=True))

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen3Config
 
 from areal_lite.data.addition import (
+    FIRST,
     MAX_DIGITS,
-    PLACES,
+    SECOND,
+    SUM,
     Problem,
     answer,
     demonstration,
@@ -39,18 +41,18 @@ def tokenizer():
 
 def test_format_is_the_documented_one() -> None:
     problem = Problem(47, 85, 2)
-    assert prompt(problem) == "b4a7+b8a5=?"
-    assert answer(problem) == "c1b3a2"
-    assert demonstration(problem, random.Random(0)) == "a7+5+0=12\nb4+8+1=13\n#c1b3a2"
-    assert demonstration(problem, random.Random(0), forget_carry=1.0) == "a7+5+0=12\nb4+8+0=12\n#b2a2"
+    assert prompt(problem) == "b4a7+B8A5=?"
+    assert answer(problem) == "x1y3z2"
+    assert demonstration(problem, random.Random(0)) == "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
+    assert demonstration(problem, random.Random(0), forget_carry=1.0) == "a7+A5+0=1z2\nb4+B8+0=1y2\n#y2z2"
 
 
 @given(problems())
 def test_perfect_teacher_is_always_right(problem: Problem) -> None:
     text = demonstration(problem, random.Random(0))
     assert addition_reward(text, answer(problem)) == 1.0
-    assert len(text) in (12 * problem.digits + 1, 12 * problem.digits + 3)
-    assert int("".join(c for c in answer(problem) if c not in PLACES)) == problem.a + problem.b
+    assert len(text) in (14 * problem.digits + 1, 14 * problem.digits + 3)
+    assert int("".join(c for c in answer(problem) if c.isdigit())) == problem.a + problem.b
 
 
 @given(splits, indices, max_digits)
@@ -100,16 +102,16 @@ def test_errors_are_carried_on_consistently(problem: Problem, seed: int, forget:
     sums, carries = [], []
     for place, line in enumerate(lines):
         left, total = line[1:].split("=")
-        x, y, carry = map(int, left.split("+"))
-        assert line[0] == PLACES[place] and len(line) == 9
+        x, y, carry = (int(term[-1]) for term in left.split("+"))
+        assert line[0] == FIRST[place] and line[3] == SECOND[place] and len(line) == 11 and total[1] == SUM[place]
         assert (x, y) == tuple(number // 10**place % 10 for number in (problem.a, problem.b))
         assert carry == 0 or (carry == 1 and sums[-1] >= 10)
-        sums.append(int(total))
+        sums.append(int(total[0] + total[2]))
         carries.append(carry)
         if wrong == 0.0:
             assert sums[-1] == x + y + carry
-    units = [f"{PLACES[i]}{s % 10}" for i, s in enumerate(sums)]
-    last = f"{PLACES[len(sums)]}1" if sums[-1] >= 10 else None
+    units = [f"{SUM[i]}{s % 10}" for i, s in enumerate(sums)]
+    last = f"{SUM[len(sums)]}1" if sums[-1] >= 10 else None
     without, with_last = "#" + "".join(reversed(units)), "#" + "".join(reversed([*units, last or ""]))
     assert stated in (without, with_last)
 
