@@ -60,7 +60,8 @@ def update(engine: MegatronEngine, batch: TrainBatch, budget: int) -> dict[str, 
 
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:
     # From the far end of the stream: reinforcement learning shall not meet the problems whose wrong answers were demonstrated.
-    problem = addition.make_problem("train", _FIRST_PROBLEM + index, seed=config.seed, max_digits=config.data.max_digits)
+    # All digit counts equally often: what a letter of a high place means is learned here or not at all.
+    problem = addition.make_problem("train", _FIRST_PROBLEM + index, seed=config.seed, max_digits=config.data.max_digits, weights=[1.0] * config.data.max_digits)
     text = addition.demonstration(problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry)
     prompt = tokenizer.encode(addition.prompt(problem))
     completion = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
