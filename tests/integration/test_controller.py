@@ -343,7 +343,12 @@ def test_sigterm_ends_it_and_leaves_the_store_whole(run) -> None:
 
 def test_it_does_not_outlive_its_parent(run) -> None:
     r = run()
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, *sys.argv[1:]]); time.sleep(60)"
+    code = """
+import os, subprocess, sys, time
+from areal_lite.launch.process import dying_with_me
+subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | dying_with_me())
+time.sleep(60)
+"""
     parent = r.start("parent", "-c", code, "-m", "areal_lite.rollout.controller", str(r.path))
     pid = r.client()._address.pid
     parent.kill()
