@@ -16,12 +16,14 @@ def run(config: MakeModelConfig) -> int:
     if out.exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     import torch
+    import transformers
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     from areal_lite.data.char_tokenizer import build_char_tokenizer
 
     tokenizer = build_char_tokenizer()
     torch.manual_seed(config.seed)
+    transformers.utils.logging.disable_progress_bar()
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),

@@ -118,7 +118,7 @@ class Controller:
             changed = self._changed
             if step == self.version:  # a rank may ask for the next batch before rank 0 has said that the push is over
                 if self.fleet.router.all_failed:
-                    raise RuntimeError(f"no server is left, the last failure was: {self.fleet.last_failure}")
+                    raise RuntimeError(f"no server is left with version {self.version}, the last failure was: {self.fleet.last_failure}")
                 for group in self.queue.drop_overdue(self.version):
                     await self.dispatcher.drop(group, f"overdue at step {step}")
                 if deal := self.queue.take(self.config.trainer.batch_groups, self.version, world):

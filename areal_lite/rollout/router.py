@@ -56,5 +56,5 @@ class Router:
 
     @property
     def all_failed(self) -> bool:
-        """There were servers, and none is left."""
-        return bool(self._failed) and not self.servers
+        """Servers failed, and none is left that has the trainer's weights; without a batch there is no push that could bring one up to them."""
+        return bool(self._failed) and not self.ready

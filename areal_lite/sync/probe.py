@@ -19,7 +19,7 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.rollout.server import ServerInfo, announced
-from areal_lite.sync.control import in_thread, post
+from areal_lite.sync.control import ServerError, in_thread, post
 
 NUM_SCORED = 4
 
@@ -28,19 +28,27 @@ class Probe:
     def __init__(self, run_dir: Path, config: TrainConfig):
         self.run_dir, self.config = run_dir, config
 
-    def compare(self, batch, prox: torch.Tensor, version: int) -> dict[str, float | None]:
-        """`prox` float32 [T]: the trainer's log-probs of the batch under `version`, which the servers have too."""
+    def compare(self, batch, prox: torch.Tensor, version: int, servers: list[ServerInfo] | None) -> dict[str, float | None]:
+        """`prox` float32 [T]: the trainer's log-probs of the batch under `version`, which `servers` have too (None: all announced)."""
         own = prox.numpy()
         sampled = difference_of_fresh(batch, own, version)
-        scored = self._scored(batch, own) if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear" else None
+        scored = self._scored(batch, own, servers) if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear" else None
         known = [d for d in (sampled, scored) if d is not None]
         return {"logprob_diff_sampled": sampled, "logprob_diff_scored": scored, "logprob_diff": max(known) if known else None}
 
-    def _scored(self, batch, own: np.ndarray) -> float | None:
-        servers = announced(self.run_dir)
+    def _scored(self, batch, own: np.ndarray, servers: list[ServerInfo] | None) -> float | None:
+        servers = announced(self.run_dir) if servers is None else servers
         spans = [(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in range(min(NUM_SCORED, batch.num_sequences))]
+        if not servers:
+            return None
         calls = [in_thread(self._score, servers[i % len(servers)], batch.tokens[a:b].tolist()) for i, (a, b) in enumerate(spans)]
-        differences = [np.abs(call.result() - own[a + 1 : b]) for call, (a, b) in zip(calls, spans)]
+        differences = []
+        for call, (a, b) in zip(calls, spans):
+            error = call.exception()
+            if error is None:
+                differences.append(np.abs(call.result() - own[a + 1 : b]))
+            elif not isinstance(error, ServerError):  # a server that died is for the controller and the next push to deal with
+                raise error
         return float(np.concatenate(differences).mean()) if differences else None
 
     def _score(self, server: ServerInfo, tokens: list[int]) -> np.ndarray:

@@ -54,6 +54,7 @@ class WeightPusher:
         self.backend = "nccl" if engine.device.type == "cuda" else "gloo"
         self.folder = WeightFolder(Path(config.sync.disk_path or run_dir / "weights"), Path(config.model))
         self.group: WeightGroup | None = None
+        self.servers: list[ServerInfo] | None = None  # those of the last push; None before the first
         self.names = itertools.count()
 
     def push(self, version: int) -> PushReport | None:
@@ -76,6 +77,7 @@ class WeightPusher:
         if self.config.sync.verify:
             report.verified = readback.verify(members.servers, self.timeout_s)
         self.controller.pushed(version, report.failed)
+        self.servers = members.servers
         report.total_s = time.time() - started
         return report
 

@@ -46,7 +46,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         result = policy_step(engine, batch, config, step)
         times.append(time.time())
         if lead:
-            lead.before_push(step, batch, result.prox)
+            lead.before_push(step, batch, result.prox, pusher.servers)
         report = pusher.push(step + 1) if pusher else None
         times.append(time.time())
         if lead:
@@ -73,11 +73,11 @@ class _Lead:
         self.evaluations: list[Future] = [self._evaluate(0)] if config.eval.problems else []
         self.probed: dict[str, float | None] = {}
 
-    def before_push(self, step: int, batch, prox) -> None:
+    def before_push(self, step: int, batch, prox, servers) -> None:
         """The servers still have the weights that the step started from."""
         if step == 0:
             self._collect()  # accuracy before training is of version 0 alone
-        self.probed = self.probe.compare(batch, prox, step)
+        self.probed = self.probe.compare(batch, prox, step, servers)
 
     def after_push(self, step: int, metrics: dict[str, Any], report: dict[str, Any]) -> None:
         now = time.time()

@@ -145,3 +145,27 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
+    """Requests of a killed server continue on the other one; the push leaves it out; nothing is lost."""
+    folder = tmp_path / "run"
+    overrides = [*COMMON, "server.count=2", "buffer.max_staleness=2", "trainer.steps=30"]
+    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *overrides]
+    with open(tmp_path / "output", "wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        other = folder / "servers" / "server-1.json"
+        while not other.exists() or (folder / "metrics.jsonl").read_bytes().count(b"\n") < 4:
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        os.killpg(json.loads(other.read_text())["pid"], signal.SIGKILL)
+        assert process.wait(200) == 0, (tmp_path / "output").read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    run = Run(folder)
+    assert run.summary["steps"] == 30 and run.summary["trajectories_lost"] == 0
+    assert len(run.metrics) == 30 and all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics)
+    assert len(run.used("1")) == 30 * 4 * 8

@@ -1,0 +1,109 @@
+"""One training step on the real engine: what must not depend on how it is done."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lite.config import AlgoConfig, MakeModelConfig, RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.make_model import run as make_model
+from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.packing import make_microbatches
+from areal_lite.trainer.step import minibatches, policy_step, token_indices
+from areal_lite.trajectory import TrainBatch, Trajectory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("step") / "model"
+    make_model(MakeModelConfig(out=str(out), hidden_size=32, num_layers=2, head_dim=8, mlp_size=64))
+    return out
+
+
+def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
+    """Ragged sequences, versions 1..3, behaviour log-probs near those of a random model, some tokens masked."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for group in range(groups):
+        for member in range(size):
+            prompt, length = rng.integers(1, 6), rng.integers(1, 20)
+            sampled = np.repeat([False, True], [prompt, length])
+            trajectories.append(
+                Trajectory(
+                    group_id=group,
+                    prompt_id=str(group),
+                    member=member,
+                    tokens=rng.integers(2, 98, prompt + length).astype(np.int32),
+                    loss_mask=sampled,
+                    behavior_logprobs=np.where(sampled, -4.5 + rng.normal(0, 0.2, prompt + length), 0).astype(np.float32),
+                    versions=np.where(sampled, np.sort(rng.integers(1, 4, prompt + length)), -1).astype(np.int32),
+                    finish_reason="stop",
+                    reward=float(rng.integers(0, 2)),
+                ).check()
+            )
+    return TrainBatch.from_trajectories(trajectories)
+
+
+def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trainer):  # noqa: B008
+    settings = TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer)
+    config = TrainConfig(model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9))
+    engine = MegatronEngine(settings, model, 1)
+    before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
+    result = policy_step(engine, data, config, 3)
+    weights = {name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket}
+    return result, weights, before.cpu()
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], atol: float) -> None:
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=atol)
+
+
+def test_prox_is_the_policy_before_the_step(model):
+    result, _, before = step(model, batch())
+    torch.testing.assert_close(result.prox, before, rtol=0, atol=1e-6)
+    assert result.metrics["ratio"] == pytest.approx(1.0, abs=1e-5), "in the first minibatch theta is still the proximal policy"
+    assert result.metrics["clip_fraction"] == 0
+
+
+def test_reuse_is_recompute_with_one_minibatch(model):
+    (a, weights_a, _), (b, weights_b, _) = (step(model, batch(), AlgoConfig(prox=prox)) for prox in ("recompute", "reuse"))
+    torch.testing.assert_close(a.prox, b.prox, rtol=0, atol=1e-6)
+    assert_same(weights_a, weights_b, 1e-6)
+    assert a.metrics["behave_kl"] == pytest.approx(b.metrics["behave_kl"], abs=1e-6)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_step_does_not_depend_on_packing(model, num_minibatches):
+    whole, split = (step(model, batch(), minibatches=num_minibatches, tokens_per_microbatch=budget) for budget in (8192, 25))
+    assert_same(whole[1], split[1], 2e-6)
+    for name, value in whole[0].metrics.items():
+        assert split[0].metrics[name] == pytest.approx(value, abs=2e-5), name
+
+
+def test_metrics_against_the_definition(model):
+    data = batch()
+    result, _, before = step(model, data)
+    d = (before.double().numpy() - data.behavior_logprobs)[data.loss_mask]
+    assert result.metrics["behave_kl"] == pytest.approx(np.mean(np.exp(d) - d - 1), rel=1e-4)
+    assert result.metrics["ess"] == pytest.approx(np.exp(d).sum() ** 2 / np.square(np.exp(d)).sum() / len(d), rel=1e-4)
+
+
+def test_a_batch_without_advantages_changes_nothing(model):
+    data = replace(batch(), rewards=np.ones(12, np.float32))
+    _, weights, _ = step(model, data)
+    _, untouched, _ = step(model, replace(data, loss_mask=np.zeros_like(data.loss_mask)))
+    assert_same(weights, untouched, 0)
+
+
+def test_minibatches_are_whole_groups():
+    data = batch(groups=6).select(np.random.default_rng(1).permutation(18))
+    parts = minibatches(data.group_ids, 3)
+    assert sorted(np.concatenate(parts)) == list(range(18))
+    assert [len(set(data.group_ids[part])) for part in parts] == [2, 2, 2]
+    for part in parts:
+        np.testing.assert_array_equal(data.tokens[token_indices(data, part)], data.select(part).tokens)
+    with pytest.raises(ValueError, match="6 groups cannot be split into 4"):
+        minibatches(data.group_ids, 4)
