@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.config import EvalCommandConfig, GenerateConfig, save_config
+from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.local import servers, wait_ready
+from areal_lite.launch.placement import visible_gpus
 from areal_lite.launch.roles import interruptible
 from areal_lite.observe.metrics import write_json
 from areal_lite.rewards.pool import RewardPool
@@ -20,7 +21,7 @@ from areal_lite.rollout.dispatch import Parts
 from areal_lite.rollout.evaluate import score_problems
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import SamplingParams, SGLangClient
-from areal_lite.rollout.server import announced
+from areal_lite.rollout.server import announced, resolve_device
 
 _SHOWN = 5
 
@@ -31,13 +32,21 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
     save_config(config, run_dir)
     ask = _evaluate if isinstance(config, EvalCommandConfig) else _generate
     try:
-        with interruptible(), servers(config.server, config.model, config.seed, run_dir) as fleet:
+        with interruptible(), servers(config.server, config.model, config.seed, run_dir, placed(config.server), {}) as fleet:
             wait_ready(fleet, run_dir)
             asyncio.run(ask(config, run_dir))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def placed(server: ServerConfig) -> list[list[str]]:
+    """GPUs of each server: there is no trainer to share them with."""
+    gpus, size = visible_gpus() if resolve_device(server.device) == "cuda" else [], server.tensor_parallel
+    if gpus and len(gpus) < server.count * size:
+        raise ValueError(f"{len(gpus)} GPUs for {server.count} servers of {size}: lower server.count or server.tensor_parallel")
+    return [gpus[i * size : (i + 1) * size] for i in range(server.count)]
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_lite.config import ServerConfig, TrainConfig, save_config
+from areal_lite.launch.placement import place, visible, visible_gpus
 from areal_lite.launch.roles import RoleFailed, Roles, interruptible
 from areal_lite.observe.metrics import read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
 from areal_lite.observe.summary import build_summary
-from areal_lite.rollout.server import ServerProcess, announce, free_port
+from areal_lite.rollout.server import ServerProcess, announce, free_port, resolve_device
 from areal_lite.rollout.sglang_readback import ENV_READBACK
 
 
@@ -44,10 +45,13 @@ def run(config: TrainConfig) -> int:
 
 def train(config: TrainConfig, run_dir: Path) -> None:
     """All roles, from start to end. Raises RoleFailed."""
+    gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
+    placement = place(gpus, config.trainer, config.server, config.sync.transport)
     save_config(config, run_dir)
-    with Roles(run_dir) as roles, servers(config.server, config.model, config.seed, run_dir, verify=config.sync.verify) as fleet:
+    readback = {ENV_READBACK: "1"} if config.sync.verify else {}
+    with Roles(run_dir) as roles, servers(config.server, config.model, config.seed, run_dir, placement.servers, readback) as fleet:
         controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
-        ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer)
+        ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer)
         wait_ready(fleet, run_dir, roles)
         progress = FollowedProgress(run_dir, "metrics", config.trainer.steps, "step", step_fields)
         roles.wait([*ranks, controller], watch=lambda: (progress.show(), check_servers(fleet)))
@@ -55,9 +59,8 @@ def train(config: TrainConfig, run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def servers(config: ServerConfig, model: str, seed: int, run_dir: Path, verify: bool = False):
-    """Start `config.count` servers; they are ended on leaving. Yields them, not yet ready."""
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **({ENV_READBACK: "1"} if verify else {})}
+def servers(config: ServerConfig, model: str, seed: int, run_dir: Path, gpus: list[list[str]], environment: dict[str, str]):
+    """Start `config.count` servers, each on its `gpus`; they are ended on leaving. Yields them, not yet ready."""
     fleet = [
         ServerProcess(
             config,
@@ -66,7 +69,7 @@ def servers(config: ServerConfig, model: str, seed: int, run_dir: Path, verify: 
             port=config.port + i if config.port else free_port(config.host),
             seed=seed + i,
             log_path=run_dir / "logs" / f"server-{i}.log",
-            environment=environment,
+            environment={"GLOO_SOCKET_IFNAME": "lo", **visible(gpus[i]), **environment},
         )
         for i in range(config.count)
     ]

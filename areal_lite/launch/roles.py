@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
+from areal_lite.launch.placement import visible
 from areal_lite.launch.process import dying_with_me, tail
 from areal_lite.rollout.server import free_port
 
@@ -68,10 +69,10 @@ class Roles:
         self.roles.append(role)
         return role
 
-    def start_ranks(self, name: str, module: str, run_dir: Path, config: TrainerConfig) -> list[Role]:
+    def start_ranks(self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]) -> list[Role]:
         """One process per trainer rank, with the environment that torchrun would give them."""
         world = config.tensor_parallel * config.data_parallel
-        threads = {"OMP_NUM_THREADS": str(config.threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        threads = {"OMP_NUM_THREADS": str(config.threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | visible(gpus)
         argv = [sys.executable, "-m", module, str(run_dir)]
         if world == 1:
             return [self.start(name, argv, threads)]

@@ -30,5 +30,5 @@ def warm_up(config: SftConfig) -> None:
     save_config(config, run_dir)
     progress = FollowedProgress(run_dir, "sft", config.trainer.steps, "warm-up step", lambda step: {"loss": step["loss"]})
     with Roles(run_dir) as roles:
-        roles.wait(roles.start_ranks("trainer", "areal_lite.trainer.sft", run_dir, config.trainer), watch=progress.show)
+        roles.wait(roles.start_ranks("trainer", "areal_lite.trainer.sft", run_dir, config.trainer, []), watch=progress.show)
     progress.close()

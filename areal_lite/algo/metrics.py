@@ -1,0 +1,69 @@
+"""What to watch: detached sums over unmasked tokens, which add up over micro-batches and ranks. Divided by the number of tokens: means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums over unmasked tokens that say how far the proximal policy is from the behaviour policy, d = lp_prox - lp_behav.
+
+    behave_kl: k3 estimate of KL(behaviour || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d; behave_abs: |d|.
+    weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`.
+    """
+    difference = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
+    weight = torch.where(mask, difference.exp(), torch.zeros_like(difference))
+    return {
+        "behave_kl": torch.where(mask, weight - difference - 1, torch.zeros_like(difference)).sum(),
+        "behave_kl_k1": -difference.sum(),
+        "behave_abs": difference.abs().sum(),
+        "weight_sum": weight.sum(),
+        "weight_square_sum": (weight**2).sum(),
+    }
+
+
+def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
+    """(sum w)^2 / (N sum w^2), between 0 and 1: the share of N tokens that an unweighted estimate as good would need
+    (Kish 1965; PipelineRL, arXiv 2509.19128). 0 without tokens."""
+    return weight_sum**2 / (count * weight_square_sum) if count and weight_square_sum else 0.0
+
+
+def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums of r and (r - 1)^2 (the update's chi-square distance), float [t] and bool [t]."""
+    ratio = torch.where(mask, ratio, torch.ones_like(ratio)).detach()
+    return {"ratio": torch.where(mask, ratio, torch.zeros_like(ratio)).sum(), "ratio_chi2": ((ratio - 1) ** 2).sum()}
+
+
+def clip_counts(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> dict[str, Tensor]:
+    """Numbers of tokens whose gradient a clip takes away: high where A > 0, low or dual (r > c) where A < 0; clip_fraction: high + low."""
+    above = (mask & (advantages > 0) & (ratio > 1 + eps_high)).sum()
+    below = (mask & (advantages < 0) & (ratio < 1 - eps_low)).sum()
+    counts = {"clip_fraction": above + below, "clip_fraction_high": above, "clip_fraction_low": below}
+    if dual_clip is not None:
+        counts["clip_fraction_dual"] = (mask & (advantages < 0) & (ratio > dual_clip)).sum()
+    return counts
+
+
+def entropy_sum(entropy: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the policy's entropy at unmasked tokens, in nats."""
+    return torch.where(mask, entropy, torch.zeros_like(entropy)).detach().sum()
+
+
+def by_staleness(values: Tensor, versions: Tensor, mask: Tensor, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+    """Sums of `values` and numbers of tokens by staleness version - v = 0 .. oldest: (float [oldest + 1], int64 [oldest + 1]).
+
+    values float [t], versions int [t] (any value where masked). Older tokens are counted at `oldest`. With values = staleness, or a
+    mismatch, or a clip indicator, this says how a quantity grows with age.
+    """
+    age = (version - versions[mask]).clamp(0, oldest).long()
+    values = values[mask].detach()
+    return values.new_zeros(oldest + 1).index_add_(0, age, values), torch.bincount(age, minlength=oldest + 1)
+
+
+def staleness_sums(versions: Tensor, mask: Tensor, *, version: int) -> dict[str, Tensor]:
+    """Sum of the staleness of unmasked tokens and number of stale ones."""
+    age = torch.where(mask, version - versions, torch.zeros_like(versions))
+    return {"staleness": age.sum(), "stale": (age > 0).sum()}

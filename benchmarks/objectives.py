@@ -1,0 +1,83 @@
+"""Time of the objectives on one core: loss, gradient and advantages of a flat batch of ragged sequences, float32.
+
+    python benchmarks/objectives.py [--tokens 2000000] [--rounds 5]
+
+Prints seconds per call, median over the rounds, and the peak memory of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from areal_lite.algo.advantages import gae, grpo
+from areal_lite.algo.correction import Correction
+from areal_lite.algo.losses import LossInputs, cispo_loss, gspo_loss, ppo_loss, reinforce_loss
+from areal_lite.algo.reduction import reduction_count, reduction_weights
+from areal_lite.algo.trajectory_balance import trajectory_balance_loss
+
+GROUP, MEAN_LENGTH = 8, 1000
+
+
+def batch(tokens: int) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
+    """Sequences of exponentially distributed lengths, a tenth of the tokens masked; rewards and group ids of the sequences."""
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.empty(2 * tokens // MEAN_LENGTH + 64).exponential_(1 / MEAN_LENGTH, generator=g).long() + 1
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:tokens]
+    behavior = -2 * torch.rand(tokens, generator=g)
+    prox = behavior + 0.05 * torch.randn(tokens, generator=g)
+    logprobs = (prox + 0.05 * torch.randn(tokens, generator=g)).requires_grad_()
+    rewards = torch.rand(int(ids[-1]) + 1, generator=g).round()
+    groups = torch.arange(len(rewards)) // GROUP
+    advantages = grpo(rewards, groups)[ids]
+    return LossInputs(logprobs, prox, behavior, advantages, torch.rand(tokens, generator=g) < 0.9, ids), rewards, groups
+
+
+def calls(x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor) -> dict[str, Callable[[], object]]:
+    n = float(x.mask.sum())
+    clip = {"denominator": n, "eps_low": 0.2, "eps_high": 0.2}
+    sequences = reduction_count(x.mask, x.sequence_ids, mode="sequence")
+
+    def step() -> None:
+        x.advantages = grpo(rewards, groups)[x.sequence_ids]
+        ppo_loss(x, **clip).loss.backward()
+
+    return {
+        "GRPO advantages + decoupled PPO loss": lambda: (setattr(x, "advantages", grpo(rewards, groups)[x.sequence_ids]), ppo_loss(x, **clip)),
+        "the same + backward": step,
+        "PPO + geometric mask, veto": lambda: ppo_loss(x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip),
+        "GSPO": lambda: gspo_loss(x, **clip),
+        "CISPO": lambda: cispo_loss(x, **clip),
+        "REINFORCE": lambda: reinforce_loss(x, denominator=n),
+        "Trajectory Balance": lambda: trajectory_balance_loss(
+            x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=0.1, denominator=sequences
+        ),
+        "GAE": lambda: gae(x.advantages, x.prox, x.mask, x.sequence_ids, gamma=1.0, lam=0.95),
+        "sequence-mean weights": lambda: reduction_weights(x.mask, x.sequence_ids, mode="sequence", denominator=sequences),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=2_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = batch(args.tokens)
+    for name, call in calls(*data).items():
+        seconds = []
+        for _ in range(args.rounds):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        print(f"{name:40s} {statistics.median(seconds):.3f} s")
+    print(f"{'peak memory':40s} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
