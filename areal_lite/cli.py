@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def config_dir() -> Path:
     """conf/ of a checkout, or the copy inside an installed package."""
     package = Path(__file__).resolve().parent
-    return next(path for path in (package.parent / "conf", package / "conf") if path.is_dir())
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
 def _compose(command: str, overrides: list[str]) -> Any:

@@ -264,7 +264,7 @@ def save_config(config: Any, run_dir: Path) -> Path:
     path = Path(run_dir) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:  # it may hold a key
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())

@@ -20,7 +20,9 @@ from areal_lite.config import (
     TrainConfig,
     TrainerConfig,
 )
+from areal_lite.launch.placement import place, visible_gpus
 from areal_lite.rewards.pool import load_function
+from areal_lite.rollout.server import resolve_device
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHOICES = {
@@ -137,6 +139,16 @@ def _train(config: TrainConfig) -> None:
         raise ValueError(f"algo.prox=reuse is exact with one minibatch only, trainer.minibatches={config.trainer.minibatches}: use recompute")
     if config.rollout.group_size > config.rollout.max_concurrent:
         raise ValueError(f"rollout.max_concurrent={config.rollout.max_concurrent} is less than one group (rollout.group_size={config.rollout.group_size})")
+    if not config.algo.behavior_cap > 1:
+        raise ValueError(f"algo.behavior_cap={config.algo.behavior_cap}: must be more than 1, the weight of a token that is on policy")
+    if config.algo.dual_clip is not None and config.algo.dual_clip <= 1:
+        raise ValueError(f"algo.dual_clip={config.algo.dual_clip}: must be more than 1, or null")
+    if config.eval.problems < 0 or config.eval.samples < 0:
+        raise ValueError("eval.problems and eval.samples must not be negative")
+    if config.eval.problems and config.data.source == "jsonl" and not (config.data.eval_path and Path(config.data.eval_path).exists()):
+        raise ValueError(f"data.eval_path={config.data.eval_path}: no such file; give held-out problems, or set eval.problems=0")
+    gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
+    place(gpus, config.trainer, config.server, config.sync.transport)
     run_dir = Path(config.run_dir)
-    if (run_dir / "metrics.jsonl").exists():
+    if any((run_dir / file).exists() for file in ("config.yaml", "metrics.jsonl", "trajectories.sqlite")):
         raise ValueError(f"run_dir={config.run_dir} holds a run already: choose another folder or remove it")

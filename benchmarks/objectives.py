@@ -12,6 +12,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -43,13 +44,12 @@ def calls(x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor) -> dict[st
     clip = {"denominator": n, "eps_low": 0.2, "eps_high": 0.2}
     sequences = reduction_count(x.mask, x.sequence_ids, mode="sequence")
 
-    def step() -> None:
-        x.advantages = grpo(rewards, groups)[x.sequence_ids]
-        ppo_loss(x, **clip).loss.backward()
+    def forward() -> torch.Tensor:
+        return ppo_loss(replace(x, advantages=grpo(rewards, groups)[x.sequence_ids]), **clip).loss
 
     return {
-        "GRPO advantages + decoupled PPO loss": lambda: (setattr(x, "advantages", grpo(rewards, groups)[x.sequence_ids]), ppo_loss(x, **clip)),
-        "the same + backward": step,
+        "GRPO advantages + decoupled PPO loss": forward,
+        "the same + backward": lambda: forward().backward(),
         "PPO + geometric mask, veto": lambda: ppo_loss(x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip),
         "GSPO": lambda: gspo_loss(x, **clip),
         "CISPO": lambda: cispo_loss(x, **clip),

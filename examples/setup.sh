@@ -13,7 +13,7 @@ areal_lite_setup() {
       return 1
     fi
     echo "setup: making $root/.venv with $("$python" --version)" >&2
-    "$python" -m venv "$root/.venv" || { echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; return 1; }
+    "$python" -m venv "$root/.venv" || { rm -rf "$root/.venv"; echo "setup: '$python -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; return 1; }
   fi
   # shellcheck disable=SC1091
   . "$root/.venv/bin/activate"

@@ -121,7 +121,7 @@ class WireServer:
                 except (ValueError, msgspec.MsgspecError) as error:
                     log.warning("ignored a message that is not of our protocol: %s", error)
                     continue
-                if not secrets.compare_digest(envelope.token, self._token):
+                if not secrets.compare_digest(envelope.token.encode(), self._token.encode()):
                     await self._send(identity, _Reply(envelope.id, error=f"wrong token: read {ADDRESS_FILE} of this run again"))
                     continue
                 self._pending.add((identity, envelope.id))

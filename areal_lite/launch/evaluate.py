@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.launch.local import servers, wait_ready
+from areal_lite.launch.local import check_servers, servers, wait_ready
 from areal_lite.launch.placement import visible_gpus
-from areal_lite.launch.roles import interruptible
+from areal_lite.launch.roles import RoleFailed, interruptible
 from areal_lite.observe.metrics import write_json
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.dispatch import Parts
 from areal_lite.rollout.evaluate import score_problems
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import SamplingParams, SGLangClient
-from areal_lite.rollout.server import announced, resolve_device
+from areal_lite.rollout.server import ServerProcess, announced, resolve_device
 
 _SHOWN = 5
 
@@ -34,11 +36,24 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
     try:
         with interruptible(), servers(config.server, config.model, config.seed, run_dir, placed(config.server), {}) as fleet:
             wait_ready(fleet, run_dir)
-            asyncio.run(ask(config, run_dir))
+            asyncio.run(_unless_gone(ask(config, run_dir), fleet))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+async def _unless_gone(asking: Coroutine[Any, Any, None], fleet: list[ServerProcess]) -> None:
+    """Wait for `asking`, but not longer than there are servers to ask. Raises RoleFailed."""
+    task = asyncio.ensure_future(asking)
+    while not task.done():
+        await asyncio.wait([task], timeout=1.0)
+        try:
+            check_servers(fleet)
+        except RoleFailed:
+            task.cancel()
+            raise
+    task.result()
 
 
 def placed(server: ServerConfig) -> list[list[str]]:

@@ -21,7 +21,7 @@ from areal_lite.observe.metrics import read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
 from areal_lite.observe.summary import build_summary
-from areal_lite.rollout.server import ServerProcess, announce, free_port, resolve_device
+from areal_lite.rollout.server import ServerProcess, announce, free_port, resolve_device, withdraw
 from areal_lite.rollout.sglang_readback import ENV_READBACK
 
 
@@ -33,12 +33,13 @@ def run(config: TrainConfig) -> int:
     try:
         with interruptible():
             train(config, run_dir)
-    except (RoleFailed, RuntimeError, TimeoutError) as error:
-        print(f"areal-lite: {error}", file=sys.stderr)
-        return 1
-    finally:
+    except (RuntimeError, TimeoutError, KeyboardInterrupt) as error:
+        if not isinstance(error, KeyboardInterrupt):
+            print(f"areal-lite: {error}", file=sys.stderr)
         if read_metrics(run_dir):
             finish(config, run_dir, started)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    finish(config, run_dir, started)
     print(run_dir / "summary.json")
     return 0
 
@@ -49,7 +50,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     placement = place(gpus, config.trainer, config.server, config.sync.transport)
     save_config(config, run_dir)
     readback = {ENV_READBACK: "1"} if config.sync.verify else {}
-    with Roles(run_dir) as roles, servers(config.server, config.model, config.seed, run_dir, placement.servers, readback) as fleet:
+    with servers(config.server, config.model, config.seed, run_dir, placement.servers, readback) as fleet, Roles(run_dir) as roles:
         controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
         ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer)
         wait_ready(fleet, run_dir, roles)
@@ -80,6 +81,7 @@ def servers(config: ServerConfig, model: str, seed: int, run_dir: Path, gpus: li
     finally:
         for server in fleet:
             server.stop()
+            withdraw(run_dir, server.name)
 
 
 def wait_ready(fleet: list[ServerProcess], run_dir: Path, roles: Roles | None = None) -> None:

@@ -18,9 +18,9 @@ from areal_lite.config import LoggerConfig
 
 # What every training step reports; the trainer may add to it. Report and summary rely on these.
 STEP_KEYS = {
-    "step": "number of the step, from 0",
+    "step": "number of the step, from 1",
     "version": "weight version after the step: the number of completed steps",
-    "time_s": "seconds since the training loop began, at the end of the step",
+    "time_s": "seconds from the end of the previous step to the end of this one, waiting included",
     "reward_mean": "mean reward of the step's trajectories",
     "staleness_mean": "mean staleness of the sampled tokens of the batch, in versions",
     "staleness_max": "largest staleness of a sampled token",

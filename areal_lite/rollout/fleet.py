@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Fleet:
         self.in_flight = 0  # requests
         self.counts: Counter[str] = Counter()
         self.last_failure: ServerFailed | None = None
+        self._requests: defaultdict[ServerInfo, set[asyncio.Future[Piece]]] = defaultdict(set)
         self._resume = asyncio.Event()
         self._resume.set()
         self._ready = asyncio.Event()
@@ -87,7 +89,7 @@ class Fleet:
         self._idle.clear()
         try:
             # A prefix that an older version computed must not serve this request: after a push in_place the cache still holds them.
-            piece = await self._client.request(server, input_ids, params, rid, str(self.version))
+            piece = await self._unless_failed(server, self._client.request(server, input_ids, params, rid, str(self.version)))
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -95,9 +97,24 @@ class Fleet:
         self.counts["aborts"] += piece.finish_reason == "abort"
         return piece
 
+    async def _unless_failed(self, server: ServerInfo, call: Coroutine[Any, Any, Piece]) -> Piece:
+        """The result of `call`, or ServerFailed as soon as `server` is known to have failed: one request finds out for all."""
+        request = asyncio.ensure_future(call)
+        self._requests[server].add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise  # it is we who are cancelled
+            raise ServerFailed(server, f"was left out: {self.last_failure}") from None
+        finally:
+            self._requests[server].discard(request)
+
     def _fail(self, error: ServerFailed) -> None:
         if self.router.fail(error.server):
             self.last_failure = error
+            for request in self._requests.pop(error.server, ()):
+                request.cancel()
             log.error("%s: left out until it is announced again; %d servers are left", error, len(self.router.servers))
             self._on_change()
 

@@ -6,6 +6,7 @@ a thread of its own and the HTTP answers are watched meanwhile: a server that re
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_lite.rollout.server import ServerInfo
-from areal_lite.sync.control import ServerError, in_thread, post, post_all
+from areal_lite.sync.control import ServerError, in_thread, post, post_each
 
+log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -70,8 +72,10 @@ class WeightGroup:
     def abandon(self, survivors: list[ServerInfo]) -> None:
         """Leave the group; servers that are still there leave it too. A collective that hangs on a dead server is left to its time-out."""
         remaining = [server for server in self.servers if server in survivors]
-        post_all(remaining, "/destroy_weights_update_group", {"group_name": self.name}, self.timeout_s)
-        if remaining == self.servers:
+        errors = post_each(remaining, "/destroy_weights_update_group", {"group_name": self.name}, self.timeout_s)
+        for error in errors:
+            log.warning("could not leave weight group %s: %s", self.name, error)
+        if remaining == self.servers and not errors:
             dist.destroy_process_group(self._group)
 
 

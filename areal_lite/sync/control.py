@@ -13,6 +13,9 @@ from typing import Any
 
 from areal_lite.rollout.server import ServerInfo
 
+# Servers are addressed directly, as the controller does: a proxy in the environment is for other traffic.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class ServerError(RuntimeError):
     """A server answered with an error, or not at all. `server` says which one."""
@@ -29,7 +32,7 @@ def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) 
         headers["Authorization"] = f"Bearer {server.api_key}"
     request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with _direct.open(request, timeout=timeout_s) as response:
             raw = response.read()
     except urllib.error.HTTPError as error:
         raise ServerError(server, f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}") from error
@@ -58,10 +61,11 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future:
     return future
 
 
-def post_all(servers: Iterable[ServerInfo], path: str, body: dict[str, Any], timeout_s: float) -> list[Any]:
-    """POST the same body to all servers at once; the answers in their order. Raises the first ServerError after all have answered."""
+def post_each(servers: Iterable[ServerInfo], path: str, body: dict[str, Any], timeout_s: float) -> list[ServerError]:
+    """POST the same body to all servers at once and wait for all; the errors of those that failed."""
     futures = [in_thread(post, server, path, body, timeout_s) for server in servers]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]
-    return [future.result() for future in futures]
+    for error in errors:
+        if not isinstance(error, ServerError):
+            raise error
+    return errors

@@ -12,6 +12,7 @@ Two comparisons, each a mean absolute difference in nats:
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,9 @@ from areal_lite.rollout.server import ServerInfo, announced
 from areal_lite.sync.control import ServerError, in_thread, post
 
 NUM_SCORED = 4
+TIMEOUT_S = 10.0  # a full server may have better things to do
+
+log = logging.getLogger(__name__)
 
 
 class Probe:
@@ -49,13 +53,15 @@ class Probe:
                 differences.append(np.abs(call.result() - own[a + 1 : b]))
             elif not isinstance(error, ServerError):  # a server that died is for the controller and the next push to deal with
                 raise error
+        if not differences:
+            log.warning("no server scored a sequence within %.0f s: log-probs are not compared at this step", TIMEOUT_S)
         return float(np.concatenate(differences).mean()) if differences else None
 
     def _score(self, server: ServerInfo, tokens: list[int]) -> np.ndarray:
         """float32 [n - 1]: the server's log-probs of all tokens but the first."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-        answer = post(server, "/generate", body, self.config.sync.timeout_s)
+        answer = post(server, "/generate", body, TIMEOUT_S)
         return np.array([p for p, _, _ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
 
 

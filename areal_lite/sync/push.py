@@ -21,7 +21,7 @@ import torch
 from areal_lite.config import TrainConfig
 from areal_lite.rollout.server import ServerInfo
 from areal_lite.sync.broadcast import WeightGroup
-from areal_lite.sync.control import ServerError, post_all
+from areal_lite.sync.control import ServerError, post_each
 from areal_lite.sync.disk import WeightFolder
 from areal_lite.sync.readback import Readback
 
@@ -67,7 +67,7 @@ class WeightPusher:
         started = time.time()
         answer = self.controller.begin_push(version)
         report = PushReport(version, drained=answer["drained"])
-        members = _Members(answer["servers"], report)
+        members = _Members(answer["servers"], report, self.timeout_s)
         readback = Readback()
         buckets = readback.watch(_measured(buckets, report))
         if self.config.sync.transport == "disk":
@@ -81,17 +81,24 @@ class WeightPusher:
         report.total_s = time.time() - started
         return report
 
+    def close(self) -> None:
+        """Remove what was written for the servers."""
+        self.folder.close()
+
     def _push_folder(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         folder = self.folder.write(buckets, report.version)
-        with _Paused(members, self.config.rollout.interrupt, report, self.timeout_s) as paused:
-            members.each(lambda servers: self.folder.load(servers, folder, report.version, paused.flush_cache, self.timeout_s))
+        with _Paused(members, self.config.rollout.interrupt, report) as paused:
+            # Only because they are paused: otherwise this call would wait until every running request has finished.
+            body = {"model_path": str(folder), "weight_version": str(report.version), "flush_cache": paused.flush_cache}
+            members.post("/update_weights_from_disk", body)
+        self.folder.keep_only(folder)
 
     def _push_broadcast(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         members.each(self._ensure_group)
         stream = _with_last(buckets)
         first = next(stream)
-        with _Paused(members, self.config.rollout.interrupt, report, self.timeout_s) as paused:
-            members.each(lambda servers: post_all(servers, "/begin_weight_update", {}, self.timeout_s))
+        with _Paused(members, self.config.rollout.interrupt, report) as paused:
+            members.post("/begin_weight_update", {})
             for bucket, last in itertools.chain([first], stream):
                 version = str(report.version) if last else None
 
@@ -100,57 +107,63 @@ class WeightPusher:
                     self.group.send(bucket, version=version, flush_cache=paused.flush_cache and last)
 
                 members.each(send)
-            members.each(lambda servers: post_all(servers, "/end_weight_update", {}, self.timeout_s))
+            members.post("/end_weight_update", {})
 
     def _ensure_group(self, servers: list[ServerInfo]) -> None:
         if self.group is not None and self.group.servers == servers:
             return
-        if self.group is not None:
-            self.group.abandon(servers)
-        self.group = None
+        old, self.group = self.group, None
+        if old is not None:
+            old.abandon(servers)
         self.group = WeightGroup(servers, self.backend, self.timeout_s, f"areal_lite_{next(self.names)}")
 
 
 class _Members:
-    """The servers that take part in this push; one that fails leaves it."""
+    """The servers that take part in this push; one that fails leaves it, and stays paused: its weights may be half new."""
 
-    def __init__(self, servers: list[ServerInfo], report: PushReport):
-        self.servers, self.report = list(servers), report
+    def __init__(self, servers: list[ServerInfo], report: PushReport, timeout_s: float):
+        self.servers, self.report, self.timeout_s = list(servers), report, timeout_s
+
+    def post(self, path: str, body: dict) -> None:
+        """POST once to each; exactly those that fail leave. Raises RuntimeError when none is left."""
+        self._leave(post_each(self.servers, path, body, self.timeout_s))
 
     def each(self, action: Callable[[list[ServerInfo]], object]) -> None:
-        """Do `action` with all servers, and again without the one that failed, until it succeeds."""
-        while self.servers:
+        """Do `action`, which may be repeated, with all servers, and again without the one that failed, until it succeeds."""
+        while True:
             try:
                 action(list(self.servers))
                 return
             except ServerError as error:
-                log.warning("push of version %d goes on without %s", self.report.version, error)
-                self.report.failed.append(error.server.name)
-                self.servers = [server for server in self.servers if server.name != error.server.name]
-        raise RuntimeError(f"push of version {self.report.version}: no server is left ({', '.join(self.report.failed) or 'none announced'})")
+                self._leave([error])
+
+    def _leave(self, errors: list[ServerError]) -> None:
+        for error in errors:
+            log.warning("push of version %d goes on without %s", self.report.version, error)
+            self.report.failed.append(error.server.name)
+        self.servers = [server for server in self.servers if server.name not in self.report.failed]
+        if not self.servers:
+            failed = ", ".join(self.report.failed) or "none announced"
+            raise RuntimeError(f"push of version {self.report.version}: no server is left ({failed})")
 
 
 class _Paused:
-    """The pause window. Leaving it resumes every server that was paused, also after an error: a paused server holds its requests for ever."""
+    """The pause window. Leaving it resumes every member, also after an error: a paused server holds its requests for ever."""
 
-    def __init__(self, members: _Members, interrupt: str, report: PushReport, timeout_s: float):
-        self.members, self.report, self.timeout_s = members, report, timeout_s
+    def __init__(self, members: _Members, interrupt: str, report: PushReport):
+        self.members, self.report = members, report
         # With nothing in flight (`none`) the modes differ only in whether the prefix cache may be flushed.
         self.mode = "retract" if interrupt == "none" else interrupt
         self.flush_cache = self.mode != "in_place"  # flushing under running requests would kill the scheduler
 
     def __enter__(self) -> _Paused:
         self.report.paused_at = time.time()
-        self.to_resume = list(self.members.servers)
-        self.members.each(lambda servers: post_all(servers, "/pause_generation", {"mode": self.mode}, self.timeout_s))
+        self.members.post("/pause_generation", {"mode": self.mode})
         return self
 
     def __exit__(self, *_: object) -> None:
-        for server in self.to_resume:
-            try:
-                post_all([server], "/continue_generation", {}, self.timeout_s)
-            except ServerError as error:
-                log.warning("could not resume: %s", error)
+        for error in post_each(self.members.servers, "/continue_generation", {}, self.members.timeout_s):
+            log.warning("could not resume: %s", error)
         self.report.pause_s = time.time() - self.report.paused_at
 
 

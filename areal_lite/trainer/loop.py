@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,14 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         if config.trainer.save_every and (step + 1) % config.trainer.save_every == 0 and step + 1 < config.trainer.steps:
             engine.save(run_dir / "checkpoints" / f"step-{step + 1}", {"step": step + 1})
     if lead:
-        lead.finish()
+        lead.evaluate_last()
+    # Before anything that waits for the servers: what was learned must not depend on them.
     engine.save(run_dir / "checkpoints" / f"step-{config.trainer.steps}", {"step": config.trainer.steps})
     engine.export_hf(run_dir / "checkpoints" / "hf")
+    if pusher:
+        pusher.close()
+    if lead:
+        lead.finish()
     shutdown()
 
 
@@ -67,7 +72,7 @@ class _Lead:
 
     def __init__(self, config: TrainConfig, run_dir: Path, controller: ControllerClient):
         self.config, self.run_dir, self.controller = config, run_dir, controller
-        self.metrics = MetricsLog(run_dir, config.logger, asdict(config))
+        self.metrics = MetricsLog(run_dir, config.logger, asdict(replace(config, server=replace(config.server, api_key=None))))
         self.probe = Probe(run_dir, config)
         self.last = time.time()
         self.evaluations: list[Future] = [self._evaluate(0)] if config.eval.problems else []
@@ -84,28 +89,39 @@ class _Lead:
         record = {"step": step + 1, "version": step + 1, "time_s": now - self.last, **metrics, **report, **self.probed}
         self.last = now
         self.metrics.log(record)
+        self._collect(only_done=True)
         log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", step + 1, record["reward_mean"], record["wait_s"], record["train_s"])
         last = step + 1 == self.config.trainer.steps
         every = self.config.eval.every
         if self.config.eval.problems and not last and every and (step + 1) % every == 0:
             self.evaluations.append(self._evaluate(step + 1))
 
-    def finish(self) -> None:
-        """Evaluate the final weights, then let the controller close its books."""
+    def evaluate_last(self) -> None:
+        """Start the evaluation of the final weights."""
         if self.config.eval.problems:
             self.evaluations.append(self._evaluate(self.config.trainer.steps))
+
+    def finish(self) -> None:
+        """Let the controller close its books."""
         self._collect()
         write_json(self.run_dir / "controller_totals.json", self.controller.finish())
         self.metrics.close()
 
     def _evaluate(self, version: int) -> Future:
         # On a connection of its own: an evaluation takes long and training goes on beside it.
-        return in_thread(lambda: ControllerClient(self.run_dir, self.config.trainer.batch_timeout_s).evaluate(version))
+        def evaluate() -> dict[str, Any]:
+            client = ControllerClient(self.run_dir, self.config.trainer.batch_timeout_s)
+            try:
+                return client.evaluate(version)
+            finally:
+                client.close()
 
-    def _collect(self) -> None:
-        for evaluation in self.evaluations:
-            append_event(self.run_dir, "evals", evaluation.result())
-        self.evaluations.clear()
+        return in_thread(evaluate)
+
+    def _collect(self, only_done: bool = False) -> None:
+        """Write down evaluations in the order in which they were started."""
+        while self.evaluations and (self.evaluations[0].done() or not only_done):
+            append_event(self.run_dir, "evals", self.evaluations.pop(0).result())
 
 
 def main() -> int:

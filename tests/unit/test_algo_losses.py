@@ -62,7 +62,7 @@ def test_behavior_weight(seed, c):
 @given(seeds, corrections, st.booleans())
 def test_gspo(seed, c, decoupled):
     x, _, _ = ragged(seed)
-    expected = 0.0
+    expected, rejected = 0.0, 0
     for row in rows(x):
         if not row:
             continue
@@ -70,8 +70,10 @@ def test_gspo(seed, c, decoupled):
         s = math.exp(sum(t["lp"] - t[anchor] for t in row) / len(row))
         weights = plain_weights(row, c) if decoupled else [1.0] * len(row)
         expected += sum(w * plain_clip(t["a"], s, 0.1, 0.2) for t, w in zip(row, weights) if w is not None)
-    got = gspo_loss(x, denominator=7.0, eps_low=0.1, eps_high=0.2, decoupled=decoupled, correction=c).loss
-    assert got.item() == pytest.approx(expected / 7, abs=1e-12)
+        rejected += weights.count(None)
+    got = gspo_loss(x, denominator=7.0, eps_low=0.1, eps_high=0.2, decoupled=decoupled, correction=c)
+    assert got.loss.item() == pytest.approx(expected / 7, abs=1e-12)
+    assert got.metrics["rejected"].item() == rejected
 
 
 @settings(max_examples=40, deadline=None)
