@@ -58,8 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(_one_line(error, command))
     except ValueError as error:
         return _fail(str(error))
+    from areal_lite.launch.roles import interruptible
+
     try:
-        return importlib.import_module(_RUN[command][0]).run(config)
+        with interruptible():
+            return importlib.import_module(_RUN[command][0]).run(config)
     except ValueError as error:
         return _fail(str(error), status=1)
     except KeyboardInterrupt:

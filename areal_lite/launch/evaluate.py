@@ -16,7 +16,7 @@ from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.local import check_servers, servers, wait_ready
 from areal_lite.launch.placement import visible_gpus
-from areal_lite.launch.roles import RoleFailed, interruptible
+from areal_lite.launch.roles import RoleFailed
 from areal_lite.observe.metrics import write_json
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.dispatch import Parts
@@ -34,7 +34,7 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
     save_config(config, run_dir)
     ask = _evaluate if isinstance(config, EvalCommandConfig) else _generate
     try:
-        with interruptible(), servers(config.server, config.model, config.seed, run_dir, placed(config.server), {}) as fleet:
+        with servers(config.server, config.model, config.seed, run_dir, placed(config.server), {}) as fleet:
             wait_ready(fleet, run_dir)
             asyncio.run(_unless_gone(ask(config, run_dir), fleet))
     except (RuntimeError, TimeoutError) as error:

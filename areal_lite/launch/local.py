@@ -16,7 +16,7 @@ from rich.console import Console
 
 from areal_lite.config import ServerConfig, TrainConfig, save_config
 from areal_lite.launch.placement import place, visible, visible_gpus
-from areal_lite.launch.roles import RoleFailed, Roles, interruptible
+from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.observe.metrics import read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
@@ -31,8 +31,7 @@ def run(config: TrainConfig) -> int:
     started = time.time()
     print(f"run directory: {run_dir}", file=sys.stderr)
     try:
-        with interruptible():
-            train(config, run_dir)
+        train(config, run_dir)
     except (RuntimeError, TimeoutError, KeyboardInterrupt) as error:
         if not isinstance(error, KeyboardInterrupt):
             print(f"areal-lite: {error}", file=sys.stderr)
@@ -93,22 +92,18 @@ def wait_ready(fleet: list[ServerProcess], run_dir: Path, roles: Roles | None = 
         announce(run_dir, server.info)
         print(f"{server.name} ready after {time.monotonic() - started:.0f} s", file=sys.stderr)
 
-    async def watch() -> None:
-        while True:
-            if roles:
-                roles.check()
-            await asyncio.sleep(0.5)
-
     async def all_ready() -> None:
-        watcher = asyncio.create_task(watch())
-        waiting = asyncio.gather(*(ready(server) for server in fleet))
-        await asyncio.wait([watcher, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            watcher.cancel()
-            waiting.result()
-        else:
-            waiting.cancel()
-            watcher.result()
+        pending = {asyncio.create_task(ready(server)) for server in fleet}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if roles:
+                    roles.check()
+        finally:
+            for task in pending:
+                task.cancel()
 
     asyncio.run(all_ready())
 

@@ -122,13 +122,17 @@ def _signal(role: Role, number: int) -> None:
 
 @contextlib.contextmanager
 def interruptible():
-    """SIGTERM ends the run as Ctrl-C does: by an exception that unwinds through every `with`."""
+    """SIGINT and SIGTERM end the command by an exception that unwinds through every `with`.
+
+    Explicitly: a shell starts what it puts into the background with SIGINT ignored.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -6,15 +6,14 @@ import sys
 from pathlib import Path
 
 from areal_lite.config import SftConfig, save_config
-from areal_lite.launch.roles import RoleFailed, Roles, interruptible
+from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.observe.progress import FollowedProgress
 
 
 def run(config: SftConfig) -> int:
     """Warm up and export to `config.out`. Returns the exit status."""
     try:
-        with interruptible():
-            warm_up(config)
+        warm_up(config)
     except RoleFailed as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
