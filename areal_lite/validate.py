@@ -22,9 +22,8 @@ from areal_lite.config import (
 )
 from areal_lite.launch.placement import place, visible_gpus
 from areal_lite.rewards.pool import load_function
-from areal_lite.rollout.server import resolve_device
+from areal_lite.rollout.server import LOOPBACK, resolve_device
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHOICES = {
     "data.source": ("addition", "jsonl", "hf"),
     "reward.on_failure": ("drop", "zero"),
@@ -90,7 +89,7 @@ def _model_folder(model: str) -> None:
 
 
 def _servers(server: ServerConfig) -> None:
-    if server.host not in _LOOPBACK and not server.api_key:
+    if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(f"server.host={server.host} is reachable from outside: set server.api_key, or use 127.0.0.1")
     if server.port:
         for port in range(server.port, server.port + server.count):

@@ -38,10 +38,6 @@ class Tokenizer:
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (often a BOS, often nothing)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids

@@ -72,13 +72,20 @@ class Roles:
     def start_ranks(self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]) -> list[Role]:
         """One process per trainer rank, with the environment that torchrun would give them."""
         world = config.tensor_parallel * config.data_parallel
-        threads = {"OMP_NUM_THREADS": str(config.threads), "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | visible(gpus)
+        # Loopback for gloo in a world of one too: rank 0 also meets the servers.
+        common = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(config.threads),
+            "TORCHDYNAMO_DISABLE": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            **visible(gpus),
+        }
         argv = [sys.executable, "-m", module, str(run_dir)]
         if world == 1:
-            return [self.start(name, argv, threads)]
-        meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+            return [self.start(name, argv, common)]
+        meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         return [
-            self.start(f"{name}-{rank}", argv, {**threads, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
+            self.start(f"{name}-{rank}", argv, {**common, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
         ]
 
     def check(self) -> None:

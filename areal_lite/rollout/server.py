@@ -27,6 +27,7 @@ from areal_lite.config import ServerConfig
 from areal_lite.launch.process import dying_with_me, tail
 from areal_lite.rollout.sglang_cpu import PLATFORM
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU_KV_SLOTS = 65536  # SGLang would take 2 GB for the cache of a tiny model
 
 

@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_lite.rollout.server import ServerInfo
+from areal_lite.rollout.server import LOOPBACK, ServerInfo
 from areal_lite.sync.control import ServerError, in_thread, post, post_each
 
 log = logging.getLogger(__name__)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class WeightGroup:
