@@ -24,11 +24,21 @@ from areal_lite.config import COMMANDS, register, to_dataclass
 _RUN = {
     "train": ("areal_lite.launch.local", "reinforcement learning: servers, controller and trainer on this machine"),
     "quickstart": ("areal_lite.launch.quickstart", "make-model, sft and train of a small model on the addition task"),
-    "make-model": ("areal_lite.make_model", "write a randomly initialised Qwen3-architecture checkpoint and its tokenizer"),
+    "make-model": ("areal_lite.make_model", "write a small, randomly initialised checkpoint and its tokenizer"),
     "sft": ("areal_lite.launch.sft", "warm a model up on demonstrations of an imperfect teacher"),
     "eval": ("areal_lite.launch.evaluate", "greedy accuracy and pass@k of a checkpoint on held-out problems"),
     "generate": ("areal_lite.launch.evaluate", "try prompts on a checkpoint"),
+    "slurm": ("areal_lite.launch.slurm", "submit a training run to Slurm: servers, controller and trainer on many nodes"),
+    "prepare": ("areal_lite.launch.prepare", "write the run directory of a training run whose roles are started one by one"),
 }
+# flag -> (its command, what runs instead, what it does)
+_INSTEAD = {
+    "--dry-run": ("train", "areal_lite.launch.plan:run", "checks everything, shows the plan and what it needs, starts nothing"),
+    "--print": ("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
+}
+_SHOW = ("--help", "-h", "--cfg")
+_SWEEP = ("-m", "--multirun")
+_ADDED = ("experiment", "task")  # groups of which nothing is chosen by default
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,19 +51,21 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         return _fail(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}"))
-    show = next((flag for flag in ("--help", "-h", "--cfg") if flag in overrides), None)
+    show, entry, multirun = (next((o for o in overrides if o in flags), None) for flags in (_SHOW, _INSTEAD, _SWEEP))
+    if entry and command != _INSTEAD[entry][0]:
+        return _fail(f"{entry} is for `areal-lite {_INSTEAD[entry][0]}`, where it {_INSTEAD[entry][2]}")
+    overrides = [o for o in overrides if o not in (*_SHOW, "job", *_INSTEAD, *_SWEEP)]
     try:
-        composed = _compose(command, [o for o in overrides if o not in ("--help", "-h", "--cfg", "job")])
         if show:
+            composed = _compose(command, overrides)
             print(_help(command, composed) if show != "--cfg" else OmegaConf.to_yaml(composed), end="")
             return 0
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            return _fail(f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)")
-        config = to_dataclass(composed)
-        from areal_lite.validate import validate
+        if multirun:
+            from areal_lite.sweep import sweep
 
-        validate(config)
+            configs = [_checked(command, one) for one in sweep(overrides, _compose(command, []).get("run_dir"))]
+        else:
+            configs = [_checked(command, overrides)]
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(_one_line(error, command))
     except ValueError as error:
@@ -62,7 +74,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         with interruptible():
-            return importlib.import_module(_RUN[command][0]).run(config)
+            module, _, name = (_INSTEAD[entry][1] if entry else _RUN[command][0]).partition(":")
+            run = getattr(importlib.import_module(module), name or "run")
+            return next((status for config in configs if (status := run(config))), 0)
     except ValueError as error:
         return _fail(str(error), status=1)
     except KeyboardInterrupt:
@@ -75,10 +89,25 @@ def config_dir() -> Path:
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
+def _checked(command: str, overrides: list[str]) -> Any:
+    """The configuration, complete and valid."""
+    composed = _compose(command, overrides)
+    if missing := sorted(OmegaConf.missing_keys(composed)):
+        raise ValueError(f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)")
+    config = to_dataclass(composed)
+    from areal_lite.validate import validate
+
+    validate(config)
+    return config
+
+
 def _compose(command: str, overrides: list[str]) -> Any:
     register()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose(command, overrides)
+        composed = compose(command, overrides)
+    # Hydra takes any +key=value, and what no field is for would be ignored.
+    OmegaConf.merge(OmegaConf.structured(COMMANDS[command]), OmegaConf.to_container(composed))
+    return composed
 
 
 def _one_line(error: Exception, command: str) -> str:
@@ -88,8 +117,15 @@ def _one_line(error: Exception, command: str) -> str:
     unknown = re.search(r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", f"{text} {cause or ''}", re.S)
     if unknown:
         key = unknown.group(2)
-        near = difflib.get_close_matches(key, _keys(command), 1, cutoff=0.5)
+        near = difflib.get_close_matches(key, [*_keys(command), *(f"+{group}" for group in _ADDED)], 1, cutoff=0.5)
+        parent = key.rpartition(".")[0]
+        if parent and OmegaConf.get_type(OmegaConf.select(OmegaConf.structured(COMMANDS[command]), parent)) is dict:
+            return f"{parent} has no {key.removeprefix(parent)[1:]} yet: write +{key}=… to add it"
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; `areal-lite {command} --help` lists all settings")
+    if lost := re.search(r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)", text):
+        group, name, options = lost.group(1), lost.group(2), lost.group(3).split()
+        near = difflib.get_close_matches(name, options, 1, cutoff=0.5)
+        return f"unknown {group}={name}; " + (f"did you mean {near[0]}? " if near else "") + f"there are {', '.join(options)}"
     detail = " ".join(str(cause).split()) if cause else ""
     return re.sub(r" full_key: \S+| object_type=\S+| reference_type=\S+", "", f"{text} {detail}".strip())
 
@@ -115,11 +151,15 @@ def _help(command: str, composed: Any) -> str:
     groups = []
     for folder in sorted(path for path in config_dir().iterdir() if path.is_dir()):
         options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-        groups.append(f"  {'+' if folder.name == 'experiment' else ''}{folder.name}={{{options}}}")
+        groups.append(f"  {'+' if folder.name in _ADDED else ''}{folder.name}={{{options}}}")
     text = f"areal-lite {command}: {_RUN[command][1]}\n\nusage: areal-lite {command} [key=value …]      (--cfg prints the composed settings alone)\n"
-    if command in ("train", "quickstart"):
+    for flag, (of, _, does) in _INSTEAD.items():
+        if of == command:
+            text += f"       areal-lite {command} {flag} [key=value …]      {does}\n"
+    if command in ("train", "quickstart", "slurm", "prepare"):
+        text += f"       areal-lite {command} -m [key=value,value …]      one run after the other, for each combination of the values\n"
         text += "\nsets of settings:\n" + "\n".join(groups) + "\n"
-    return text + "\nsettings and their values (what each is for: areal_lite/config.py):\n\n" + OmegaConf.to_yaml(composed)
+    return text + "\nsettings and their values (what each is for: areal_lite/config.py and config_algo.py):\n\n" + OmegaConf.to_yaml(composed)
 
 
 def _fail(message: str, status: int = 2) -> int:

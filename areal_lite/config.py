@@ -1,12 +1,12 @@
-"""Typed configuration: one dataclass per part of the house, registered with Hydra, and every rule that spans fields.
+"""Typed configuration: one dataclass per part of the house, registered with Hydra. Rules that span fields are in areal_lite/validate.py.
 
-`validate(config)` is called before anything starts. It raises ValueError with one line that names the key and says what to do,
-so a mistake costs a second and no GPU time. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from areal_lite.config_algo import AlgoConfig
 
 
 @dataclass
@@ -38,7 +40,7 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """What a completion is worth: `function` is `module:callable`, called as f(completion: str, answer: str) -> float."""
+    """What a completion is worth: `function` is `module:callable`, called as f(completion: str, answer: str) -> float, plain or async."""
 
     function: str = "areal_lite.rewards.addition:addition_reward"
     workers: int = 1
@@ -54,7 +56,7 @@ class ServerConfig:
     device: str = "auto"  # auto | cpu | cuda
     tensor_parallel: int = 1
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 without one
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # | an address | node: this machine's, which the controller then uses too, for a run on several machines
     port: int = 0  # first port; 0 picks free ones
     api_key: str | None = None  # needed when host is not loopback
     mem_fraction: float | None = None
@@ -63,6 +65,10 @@ class ServerConfig:
     context_length: int | None = None
     threads: int = 1  # CPU threads of a server without a GPU
     start_timeout_s: float = 600.0
+    max_restarts: int = 5  # of each server; after that the run goes on without it
+    health_interval_s: float = 10.0
+    # A server that does not answer for so long has failed. One without a GPU may compute for many seconds before it looks up.
+    health_timeout_s: float = 60.0
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,10 +79,26 @@ class RolloutConfig:
     group_size: int = 8  # trajectories per prompt, G
     max_new_tokens: int = 512
     temperature: float = 1.0
+    workflow: str = "areal_lite.rollout.workflow:single_turn"  # module:name, see docs/workflows.md
+    workflow_args: dict[str, Any] = field(default_factory=dict)  # of a workflow that is a class: +rollout.workflow_args={key: value}
     interrupt: str = "in_place"  # in_place | retract | abort | none (none: a push waits until what is running has finished)
-    max_concurrent: int = 256  # trajectories in flight over all servers
-    request_timeout_s: float = 600.0
+    max_concurrent: int = 256  # trajectories in flight over all servers, at most
+    adapt_concurrency: bool = False  # fewer, as many as the servers say that they can run; rollout/concurrency.py
     record_text: bool = True  # keep prompt and completion text in the store
+    active_sampling: bool = False  # groups whose members all got the same reward are replaced until the batch is full
+    filters: list[str] = field(default_factory=list)  # module:function, f(group) -> None or why it is not trained on; rollout/filters.py
+    retire_above: float | None = None  # a prompt solved by more than this share of its last groups' trajectories is not asked again
+
+
+@dataclass
+class ReplayConfig:
+    """Batches are drawn from a buffer of trajectories of all versions, instead of oldest first; needs algo.loss=tb. buffer/replay.py."""
+
+    capacity: int = 0  # trajectories kept of each prompt; 0 is off
+    max_prompts: int = 10_000  # prompts kept
+    recency_probability: float = 0.5  # m: how often a group is the newest one; otherwise it is drawn from all, by
+    by: str = "reward"  # reward (softmax) | uniform
+    temperature: float = 1.0  # of the softmax
 
 
 @dataclass
@@ -85,20 +107,8 @@ class BufferConfig:
 
     max_staleness: int = 4  # eta; 0 is synchronous
     overdue: str = "mask"  # tokens older than eta at consumption: mask the tokens | drop the group and put its prompt back
-
-
-@dataclass
-class AlgoConfig:
-    """Advantages, loss and corrections; formulas in areal_lite/algo."""
-
-    decoupled: bool = True  # trust region around the proximal policy; False: naive PPO around the behaviour policy
-    prox: str = "recompute"  # recompute | reuse (exact with one minibatch) | loglinear
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float | None = None
-    behavior_weight: str = "cap"  # cap (truncate) | mask (reject) | off
-    behavior_cap: float = 5.0
-    advantage_std: bool = True  # divide by the group's standard deviation
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    fixed_lag: bool = False  # an experiment's control: train only when all that eta allows is generated: tokens are exactly eta old
 
 
 @dataclass
@@ -109,23 +119,40 @@ class TrainerConfig:
     batch_groups: int = 32  # groups per training step, B
     minibatches: int = 1  # optimizer updates per training step, M
     tokens_per_microbatch: int = 8192
-    tensor_parallel: int = 1
-    data_parallel: int = 1
+    tensor_parallel: int = 1  # ranks that share each matrix
+    sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between their matrices
+    pipeline_parallel: int = 1  # ranks that share the layers
+    virtual_pipeline: int = 1  # chunks of layers on each pipeline stage; more than 1 interleaves them
+    context_parallel: int = 1  # ranks that share each sequence
+    expert_parallel: int = 1  # of the tensor-, context- and data-parallel ranks, how many share the experts
+    data_parallel: int = 1  # ranks (or whole sets of the above) with a shard of the batch each
+    recompute: str = "none"  # activations computed again in the backward pass: none | selective (attention) | full (layers)
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 without one
+    fp32_head: bool = False  # output layer in float32, here and in the servers of a training run
     lr: float = 1e-4
-    lr_schedule: str = "constant"  # constant | linear | cosine
-    lr_warmup_steps: int = 0
+    lr_schedule: str = "constant"  # constant | linear | cosine | wsd (warm-up, stable, decay)
+    lr_warmup_steps: int = 0  # updates; there are `minibatches` of them in a step
+    lr_decay_steps: int | None = None  # wsd: updates of the last, linear decay; None: a tenth of all
     min_lr: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    max_skipped_steps: int = 5  # stop after so many steps in a row whose loss or gradient was not finite
     threads: int = 1  # CPU threads of a rank without a GPU
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
+    keep_checkpoints: int = 2  # the newest ones; 0 keeps all
+    milestone_every: int = 0  # checkpoints of multiples of so many steps are kept for good; 0: none
+    offload: bool = False  # between training steps, Adam moments and gradient buffers leave the GPU
     gpu_memory_fraction: float | None = None  # leave the rest to a server on the same GPU
-    batch_timeout_s: float = 600.0  # longest wait for a batch
+    batch_timeout_s: float = 600.0  # longest wait for a batch, beside the start of a server
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 @dataclass
@@ -146,6 +173,7 @@ class EvalConfig:
     problems: int = 200  # 0 turns evaluation off
     every: int = 0  # steps between evaluations; 0: before and after training only
     samples: int = 1  # sampled completions a problem (at rollout.temperature); one more is greedy
+    sets: list[str] = field(default_factory=list)  # further held-out problems: .jsonl files, or what data.source=hf can load
 
 
 @dataclass
@@ -161,6 +189,9 @@ class TrainConfig:
     model: str = MISSING  # a Hugging Face checkpoint folder
     run_dir: str = "runs/${now:%Y%m%d-%H%M%S}"
     seed: int = 1
+    resume: str = "never"  # never | auto: go on with the run in run_dir, if there is one, from its newest checkpoint; areal_lite/resume.py
+    debug: str = "off"  # off | rollout_only (generate and store, train nothing) | train_only (on the batches of debug_run); launch/debug.py
+    debug_run: str | None = None  # train_only: the directory of a stored run
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -174,16 +205,46 @@ class TrainConfig:
 
 
 @dataclass
+class ClusterConfig:
+    """Where `areal-lite slurm` runs: whole nodes, all alike, with a file system that they share; launch/slurm.py."""
+
+    nodes: int = 1
+    gpus_per_node: int = 8  # 0: nodes without GPUs
+    trainer_nodes: int | None = None  # the first ones; None: as many as its ranks need. The others are the servers'; a single node is both's
+    time: str = "24:00:00"
+    # Before that time is over the trainer is asked to end with its step and a checkpoint, and the job goes on in the queue; 0: it just ends.
+    stop_before_s: int = 600
+    chain: int = 1  # more: so many jobs, each begun when the one before has ended, instead of one that goes back to the queue
+    job_name: str = "areal_lite"
+    options: dict[str, Any] = field(default_factory=dict)  # further ones of sbatch: {partition: a} is --partition=a
+    setup: list[str] = field(default_factory=list)  # lines of shell at the start of the job
+    container: str = "none"  # none | pyxis | apptainer
+    image: str | None = None  # of the container
+    mounts: list[str] = field(default_factory=list)  # into the container, beside the working directory: FOLDER or FOLDER:WHERE
+    python: str | None = None  # None: the one that submits; in a container python3
+
+
+@dataclass
+class SlurmConfig(TrainConfig):
+    """`areal-lite slurm`: all of `train`, and where it runs."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass
 class MakeModelConfig:
-    """`areal-lite make-model`: a randomly initialised Qwen3-architecture checkpoint with a character tokenizer."""
+    """`areal-lite make-model`: a randomly initialised checkpoint with a character tokenizer."""
 
     out: str = MISSING
+    architecture: str = "qwen3"  # qwen3 | qwen2 | llama | mistral | qwen3_moe
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
     mlp_size: int = 384
+    num_experts: int = 8  # of a layer of a mixture of experts, each of mlp_size
+    experts_per_token: int = 2
     tie_embeddings: bool = True
     max_position: int = 2048
     rope_theta: float = 10000.0
@@ -244,6 +305,8 @@ class GenerateConfig:
 
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
+    "slurm": SlurmConfig,
+    "prepare": TrainConfig,
     "quickstart": QuickstartConfig,
     "make-model": MakeModelConfig,
     "sft": SftConfig,
@@ -253,16 +316,19 @@ COMMANDS: dict[str, type] = {
 
 
 def register() -> None:
-    """Make the schemas known to Hydra; conf/<command>.yaml extend them."""
+    """Make the schemas known to Hydra, and `${token:}`, a random key; conf/<command>.yaml extend them."""
+    OmegaConf.register_new_resolver("token", lambda: secrets.token_hex(16), use_cache=True, replace=True)
     store = ConfigStore.instance()
     for command, schema in COMMANDS.items():
         store.store(name=f"{command}_schema", node=schema)
 
 
 def save_config(config: Any, run_dir: Path) -> Path:
-    """Write the resolved configuration as <run_dir>/config.yaml, whole or not at all."""
+    """Write the resolved configuration as <run_dir>/config.yaml, whole or not at all. One that it replaces stays as config-1.yaml, -2, ..."""
     path = Path(run_dir) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        os.link(path, path.with_name(f"config-{1 + len(list(path.parent.glob('config-*.yaml')))}.yaml"))
     temporary = path.with_suffix(".tmp")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:  # it may hold a key
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))

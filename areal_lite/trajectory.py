@@ -75,7 +75,7 @@ class Trajectory:
         sampled = self.versions[mask]
         if (sampled < 0).any():
             raise ValueError(f"{where}: a sampled token has no version")
-        if (np.diff(sampled) < 0).any():
+        if (sampled[1:] < sampled[:-1]).any():
             raise ValueError(f"{where}: versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}")
         logprobs = self.behavior_logprobs[mask]
         if (logprobs[np.isfinite(logprobs)] > _LOGPROB_SLACK).any():
@@ -87,7 +87,7 @@ class Trajectory:
         """Runs of sampled tokens of equal version, in order; environment tokens between two runs end a segment."""
         mask = self.loss_mask.astype(bool)
         key = np.where(mask, self.versions, -1)
-        edges = np.flatnonzero(np.diff(key)) + 1
+        edges = np.flatnonzero(key[1:] != key[:-1]) + 1
         starts = np.concatenate(([0], edges))
         ends = np.concatenate((edges, [len(key)]))
         return [Segment(int(key[s]), int(s), int(e)) for s, e in zip(starts, ends) if key[s] >= 0]
@@ -95,7 +95,8 @@ class Trajectory:
     @property
     def num_versions(self) -> int:
         """How many weight versions had a part in it; more than one means that a push happened in its middle."""
-        return len(np.unique(self.versions[self.loss_mask.astype(bool)]))
+        sampled = self.versions[self.loss_mask.astype(bool)]  # never decreasing
+        return min(len(sampled), 1 + int(np.count_nonzero(sampled[1:] != sampled[:-1])))
 
     @property
     def num_sampled(self) -> int:
@@ -104,12 +105,15 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The trajectories of one prompt, tied by `group_id`. `size` is how many were asked for; fewer may have survived."""
+    """The trajectories of one prompt, tied by `group_id`. `size` is how many were asked for; fewer may have survived.
+
+    `prompt_index` is the prompt's place in the data set, -1 when it is not to be asked again."""
 
     group_id: int
     prompt_id: str
     size: int
     trajectories: list[Trajectory] = field(default_factory=list)
+    prompt_index: int = -1
 
     @property
     def oldest_version(self) -> int:
@@ -175,12 +179,25 @@ class TrainBatch:
         """int64 [T]: the index of each token's sequence."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
+    def token_indices(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: where the tokens of the sequences stand, in the order of `sequences`."""
+        lengths = self.lengths[sequences]
+        ends = np.cumsum(lengths)
+        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(self.cu_seqlens[sequences] - ends + lengths, lengths)
+
+    def minibatches(self, num: int) -> list[np.ndarray]:
+        """Sequence indices of `num` minibatches: whole groups, in the order in which they first appear, equally many each."""
+        _, first, inverse = np.unique(self.group_ids, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first))[inverse]
+        groups = len(first)
+        if groups % num:
+            raise ValueError(f"{groups} groups cannot be split into {num} minibatches")
+        return [np.flatnonzero(order // (groups // num) == m) for m in range(num)]
+
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """The batch of the sequences `indices`, in that order."""
         indices = np.asarray(indices, np.int64)
-        spans = [np.arange(self.cu_seqlens[i], self.cu_seqlens[i + 1]) for i in indices]
-        where = np.concatenate(spans) if spans else np.empty(0, np.int64)
-        lengths = self.lengths[indices]
+        where, lengths = self.token_indices(indices), self.lengths[indices]
         return TrainBatch(
             **{name: getattr(self, name)[where] for name in _TOKEN_ARRAYS},
             **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},

@@ -4,7 +4,7 @@ Token i is a function of all tokens before it (`next_token`), so a token lost, d
 Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look
 whether that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death.
 
-    python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use
+    python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use; not with --port
 """
 
 from __future__ import annotations
@@ -49,19 +49,24 @@ class _Running:
 
 
 class FakeSGLang:
-    """`await start()` returns its URL; `await stop()`. `delay_s` per token; 0 yields to other requests all the same."""
+    """`await start()` returns its URL; `await stop()`. `delay_s` per token; 0 yields to other requests all the same. With `vary` completions
+    of the same prompt differ, by the request's id up to its last dash. At most `places` requests run, the others wait."""
 
-    def __init__(self, delay_s: float = 0.0, weight_version: str = "0"):
-        self.delay_s, self.weight_version = delay_s, weight_version
+    def __init__(self, delay_s: float = 0.0, weight_version: str = "0", die_at: str | None = None, vary: bool = False, places: int = 10**6):
+        self.delay_s, self.weight_version, self.die_at = delay_s, weight_version, die_at
+        self.vary = vary
+        self._places, self._waiting = asyncio.Semaphore(places), 0
         self.abort_mode = False
         self.requests: list[dict] = []
         self.running: list[_Running] = []
         self._transports: set[asyncio.Transport] = set()
         self._go = asyncio.Event()
         self._go.set()
-        app = web.Application()
+        app = web.Application(middlewares=[self._perhaps_die])
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/server_info", self._health)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
@@ -69,9 +74,9 @@ class FakeSGLang:
         app.router.add_post("/abort_request", self._abort)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         return f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
 
@@ -84,6 +89,16 @@ class FakeSGLang:
             transport.abort()
         await self.stop()
 
+    @web.middleware
+    async def _perhaps_die(self, request: web.Request, handler) -> web.StreamResponse:
+        if request.path == self.die_at:
+            os._exit(1)
+        return await handler(request)
+
+    async def _loads(self, _: web.Request) -> web.Response:
+        load = {"num_running_reqs": len(self.running), "num_waiting_reqs": self._waiting, "token_usage": 0.5}
+        return web.json_response({"version": "0.5.21", "loads": [{"dp_rank": 0, **load}]})
+
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
@@ -95,13 +110,20 @@ class FakeSGLang:
         self.requests.append(body)
         self._transports.add(request.transport)
         await self._go.wait()
+        self._waiting += 1
+        await self._places.acquire()
+        self._waiting -= 1
         run = _Running()
         self.running.append(run)
         try:
-            finish = await self._decode(run, body["input_ids"], body["sampling_params"])
+            finish = await self._decode(run, self._salt(body["rid"]) + body["input_ids"], body["sampling_params"])
         finally:
             self.running.remove(run)
+            self._places.release()
         return web.json_response(self._answer(body["rid"], run, finish))
+
+    def _salt(self, rid: str) -> list[int]:
+        return [zlib.crc32(rid.rpartition("-")[0].encode()) & 0x7FFFFFFF] if self.vary else []
 
     async def _decode(self, run: _Running, prompt: list[int], params: dict) -> dict:
         while True:
@@ -179,9 +201,15 @@ async def _main() -> None:
     parser.add_argument("name")
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--weight-version", default="0")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--die-at", help="the path of the request that kills it")
+    parser.add_argument("--places", type=int, default=10**6, help="requests that may run; the others wait")
+    parser.add_argument("--vary", action="store_true", help="completions of the same prompt differ")
     arguments = parser.parse_args()
-    server = FakeSGLang(arguments.delay, arguments.weight_version)
-    announce(arguments.run_dir, ServerInfo(arguments.name, await server.start(), None, 1, os.getpid()))
+    server = FakeSGLang(arguments.delay, arguments.weight_version, arguments.die_at, arguments.vary, arguments.places)
+    url = await server.start(arguments.port)
+    if not arguments.port:
+        announce(arguments.run_dir, ServerInfo(arguments.name, url, None, 1, os.getpid()))
     await asyncio.Event().wait()
 
 

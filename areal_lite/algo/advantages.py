@@ -53,7 +53,8 @@ def grpo(
     batch_mean: Moments | None = None,
     batch_std: Moments | None = None,
 ) -> Tensor:
-    """Group-relative advantages: (r_i - mean_g) / (std_g + eps) (GRPO, arXiv 2402.03300) or r_i - mean_g (Dr. GRPO, arXiv 2503.20783).
+    """Group-relative advantages: (r_i - mean_g) / (std_g + eps) (GRPO, arXiv 2402.03300, section 4.1.2) or r_i - mean_g (Dr. GRPO,
+    arXiv 2503.20783, section 3.2).
 
     rewards float [n], group_ids int [n] -> float [n]. The standard deviation is the sample's (n - 1);
     a group of one, or one whose rewards are all equal, has advantage 0.
@@ -91,10 +92,10 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, reduce: Callable[[Tensor], Tensor] = lambda partial: partial
 ) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262): token returns G_t = r_t + gamma G_{t+1}, whitened over all unmasked tokens of all ranks.
+    """REINFORCE++ (arXiv 2501.03262v9, eq. 4, 5): token returns G_t = r_t + gamma G_{t+1}, whitened over all unmasked tokens of all ranks.
 
     rewards float [t] (`token_rewards`, with the KL term), the tokens of a sequence side by side -> float [t], 0 where masked.
-    Its variant with group baseline: `whiten(grpo(r, groups, divide_by_std=False)[sequence_ids], moments(...), mask=mask)`.
+    Its variant with group baseline (eq. 6 and 7): `whiten(grpo(r, groups, divide_by_std=False)[sequence_ids], moments(...), mask=mask)`.
     """
     returns = torch.zeros_like(rewards)
     returns[mask] = discounted_sum(rewards[mask], sequence_ids[mask], gamma)
@@ -111,7 +112,8 @@ def gae(
     lam: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438) over ragged sequences: (advantages, returns = advantages + values), float [t].
+    """Generalised advantage estimation (arXiv 1506.02438; as in PPO, arXiv 1707.06347, eq. 11 and 12) over ragged sequences:
+    (advantages, returns = advantages + values), float [t].
 
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next *unmasked* token of the sequence:
     tokens that the policy did not sample take no time, and rewards or values there are ignored. After the last one V is `bootstrap`

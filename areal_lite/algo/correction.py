@@ -6,7 +6,8 @@ With lp_behav the log-prob under the weights that sampled a token, lp_prox under
     geometric    w_i = exp(mean_t d_t)               one weight a sequence, its tokens' geometric mean: no variance that grows with length
     product      w_i = exp(sum_t d_t)                the exact importance weight of a sequence: unbiased, and rarely of use for long ones
 
-    cap          min(w, cap): truncated importance sampling (TIS; Espeholt et al., arXiv 1802.01561; PipelineRL, arXiv 2509.19128)
+    cap          min(w, cap): truncated importance sampling (TIS; Espeholt et al., arXiv 1802.01561; PipelineRL, arXiv 2509.19128, eq. 5;
+                 OlmoRL, arXiv 2512.13961, eq. 1)
     mask         w where low <= w <= cap, otherwise out of the loss. low = 1/cap unless given; low = 0 is one bound only, two bounds of
                  tokens are IcePop's (Ring-1T, arXiv 2510.18855), of geometric means a trust region for whole sequences
     off          w = 1, on purpose
@@ -96,7 +97,7 @@ def _check(mode: str, cap: float, low: float | None, level: str, veto: tuple[flo
 
 
 def loglinear_prox(behavior: Tensor, theta: Tensor, versions: Tensor, *, version: int) -> Tensor:
-    """Proximal log-probs without a forward pass: lp_behav + alpha (lp_theta - lp_behav), detached (AReaL, "proximal approximation").
+    """Proximal log-probs without a forward pass: lp_behav + alpha (lp_theta - lp_behav), detached (AReaL, prox_approx.md).
 
     alpha = (v_prox - v) / (v_theta - v) with v a token's version, v_prox = `version` (the trainer's at the start of the step) and
     v_theta = v_prox + 1: a token sampled from the newest weights has alpha 0 and its behaviour policy is the proximal one.

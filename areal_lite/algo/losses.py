@@ -67,9 +67,10 @@ def ppo_loss(
     correction: str | Correction = "cap",
     correction_cap: float = 5.0,
 ) -> LossOutput:
-    """Decoupled PPO (AReaL, arXiv 2505.24298), or with `decoupled=False` naive PPO: clipped around the behaviour policy (arXiv 1707.06347).
+    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5; Hilton et al., arXiv 2110.00641), or with `decoupled=False` naive PPO: clipped around
+    the behaviour policy (arXiv 1707.06347, eq. 7).
 
-    eps_low/eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476); dual_clip c > 1 (arXiv 1912.09729).
+    eps_low/eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10); dual_clip c > 1 (arXiv 1912.09729, eq. 5).
     correction: a mode at token level, bounded by `correction_cap`, or a `Correction`. Raises ValueError for an unknown correction.
     """
     if isinstance(correction, str):
@@ -90,7 +91,7 @@ def gspo_loss(
     """Group sequence policy optimisation (arXiv 2507.18071): PPO whose ratio is the sequence's, s_i = exp(mean_t(lp_theta - lp_prox)).
 
     L_t = w max(-A s_i, -A clip(s_i, 1 - eps_low, 1 + eps_high)) for every token of sequence i; with sequence-mean weights this is the
-    paper's mean over sequences (eq. 5). The whole sequence is clipped or is not. Needs sequence_ids.
+    paper's mean over sequences (eq. 5; s_i: eq. 7). The whole sequence is clipped or is not. Needs sequence_ids.
     """
     mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
     if inputs.sequence_ids is None:
@@ -108,7 +109,7 @@ def cispo_loss(
     decoupled: bool = True,
     correction: Correction = TOKEN_CAP,
 ) -> LossOutput:
-    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
+    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): no token loses its gradient.
 
     L_t = -w sg[clip(r, 1 - eps_low, 1 + eps_high)] A lp_theta. eps_low >= 1 is no lower bound, the paper's choice.
     """
@@ -121,7 +122,7 @@ def cispo_loss(
 
 
 def reinforce_loss(inputs: LossInputs, *, denominator: float = 1.0, correction: Correction = TOKEN_CAP) -> LossOutput:
-    """REINFORCE with truncated importance sampling: L_t = -sg[w] A lp_theta (PipelineRL, arXiv 2509.19128, with a cap of 5).
+    """REINFORCE with truncated importance sampling: L_t = -sg[w] A lp_theta (PipelineRL, arXiv 2509.19128, eq. 5, with a cap of 5).
 
     Here w corrects from the behaviour policy straight to the policy being trained, w = min(exp(lp_theta - lp_behav), cap) or what
     `correction` says; the proximal policy is used in metrics only.

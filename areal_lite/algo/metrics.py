@@ -1,4 +1,6 @@
-"""What to watch: detached sums over unmasked tokens, which add up over micro-batches and ranks. Divided by the number of tokens: means."""
+"""What to watch: detached sums over unmasked tokens, which add up over micro-batches and ranks. Divided by the number of tokens: means.
+
+A name that ends in `_max` is a maximum instead, to be combined by taking the maximum."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums over unmasked tokens that say how far the proximal policy is from the behaviour policy, d = lp_prox - lp_behav.
 
     behave_kl: k3 estimate of KL(behaviour || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d; behave_abs: |d|.
-    weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`.
+    weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`; weight_max: the largest.
     """
     difference = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
     weight = torch.where(mask, difference.exp(), torch.zeros_like(difference))
@@ -20,19 +22,25 @@ def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
         "behave_abs": difference.abs().sum(),
         "weight_sum": weight.sum(),
         "weight_square_sum": (weight**2).sum(),
+        "weight_max": _largest(weight),
     }
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if len(values) else values.new_zeros(())
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
     """(sum w)^2 / (N sum w^2), between 0 and 1: the share of N tokens that an unweighted estimate as good would need
-    (Kish 1965; PipelineRL, arXiv 2509.19128). 0 without tokens."""
+    (Kong, 1992; PipelineRL, arXiv 2509.19128, eq. 6). 0 without tokens."""
     return weight_sum**2 / (count * weight_square_sum) if count and weight_square_sum else 0.0
 
 
 def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums of r and (r - 1)^2 (the update's chi-square distance), float [t] and bool [t]."""
+    """Sums of r and (r - 1)^2 (the update's chi-square distance), and the largest r; float [t] and bool [t]."""
     ratio = torch.where(mask, ratio, torch.ones_like(ratio)).detach()
-    return {"ratio": torch.where(mask, ratio, torch.zeros_like(ratio)).sum(), "ratio_chi2": ((ratio - 1) ** 2).sum()}
+    used = torch.where(mask, ratio, torch.zeros_like(ratio))
+    return {"ratio": used.sum(), "ratio_max": _largest(used), "ratio_chi2": ((ratio - 1) ** 2).sum()}
 
 
 def clip_counts(
@@ -61,9 +69,3 @@ def by_staleness(values: Tensor, versions: Tensor, mask: Tensor, *, version: int
     age = (version - versions[mask]).clamp(0, oldest).long()
     values = values[mask].detach()
     return values.new_zeros(oldest + 1).index_add_(0, age, values), torch.bincount(age, minlength=oldest + 1)
-
-
-def staleness_sums(versions: Tensor, mask: Tensor, *, version: int) -> dict[str, Tensor]:
-    """Sum of the staleness of unmasked tokens and number of stale ones."""
-    age = torch.where(mask, version - versions, torch.zeros_like(versions))
-    return {"staleness": age.sum(), "stale": (age > 0).sum()}

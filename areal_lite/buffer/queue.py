@@ -21,23 +21,27 @@ import numpy as np
 
 from areal_lite.trajectory import Group, TrainBatch, balanced_shards
 
+_NO_BOUND = 2**30  # versions
+
 
 @dataclass(slots=True)
 class Deal:
-    """The batch of one step: its groups in order of admission, one shard per data-parallel rank, and how many tokens were overdue."""
+    """The batch of one step: its groups, one shard per data-parallel rank, how many tokens were overdue, and which tickets it uses up."""
 
     groups: list[Group]
     shards: list[TrainBatch]
     masked_tokens: int
+    tickets: list[int]
 
 
 class GroupQueue:
     """Finished groups in order of admission."""
 
-    def __init__(self, max_staleness: int, overdue: str):
+    def __init__(self, max_staleness: int | None, overdue: str):
+        """`max_staleness=None`: nothing is overdue."""
         if overdue not in ("mask", "drop"):
             raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
-        self._max_staleness, self._overdue = max_staleness, overdue
+        self._max_staleness, self._overdue = _NO_BOUND if max_staleness is None else max_staleness, overdue
         self._groups: list[Group] = []
         self.dropped_by_length: Counter[int] = Counter()  # longest completion, rounded up to a power of two -> groups
 
@@ -68,13 +72,14 @@ class GroupQueue:
         if len(self._groups) < count:
             return None
         groups = self._groups[:count]
-        shards = [_shard(dealt) for dealt in balanced_shards(groups, num_shards)]
-        masked = sum(_mask_overdue(shard, version - self._max_staleness) for shard in shards)
+        shards = [shard(dealt) for dealt in balanced_shards(groups, num_shards)]
+        masked = sum(_mask_overdue(batch, version - self._max_staleness) for batch in shards)
         del self._groups[:count]
-        return Deal(groups, shards, masked)
+        return Deal(groups, shards, masked, [group.group_id for group in groups])
 
 
-def _shard(groups: Sequence[Group]) -> TrainBatch:
+def shard(groups: Sequence[Group]) -> TrainBatch:
+    """The groups of one rank, end to end."""
     return TrainBatch.from_trajectories([t for group in groups for t in group.trajectories])
 
 

@@ -9,18 +9,18 @@ import numpy as np
 from areal_lite.trajectory import Group
 
 
-def batch_stats(groups: Sequence[Group], version: int, max_staleness: int) -> dict[str, float]:
+def batch_stats(groups: Sequence[Group], version: int, max_staleness: int | None) -> dict[str, float]:
     """Facts about `groups` as seen by a trainer at `version`.
 
-    Staleness is per sampled token (versions), of those that are not overdue and so trained on; lengths are sampled tokens of a trajectory; `*_share` are shares of trajectories.
-    `reward_std` is over all trajectories; `uniform_groups_share` is the share of groups whose members all got the same reward, which have
-    no advantage to learn from.
+    Staleness is per sampled token (versions), of those that are not overdue and so trained on (all, without a bound); lengths are sampled
+    tokens of a trajectory; `*_share` are shares of trajectories. `reward_std` is over all trajectories; `uniform_groups_share` is the share
+    of groups whose members all got the same reward, which have no advantage to learn from.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
     masks = [t.loss_mask.astype(bool) for t in trajectories]
     staleness = version - np.concatenate([t.versions[mask] for t, mask in zip(trajectories, masks)])
-    trained = staleness[staleness <= max_staleness]
+    trained = staleness if max_staleness is None else staleness[staleness <= max_staleness]
     logprobs = np.concatenate([t.behavior_logprobs[mask] for t, mask in zip(trajectories, masks)])
     lengths = np.array([np.count_nonzero(mask) for mask in masks])
     return {

@@ -4,6 +4,8 @@ A *ticket* is a prompt handed out. Its row exists before its first request is se
 
     in_flight -> finished -> used (at a step)        with `dropped` (failed or overdue) and `filtered` as the other two ends.
 
+Only `recover`, with which a run goes on, takes a ticket back: what weights used that are lost is finished again, or dropped.
+
 A finished ticket has `members` rows in `trajectories`: all that survived of its group. Arrays are little-endian blobs: tokens int32,
 logprobs float32, versions int32, over prompt and completion. The write-ahead log survives the death of any process at any moment.
 
@@ -16,7 +18,9 @@ import asyncio
 import queue
 import sqlite3
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +30,13 @@ import numpy as np
 from areal_lite.trajectory import Group, Trajectory
 
 T = TypeVar("T")
+STORE_FILE = "trajectories.sqlite"
+_DRAWS = 100  # of Recovered: so many agree with another order of prompts by chance only if there is hardly any order
 STATES = ("in_flight", "finished", "used", "filtered", "dropped")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tickets (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt_index INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt_index INTEGER NOT NULL, drawn INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('in_flight', 'finished', 'used', 'filtered', 'dropped')),
     reason TEXT, size INTEGER NOT NULL, members INTEGER, admitted_at REAL NOT NULL, finished_at REAL, step INTEGER
 ) STRICT;
@@ -43,6 +49,18 @@ CREATE TABLE IF NOT EXISTS trajectories (
     PRIMARY KEY (group_id, member)
 ) STRICT, WITHOUT ROWID;
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a run that goes on has: tickets, waiting groups, and where its prompt sampler was. `draws`: `drawn` and index of those drawn last."""
+
+    tickets: int
+    waiting: int
+    drawn: int
+    put_back: list[int]
+    draws: list[tuple[int, int]]
+    filtered: Counter[str]
 
 
 class Store:
@@ -74,28 +92,32 @@ class Store:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def admit(self, group_id: int, prompt_id: str, prompt_index: int, size: int, now: float) -> None:
-        """A new ticket, in flight: `size` trajectories are about to be generated."""
+    def admit(self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float) -> None:
+        """A new ticket, in flight: `size` trajectories are about to be generated. Group ids count from 0. `drawn`: PromptSampler's, after
+        it gave `prompt_index`."""
         self._db.execute(
-            "INSERT INTO tickets (group_id, prompt_id, prompt_index, state, size, admitted_at) VALUES (?, ?, ?, 'in_flight', ?, ?)",
-            (group_id, prompt_id, prompt_index, size, now),
+            "INSERT INTO tickets (group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
+            (group_id, prompt_id, prompt_index, drawn, size, now),
         )
 
-    def finish(self, group: Group, texts: Sequence[tuple[str | None, str | None]], lost: str | None, now: float) -> None:
-        """in_flight -> finished, with its trajectories. `texts` are (prompt, completion) of each; `lost` says why members are missing."""
+    def finish(
+        self, group: Group, texts: Sequence[tuple[str | None, str | None]], reason: str | None, now: float, state: str = "finished"
+    ) -> None:
+        """in_flight -> finished | filtered, with its trajectories. `texts` are (prompt, completion) of each; `reason` says why it was
+        filtered, or why members are missing."""
+        assert state in ("finished", "filtered")
         rows = [_row(trajectory, *text) for trajectory, text in zip(group.trajectories, texts, strict=True)]
         self._db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})", rows)
-        self._move(group.group_id, ("in_flight",), "finished", reason=lost, members=len(rows), finished_at=now)
+        self._move(group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now)
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
         """finished -> used at `step`."""
         for group_id in group_ids:
             self._move(group_id, ("finished",), "used", step=step)
 
-    def discard(self, group_id: int, state: str, reason: str, now: float) -> None:
-        """in_flight | finished -> dropped | filtered, and why."""
-        assert state in ("dropped", "filtered")
-        self._move(group_id, ("in_flight", "finished"), state, reason=reason, finished_at=now)
+    def drop(self, group_id: int, reason: str, now: float) -> None:
+        """in_flight | finished -> dropped, and why."""
+        self._move(group_id, ("in_flight", "finished"), "dropped", reason=reason, finished_at=now)
 
     def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
         assignments = "".join(f", {name} = coalesce(?, {name})" for name in columns)
@@ -105,6 +127,50 @@ class Store:
         )
         if done.rowcount != 1:
             raise RuntimeError(f"ticket {group_id} was to become {state}, but is not {' or '.join(before)}")
+
+    def recover(self, version: int, now: float) -> Recovered:
+        """Go on with the weights of `version`, before anything else is done: forget what was trained on at step `version` or later.
+
+        What weights up to `version` sampled waits again; what later ones did, or was in flight, is dropped, to be sampled again.
+        """
+        values = {"version": version, "now": now}
+        later = "SELECT 1 FROM trajectories WHERE trajectories.group_id = tickets.group_id AND max_version > :version"
+        drop = "UPDATE tickets SET state = 'dropped', step = NULL, finished_at = :now, reason ="
+        unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
+        self.begin()
+        self._db.execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
+        self._db.execute(f"{drop} 'resume: its weights are lost' WHERE {unused} AND EXISTS ({later})", values)
+        self._db.execute("UPDATE tickets SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version", values)
+        self.commit()
+        counts = self.counts()
+        filtered = Counter(dict(self._db.execute("SELECT reason, count(*) FROM tickets WHERE state = 'filtered' GROUP BY reason")))
+        return Recovered(sum(counts.values()), counts["finished"], *self._sampled(), filtered)
+
+    def _sampled(self) -> tuple[int, list[int], list[tuple[int, int]]]:
+        """`drawn`, `put_back` and `draws` of Recovered. A dropped ticket's prompt was put back; a ticket that was admitted without a new draw
+        had one that was."""
+        draws: deque[tuple[int, int]] = deque(maxlen=_DRAWS)
+        served_again: Counter[int] = Counter()
+        drawn = 0
+        for now, index in self._db.execute("SELECT drawn, prompt_index FROM tickets ORDER BY group_id"):
+            if now > drawn:
+                draws.append((now, index))
+            else:
+                served_again[index] += 1
+            drawn = now
+        put_back = []
+        for (index,) in self._db.execute("SELECT prompt_index FROM tickets WHERE state = 'dropped' ORDER BY finished_at, group_id"):
+            if served_again[index]:
+                served_again[index] -= 1
+            else:
+                put_back.append(index)
+        return drawn, put_back, list(draws)
+
+    def rewards(self) -> Iterator[tuple[int, list[float]]]:
+        """Prompt index and rewards of each group that was not dropped, in the order of finishing."""
+        query = "SELECT prompt_index, json_group_array(reward) FROM tickets JOIN trajectories USING (group_id) WHERE state != 'dropped'"
+        for index, rewards in self._db.execute(f"{query} GROUP BY group_id ORDER BY tickets.finished_at, group_id"):
+            yield index, msgspec.json.decode(rewards)
 
     def counts(self) -> dict[str, int]:
         """Tickets by state, all states named."""
@@ -133,11 +199,38 @@ class Store:
             row["segments"] = msgspec.json.decode(row["segments"])
             yield row
 
+    def finished_groups(self) -> Iterator[tuple[Group, bool]]:
+        """The groups that finished and were neither filtered nor dropped, in the order of finishing, and whether a step has used them."""
+        yield from self._groups("state IN ('finished', 'used') ORDER BY finished_at, group_id")
+
+    def waiting_groups(self) -> list[Group]:
+        """The groups that no step has used yet, in the order of admission."""
+        return [group for group, _ in self._groups("state = 'finished' ORDER BY group_id")]
+
+    def used_groups(self, step: int) -> list[Group]:
+        """The groups of the batch of `step`, in the order of admission."""
+        return [group for group, _ in self._groups("state = 'used' AND step = ? ORDER BY group_id", (step,))]
+
+    def _groups(self, which: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
+        tickets = f"SELECT group_id, prompt_id, size, prompt_index, state = 'used' FROM tickets WHERE {which}"
+        for group_id, prompt_id, size, index, used in self._db.execute(tickets, values):
+            rows = self._rows("SELECT * FROM trajectories WHERE group_id = ? ORDER BY member", (group_id,))
+            yield Group(group_id, prompt_id, size, [_trajectory(row, prompt_id) for row in rows], index), bool(used)
+
     def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         cursor = self._db.execute(query, values)
         names = [column[0] for column in cursor.description]
         for row in cursor:
             yield dict(zip(names, row))
+
+
+def _trajectory(row: dict[str, Any], prompt_id: str) -> Trajectory:
+    versions = np.frombuffer(row["versions"], np.int32)
+    return Trajectory(
+        row["group_id"], prompt_id, row["member"], np.frombuffer(row["tokens"], np.int32), versions >= 0,
+        np.frombuffer(row["logprobs"], np.float32), versions, row["finish_reason"], row["reward"],
+        row["started_at"], row["finished_at"], row["requests"],
+    )  # fmt: skip
 
 
 def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any, ...]:

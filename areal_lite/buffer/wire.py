@@ -1,7 +1,8 @@
 """Trainer ranks <-> controller over ZeroMQ: msgpack messages, arrays as raw frames, no pickle.
 
 A request is one frame (`_Envelope`), a reply one frame (`_Reply`) and, for a batch, the frames of TrainBatch. Address and a random token
-are in `<run_dir>/controller.json`, readable by its owner alone; a message without the token is refused. Only loopback is bound.
+are in `<run_dir>/controller.json`, readable by its owner alone; a message without the token is refused. Loopback is bound, or, for a run on
+several machines, the address of this one.
 
     batch(step, rank, world)   this rank's shard of the batch that the step from version `step` to `step + 1` trains on
     begin_push(version)        new weights are about to be pushed to the servers named; in mode `none`, once nothing is in flight
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -33,9 +35,12 @@ ADDRESS_FILE = "controller.json"
 
 
 class Batch(msgspec.Struct, tag="batch", frozen=True):
+    """`catch_ups`: how often this rank has been told to push again what it pushed last. An answer without frames says: once more."""
+
     step: int
     rank: int
     world: int
+    catch_ups: int = 0
 
     def __str__(self) -> str:
         return f"the batch of step {self.step} (rank {self.rank} of {self.world})"
@@ -87,6 +92,7 @@ class _Address(msgspec.Struct):
     url: str
     token: str
     pid: int
+    place: str  # where `pid` is a process: _place()
 
 
 Answer = tuple[dict[str, Any], Sequence[Any]]  # body, frames of a batch
@@ -99,16 +105,16 @@ class WireServer:
     A handler's ValueError or RuntimeError is the caller's to hear; any other exception ends `serve`, for whoever runs it.
     """
 
-    def __init__(self, run_dir: Path, handler: Handler):
+    def __init__(self, run_dir: Path, handler: Handler, host: str = "127.0.0.1"):
         self._handler = handler
         self._token = secrets.token_hex(16)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._pending: set[tuple[bytes, int]] = set()
         self.finished = asyncio.Event()  # `finish` was answered
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / ADDRESS_FILE
-        _write_private(self._file, msgspec.json.encode(_Address(f"tcp://127.0.0.1:{port}", self._token, os.getpid())))
+        _write_private(self._file, msgspec.json.encode(_Address(f"tcp://{host}:{port}", self._token, os.getpid(), _place())))
 
     async def serve(self) -> None:
         """Runs until cancelled."""
@@ -163,20 +169,30 @@ class ControllerClient:
         self._address = _read_address(Path(run_dir) / ADDRESS_FILE, timeout_s)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0  # a request that nobody will read must not keep the process from ending
         self._socket.connect(self._address.url)
         self._last_id = 0
+        self._catch_ups = 0
 
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
 
-    def batch(self, step: int, rank: int, world: int) -> tuple[TrainBatch, dict[str, Any]]:
-        """This rank's shard and facts about the whole step's batch. The same again for each call until the next version was pushed."""
-        body, frames = self._call(Batch(step, rank, world))
-        return TrainBatch.from_frames(frames), body
+    def batch(self, step: int, rank: int, world: int, catch_up: Callable[[], object] = lambda: None) -> tuple[TrainBatch, dict[str, Any]]:
+        """This rank's shard and facts about the whole step's batch. The same again for each call until the next version was pushed.
+
+        While there is no batch `catch_up` is called, on every rank equally often and in the same order with the batches, for a push of
+        version `step` again: servers came or came back that have older weights. `begin_push` says which.
+        """
+        while True:
+            body, frames = self._call(Batch(step, rank, world, self._catch_ups))
+            if frames:
+                return TrainBatch.from_frames(frames), body
+            self._catch_ups += 1
+            catch_up()
 
     def begin_push(self, version: int) -> dict[str, Any]:
-        """`servers`: list of ServerInfo to push to; `drained`: how many requests in flight were waited for (mode `none`, else 0)."""
+        """`servers`: list of ServerInfo to push to (maybe none: they will catch up); `drained`: how many requests in flight were waited for (mode `none`, else 0)."""
         body, _ = self._call(BeginPush(version))
         body["servers"] = [ServerInfo(**server) for server in body["servers"]]
         return body
@@ -199,7 +215,7 @@ class ControllerClient:
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(min(left, 1.0) * 1000):
-                if not _alive(self._address.pid) and not self._socket.poll(0):
+                if self._address.place == _place() and not _alive(self._address.pid) and not self._socket.poll(0):
                     who = f"the controller (process {self._address.pid})"
                     raise RuntimeError(f"{who} died while the trainer waited for {request}: see its log")
                 continue
@@ -211,6 +227,11 @@ class ControllerClient:
                 raise RuntimeError(reply.error)
             return reply.body, [frame.buffer for frame in frames]
         raise TimeoutError(f"waited {self._timeout_s:.0f} s for {request}: the controller's log says what it is waiting for")
+
+
+def _place() -> str:
+    """The machine, and the container on it, whose process numbers we know."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _alive(pid: int) -> bool:

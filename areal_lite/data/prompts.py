@@ -6,7 +6,7 @@ Sources (`data.source`):
   * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files (as data sets are laid out on the hub), a folder made by
     `save_to_disk`, or a name that `datasets.load_dataset` knows.
 
-A row's prompt is a string or a list of messages (`role`, `content`); its answer a string or a number.
+A row's prompt is a string or a list of messages (`role`, `content`); its answer a string, a number, or an object that is kept as JSON.
 
 Invariants: rows are checked when the set is loaded, and an error names the file, the row and the key; prompts of more than
 `data.max_prompt_tokens` tokens are left out at loading, counted in `num_too_long` and warned of; `prompt_id` depends on the row's
@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from areal_lite.config import DataConfig
 from areal_lite.data import addition
-from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.data.tokenizer import Message, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,16 @@ Row = tuple[str, dict[str, Any]]  # where it is from, for errors and as an id; t
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`tokens` is what the server is sent; `text` is the same before tokenisation, for people to read."""
+    """`tokens` is what the server is sent; `text` is the same before tokenisation, for people to read.
+
+    `messages` is the conversation that the chat template made it from; empty for a plain text.
+    """
 
     prompt_id: str
     tokens: list[int]
     answer: str
     text: str
+    messages: Sequence[Message] = ()
 
 
 class PromptSet(Protocol):
@@ -70,6 +74,16 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     return TextPrompts(rows, config, tokenizer)
 
 
+def load_eval_sets(paths: Sequence[str], config: DataConfig, model_path: str | Path) -> dict[str, PromptSet]:
+    """Further held-out prompts by the stem of their path: a .jsonl file, or what `data.source=hf` can load; keys as in `config`."""
+
+    def load(path: str) -> PromptSet:
+        source = "jsonl" if path.endswith(".jsonl") else "hf"
+        return load_prompts(replace(config, source=source, eval_path=path), model_path, "eval")
+
+    return {Path(path).stem: load(path) for path in paths}
+
+
 class AdditionPrompts:
     """Addition problems, by index; see `areal_lite.data.addition`."""
 
@@ -96,18 +110,18 @@ class TextPrompts:
     def __init__(self, rows: Iterator[Row], config: DataConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._chat = config.chat
-        self._rows: list[tuple[str, str, str]] = []
+        self._rows: list[tuple[str, str, str, list[Message]]] = []
         self.num_too_long = 0
         longest = 0
         for where, row in rows:
-            text = self._text(where, row, config)
+            text, messages = self._text(where, row, config)
             answer = _answer(where, row, config.answer_key)
             length = len(self._encode(text))
             if length > config.max_prompt_tokens:
                 self.num_too_long += 1
                 longest = max(longest, length)
             else:
-                self._rows.append((where, text, answer))
+                self._rows.append((where, text, answer, messages))
         if self.num_too_long:
             logger.warning(
                 "left out %d of %d prompts longer than data.max_prompt_tokens=%d tokens (the longest has %d)",
@@ -125,14 +139,14 @@ class TextPrompts:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        where, text, answer = self._rows[index]
-        return Prompt(where, self._encode(text), answer, text)
+        where, text, answer, messages = self._rows[index]
+        return Prompt(where, self._encode(text), answer, text, messages)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
-    def _text(self, where: str, row: dict[str, Any], config: DataConfig) -> str:
-        """The prompt's text, within the chat template if there is to be one."""
+    def _text(self, where: str, row: dict[str, Any], config: DataConfig) -> tuple[str, list[Message]]:
+        """The prompt's text, within the chat template if there is to be one, and then the messages that it is made from."""
         prompt = _value(where, row, config.prompt_key)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
@@ -143,10 +157,10 @@ class TextPrompts:
         if not config.chat:
             if not isinstance(prompt, str):
                 raise ValueError(f"{where}: {config.prompt_key!r} is a list of messages, which data.chat=false cannot take")
-            return prompt
+            return prompt, []
         if config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        return self._tokenizer.render(messages)
+        return self._tokenizer.render(messages), messages
 
 
 def _value(where: str, row: dict[str, Any], key: str) -> Any:
@@ -157,8 +171,10 @@ def _value(where: str, row: dict[str, Any], key: str) -> Any:
 
 def _answer(where: str, row: dict[str, Any], key: str) -> str:
     value = _value(where, row, key)
+    if isinstance(value, (dict, list)):
+        return json.dumps(value)  # such as a program's tests
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{where}: {key!r} must be a string or a number, not {type(value).__name__}")
+        raise ValueError(f"{where}: {key!r} must be a string, a number, an object or a list, not {type(value).__name__}")
     return str(value)
 
 

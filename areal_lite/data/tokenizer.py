@@ -14,9 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
+_ANSWER = "(the-answer-goes-here)"
 
 
 class Tokenizer:
@@ -44,22 +47,40 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        return self._fast.decode([int(i) for i in ids], skip_special_tokens=True)
+        return self._fast.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to where the assistant speaks next. Raises ValueError without a chat template."""
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """The text of a conversation up to where the assistant speaks next; `tools` are JSON schemas of functions that it may call.
+
+        Raises ValueError without a chat template, or for messages that it refuses.
+        """
         if self._chat_template is None:
             raise ValueError(f"the tokenizer in {self.path} has no chat template: set data.chat=false")
         from transformers.utils.chat_template_utils import render_jinja_template  # half a second, and only chats need it
 
-        texts, _ = render_jinja_template(
-            [list(messages)], chat_template=self._chat_template, add_generation_prompt=True, **self._special_tokens
-        )
+        try:
+            texts, _ = render_jinja_template(
+                [list(messages)],
+                tools=list(tools) if tools else None,
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         return texts[0]
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of `render(messages)`; the template itself writes the special tokens."""
-        return self.encode(self.render(messages), add_special_tokens=False)
+    def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of `render(messages, tools)`; the template itself writes the special tokens."""
+        return self.encode(self.render(messages, tools), add_special_tokens=False)
+
+    def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of what the chat template writes from the end of an assistant's answer up to where the assistant speaks next.
+
+        They begin with what closes the answer. Answers themselves stay out of the template: it may trim them or drop parts of earlier ones.
+        """
+        text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages])
+        return self.encode(text.partition(_ANSWER)[2], add_special_tokens=False)
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self.path / name

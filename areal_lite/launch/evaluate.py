@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.launch.local import check_servers, servers, wait_ready
-from areal_lite.launch.placement import visible_gpus
+from areal_lite.launch.placement import deal, visible_gpus
+from areal_lite.launch.pool import ServerPool, server_pool
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.observe.metrics import write_json
 from areal_lite.rewards.pool import RewardPool
@@ -23,7 +24,8 @@ from areal_lite.rollout.dispatch import Parts
 from areal_lite.rollout.evaluate import score_problems
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import SamplingParams, SGLangClient
-from areal_lite.rollout.server import ServerProcess, announced, resolve_device
+from areal_lite.rollout.server import announced, condemn, resolve_device
+from areal_lite.rollout.workflow import load_workflow, running
 
 _SHOWN = 5
 
@@ -34,22 +36,22 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
     save_config(config, run_dir)
     ask = _evaluate if isinstance(config, EvalCommandConfig) else _generate
     try:
-        with servers(config.server, config.model, config.seed, run_dir, placed(config.server), {}) as fleet:
-            wait_ready(fleet, run_dir)
-            asyncio.run(_unless_gone(ask(config, run_dir), fleet))
+        with server_pool(config.server, config.model, config.seed, run_dir, dict(enumerate(placed(config.server))), {}) as pool:
+            pool.wait_ready()
+            asyncio.run(_unless_gone(ask(config, run_dir), pool))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _unless_gone(asking: Coroutine[Any, Any, None], fleet: list[ServerProcess]) -> None:
+async def _unless_gone(asking: Coroutine[Any, Any, None], pool: ServerPool) -> None:
     """Wait for `asking`, but not longer than there are servers to ask. Raises RoleFailed."""
     task = asyncio.ensure_future(asking)
     while not task.done():
         await asyncio.wait([task], timeout=1.0)
         try:
-            check_servers(fleet)
+            pool.check()
         except RoleFailed:
             task.cancel()
             raise
@@ -58,27 +60,24 @@ async def _unless_gone(asking: Coroutine[Any, Any, None], fleet: list[ServerProc
 
 def placed(server: ServerConfig) -> list[list[str]]:
     """GPUs of each server: there is no trainer to share them with."""
-    gpus, size = visible_gpus() if resolve_device(server.device) == "cuda" else [], server.tensor_parallel
-    if gpus and len(gpus) < server.count * size:
-        raise ValueError(f"{len(gpus)} GPUs for {server.count} servers of {size}: lower server.count or server.tensor_parallel")
-    return [gpus[i * size : (i + 1) * size] for i in range(server.count)]
+    return deal(visible_gpus() if resolve_device(server.device) == "cuda" else [], server.count, server.tensor_parallel)
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     """Prints accuracies and writes them to summary.json."""
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
-    async with _Asking(config, run_dir) as asking:
+    workflow = load_workflow(config.rollout)
+    async with _Asking(config, run_dir) as asking, running(workflow, config):
         parts = Parts(None, load_prompts(config.data, config.model, "eval"), Tokenizer(config.model), rewards, None, time.time)
-        scores = await score_problems(config.rollout, parts, asking.fleet, config.problems, config.samples, "eval")
+        scores = await score_problems(config.rollout, parts, asking.fleet, workflow, config.problems, config.samples, "eval")
     await rewards.close()
-    powers = [k for k in (1, 2, 4, 8, 16, 32, 64) if k <= config.samples]
     result = {
         "model": config.model,
         "problems": len(scores.rewards),
         "samples": config.samples,
         "greedy": scores.greedy,
-        "pass_at_k": {str(k): scores.pass_at(k) for k in powers},
+        "pass_at_k": scores.pass_at_powers(),
         "failures": scores.failures,
     }
     write_json(run_dir / "summary.json", result)
@@ -119,8 +118,10 @@ class _Asking:
         self.config, self.run_dir = config, run_dir
 
     async def __aenter__(self) -> _Asking:
-        self.client = SGLangClient(self.config.rollout.request_timeout_s)
-        self.fleet = Fleet(self.client, lambda: announced(self.run_dir), lambda: None)
+        self.client = SGLangClient(self.config.server.health_timeout_s)
+        server = self.config.server
+        told = partial(condemn, self.run_dir)
+        self.fleet = Fleet(self.client, lambda: announced(self.run_dir), lambda: None, told, server.health_interval_s)
         self.watching = asyncio.create_task(self.fleet.watch())
         return self
 

@@ -38,9 +38,16 @@ def visible(gpus: list[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
+def deal(gpus: list[str], count: int, size: int) -> list[list[str]]:
+    """`size` GPUs to each of `count` servers; nothing to each where there are none. Raises ValueError when there are too few."""
+    if gpus and len(gpus) < count * size:
+        raise ValueError(f"{len(gpus)} GPUs for {count} servers of {size}: lower server.count or server.tensor_parallel")
+    return [gpus[i * size : (i + 1) * size] for i in range(count)]
+
+
 def place(gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transport: str) -> Placement:
     """Raises ValueError when there are too few GPUs, or one is shared and weights are to be broadcast."""
-    ranks = trainer.tensor_parallel * trainer.data_parallel
+    ranks = trainer.world_size
     wanted = ranks + server.count * server.tensor_parallel
     if not gpus:
         return Placement([], [[] for _ in range(server.count)])
@@ -51,7 +58,6 @@ def place(gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transpo
     if len(gpus) < wanted:
         raise ValueError(
             f"{len(gpus)} GPUs for {ranks} trainer ranks and {server.count} servers of {server.tensor_parallel}: {wanted} are needed;"
-            " lower trainer.data_parallel, server.count or server.tensor_parallel"
+            " lower trainer.data_parallel (or another of its parallel sizes), server.count or server.tensor_parallel"
         )
-    size = server.tensor_parallel
-    return Placement(gpus[:ranks], [gpus[ranks + i * size : ranks + (i + 1) * size] for i in range(server.count)])
+    return Placement(gpus[:ranks], deal(gpus[ranks:], server.count, server.tensor_parallel))

@@ -71,7 +71,7 @@ class Roles:
 
     def start_ranks(self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]) -> list[Role]:
         """One process per trainer rank, with the environment that torchrun would give them."""
-        world = config.tensor_parallel * config.data_parallel
+        world = config.world_size
         # Loopback for gloo in a world of one too: rank 0 also meets the servers.
         common = {
             "GLOO_SOCKET_IFNAME": "lo",

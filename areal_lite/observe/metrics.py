@@ -81,6 +81,15 @@ def append_event(run_dir: Path, name: str, record: Mapping[str, Any]) -> None:
         _write_line(file, plain(record))
 
 
+def forget_after(run_dir: Path, version: int) -> None:
+    """Cut off the training steps after `version` and the evaluations of later weights: a run goes on from there and will write them again."""
+    for name, key in (("metrics", "step"), ("evals", "version")):
+        path = Path(run_dir) / f"{name}.jsonl"
+        if path.exists():
+            kept = [record for record in read_events(run_dir, name) if record[key] <= version]
+            _replace(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+
+
 def read_events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The complete lines of `<run_dir>/<name>.jsonl`; [] when there is no such file. Raises ValueError for a line that is not JSON."""
     path = Path(run_dir) / f"{name}.jsonl"
@@ -95,11 +104,13 @@ def read_events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace the file at once: a reader sees the old content or the new, never a part. Floats that are not finite become null."""
-    path = Path(path)
-    text = json.dumps(plain(value), indent=2, allow_nan=False)
+    _replace(Path(path), json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

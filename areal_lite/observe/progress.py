@@ -21,9 +21,13 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Progress of `total` units of `what` ("step", "problem", …), on stderr. The ETA assumes the mean pace since the construction."""
+    """Progress of `total` units of `what` ("step", "problem", …), on stderr. The ETA assumes the mean pace since the construction, when
+    `before` of them were complete."""
 
-    def __init__(self, total: int, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, total: int, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, before: int = 0
+    ):
+        self._before = before
         self.total, self.what, self.stream, self.clock = total, what, stream or sys.stderr, clock
         self._terminal = self.stream.isatty()
         self._started_at = clock()
@@ -37,7 +41,7 @@ class Progress:
         if done < self.total and self._written_at is not None and now - self._written_at < interval:
             return
         self._written_at = now
-        line = progress_line(self.what, done, self.total, now - self._started_at, fields)
+        line = progress_line(self.what, done, self.total, now - self._started_at, fields, self._before)
         if self._terminal:
             # A line wider than the terminal would wrap and could not be rewritten.
             line = f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K"
@@ -61,8 +65,8 @@ class FollowedProgress:
     def __init__(self, run_dir: Path, name: str, total: int, what: str, fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]):
         """`fields` picks from the last line what to show."""
         self._run_dir, self._name, self._fields = run_dir, name, fields
-        self._progress = Progress(total, what)
-        self._done, self._looked_at = 0, 0.0
+        self._done, self._looked_at = len(read_events(run_dir, name)), 0.0
+        self._progress = Progress(total, what, before=self._done)
 
     def show(self) -> None:
         """Look for new lines, at most once a second."""
@@ -81,8 +85,8 @@ class FollowedProgress:
         self._progress.close()
 
 
-def progress_line(what: str, done: int, total: int, elapsed_s: float, fields: Mapping[str, Any]) -> str:
-    """The text of a progress line after `elapsed_s` seconds."""
+def progress_line(what: str, done: int, total: int, elapsed_s: float, fields: Mapping[str, Any], before: int = 0) -> str:
+    """The text of a progress line after `elapsed_s` seconds, in which `before` became `done`."""
     parts = [f"{what} {done}/{total}"]
     for name, value in fields.items():
         if value is None:
@@ -91,8 +95,8 @@ def progress_line(what: str, done: int, total: int, elapsed_s: float, fields: Ma
         parts.append(f"{name} {short(value)}" if unit == name else f"{short(value)} {unit}/s")
     if done >= total:
         parts.append(f"took {duration(elapsed_s)}")
-    elif done > 0:
-        parts.append(f"ETA {duration(elapsed_s / done * (total - done))}")
+    elif done > before:
+        parts.append(f"ETA {duration(elapsed_s / (done - before) * (total - done))}")
     return " · ".join(parts)
 
 

@@ -64,6 +64,8 @@ def _headline(run: RunData) -> str:
         parts.append(f"in {duration(run.training_s)}")
     if run.used:
         parts.append(f"{np.mean([interrupted(t) for t in run.used]):.0%} sampled from more than one weight version")
+    if correct := [m["replay_distinct_correct"] for m in run.metrics if "replay_distinct_correct" in m]:
+        parts.append(f"{correct[-1]:.1f} distinct correct completions of a prompt in the replay buffer")
     if pauses := [pause_s for _, pause_s in run.pushes.values()]:
         parts.append(f"pause per weight push {_seconds(np.mean(pauses))} (longest {_seconds(max(pauses))})")
     return "   ·   ".join(parts)

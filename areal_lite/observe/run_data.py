@@ -19,7 +19,7 @@ _COLUMNS = "group_id member state step reward n_prompt n_tokens min_version max_
 class RunData:
     """`metrics` and `evals` are lines in the order of their writing. A trajectory is a dict of the store's columns without its token
     arrays, plus `sampled`, its number of sampled tokens. `tickets` counts them by state. `totals` are the controller's, None until it has
-    ended. `staleness_bound` is None without a config.yaml. `missing` counts trajectories that tickets should have, but the store lacks.
+    ended. `staleness_bound` is None without a config.yaml or with replay. `missing` counts trajectories that tickets should have, but the store lacks.
     """
 
     run_dir: Path
@@ -66,7 +66,9 @@ def load_run(run_dir: Path) -> RunData:
         raise ValueError(f"{run_dir} is not a run directory")
     run = RunData(run_dir, read_metrics(run_dir), read_events(run_dir, "evals"))
     if (run_dir / "config.yaml").exists():
-        run.staleness_bound = OmegaConf.select(OmegaConf.load(run_dir / "config.yaml"), "buffer.max_staleness")
+        config = OmegaConf.load(run_dir / "config.yaml")
+        replays = OmegaConf.select(config, "buffer.replay.capacity")
+        run.staleness_bound = None if replays else OmegaConf.select(config, "buffer.max_staleness")
     if (run_dir / "controller_totals.json").exists():
         run.totals = json.loads((run_dir / "controller_totals.json").read_text())
     if (run_dir / "trajectories.sqlite").exists():

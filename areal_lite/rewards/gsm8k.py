@@ -22,7 +22,7 @@ _STATEMENT = re.compile(
     \#\#\#\#                                            # the data set's own mark
     | \\boxed\s*\{
     | \banswer\b [^.\n:=]{0,40}? (?: \bis\b | [:=] )    # The answer is, Final answer:, The answer in dollars is
-    | ^\s* A:
+    | ^[\s*]* A:
     """,
     re.VERBOSE | re.IGNORECASE | re.MULTILINE,
 )

@@ -7,6 +7,7 @@ what the function prints goes to standard error, what it reads from standard inp
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
@@ -14,14 +15,14 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from numbers import Real
 
 import msgspec
 
 from areal_lite.launch.process import die_with_parent
 
-RewardFunction = Callable[[str, str], float]
+RewardFunction = Callable[[str, str], float | Awaitable[float]]
 _LENGTH = struct.Struct("<I")
 
 
@@ -55,8 +56,6 @@ def load_function(name: str) -> RewardFunction:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(f"reward.function={name}: {module_name} has no callable {attribute!r}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"reward.function={name} is a coroutine: a worker calls a plain function")
     try:
         inspect.signature(function).bind("completion", "answer")
     except TypeError as error:
@@ -81,11 +80,13 @@ def take_frames(buffer: bytearray) -> Iterator[bytes]:
     del buffer[:start]
 
 
-def execute(function: RewardFunction, request: Request) -> Reply:
-    """Call the function; whatever it does short of killing the process is a reply."""
+def execute(function: RewardFunction, request: Request, loop: asyncio.Runner) -> Reply:
+    """Call the function, and await what it returns on `loop` if it is async; whatever it does short of killing the process is a reply."""
     started = time.perf_counter()
     try:
         reward = function(request.completion, request.answer)
+        if inspect.iscoroutine(reward):
+            reward = loop.run(reward)
     except (Exception, SystemExit) as error:
         detail = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()  # it may quote half a character
         return Reply(time.perf_counter() - started, None, "exception", detail)
@@ -108,10 +109,11 @@ def main() -> None:
         return
     _write(replies, Ready())
     decoder, buffer = msgspec.msgpack.Decoder(Request), bytearray()
-    while received := os.read(requests, 1 << 20):
-        buffer += received
-        for body in take_frames(buffer):
-            _write(replies, execute(function, decoder.decode(body)))
+    with asyncio.Runner() as loop:  # one for all samples, so that an async function may keep its connections
+        while received := os.read(requests, 1 << 20):
+            buffer += received
+            for body in take_frames(buffer):
+                _write(replies, execute(function, decoder.decode(body), loop))
 
 
 def _write(fd: int, message: msgspec.Struct) -> None:

@@ -8,35 +8,41 @@ An error in any part ends the process with a message, and everyone who waits for
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from areal_lite.buffer.queue import Deal, GroupQueue
+from areal_lite.buffer.replay import ReplayBuffer
 from areal_lite.buffer.stats import batch_stats
-from areal_lite.buffer.store import Store, StoreThread
+from areal_lite.buffer.store import STORE_FILE, Store, StoreThread
 from areal_lite.buffer.wire import Answer, Batch, BeginPush, Evaluate, Finish, Pushed, Request, WireServer
 from areal_lite.config import TrainConfig, load_config
-from areal_lite.data.prompts import load_prompts
+from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.process import die_with_parent
+from areal_lite.observe.diversity import diversity
+from areal_lite.observe.lag import LoopLag
+from areal_lite.resume import start_version
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.dispatch import Dispatcher, Parts
 from areal_lite.rollout.evaluate import evaluate
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import Client, SGLangClient
-from areal_lite.rollout.server import ServerInfo, announced
+from areal_lite.rollout.server import LOOPBACK, NODE, ServerInfo, announced, condemn, listen_address
 from areal_lite.trajectory import Group
 
 log = logging.getLogger(__name__)
-STORE_FILE = "trajectories.sqlite"
+_COUNTS = ("dropped_groups", "empty_groups", "lost_members", "workflow_failures", "reward_failures")  # of the dispatcher, in metrics and totals
 _REPORT_EVERY_S = 10.0
 
 
@@ -51,23 +57,51 @@ class _Dealt:
 class Controller:
     """Version v of the controller is the trainer's: the number of completed steps. `announced()` lists the servers that are up."""
 
-    def __init__(self, config: TrainConfig, parts: Parts, client: Client, announced: Callable[[], list[ServerInfo]]):
-        self.config, self.parts = config, parts
+    def __init__(
+        self,
+        config: TrainConfig,
+        parts: Parts,
+        client: Client,
+        announced: Callable[[], list[ServerInfo]],
+        condemn: Callable[[ServerInfo, str], None] = lambda server, reason: None,
+    ):
+        self.config, self.parts, self._client = config, parts, client
         self.version = 0
         self._changed = asyncio.Event()
-        self.fleet = Fleet(client, announced, self._notify)
-        self.queue = GroupQueue(config.buffer.max_staleness, config.buffer.overdue)
+        self.fleet = Fleet(client, announced, self._notify, condemn, config.server.health_interval_s)
+        self.queue = _queue(config)
         self.dispatcher = Dispatcher(config, parts, self.fleet, self._deliver)
         self.drained = 0
+        self._lag = LoopLag()
         self._deals: dict[int, asyncio.Task[_Dealt]] = {}
-        self._pushing_to: list[ServerInfo] | None = None  # during a push
+        self._pushing = False
+        self._catch_ups = 0  # how often the trainer was asked to push its version again, to servers that are behind
+        self._catch_up = asyncio.Event()  # the next time
+        self._catching_up = False
         self._generation: asyncio.Task[None] | None = None
+
+    def recover(self, store: Store, version: int) -> None:
+        """Before `run`: go on at `version` with what is in `store`, which nobody else uses yet (areal_lite/resume.py). An empty one is a start.
+
+        Raises ValueError when the run began with another data set.
+        """
+        self.dispatcher.recover(store, version)
+        self.version = self.fleet.router.version = version
+        if isinstance(self.queue, ReplayBuffer):
+            for group, used in store.finished_groups():
+                self.queue.put(group, used)
+        else:
+            for group in store.waiting_groups():
+                self.queue.put(group)
 
     async def run(self) -> None:
         """Runs until cancelled; raises what went wrong in any of its parts."""
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())
+            tasks.create_task(self._lag.watch())
+            if self.config.rollout.adapt_concurrency:
+                tasks.create_task(self.dispatcher.adapt(self._client))
             tasks.create_task(self._report())
 
     def _deliver(self, group: Group) -> None:
@@ -85,11 +119,11 @@ class Controller:
             case Batch():
                 return await self._batch(request)
             case BeginPush():
-                return await self._begin_push(), ()
+                return await self._begin_push(request.version), ()
             case Pushed():
                 return await self._pushed(request), ()
             case Evaluate(version):
-                return await evaluate(self.config, self.parts, self.fleet, version), ()
+                return await evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version), ()
             case Finish():
                 return await self._finish(), ()
 
@@ -102,6 +136,12 @@ class Controller:
         if step not in self._deals:
             self._deals[step] = asyncio.create_task(self._deal(step, world))
         task = self._deals[step]
+        while request.catch_ups >= self._catch_ups and not task.done():
+            asked = asyncio.ensure_future(self._catch_up.wait())
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+        if request.catch_ups < self._catch_ups:
+            return {}, ()
         try:
             dealt = await asyncio.shield(task)  # the deal belongs to all ranks: one that goes away must not cancel it
         except (ValueError, RuntimeError):
@@ -117,51 +157,66 @@ class Controller:
         while step >= self.version:
             changed = self._changed
             if step == self.version:  # a rank may ask for the next batch before rank 0 has said that the push is over
-                if self.fleet.router.all_failed:
-                    raise RuntimeError(f"no server is left with version {self.version}, the last failure was: {self.fleet.last_failure}")
                 for group in self.queue.drop_overdue(self.version):
                     await self.dispatcher.drop(group, f"overdue at step {step}")
-                if deal := self.queue.take(self.config.trainer.batch_groups, self.version, world):
+                ripe = not self.config.buffer.fixed_lag or self.dispatcher.staleness.settled
+                if ripe and (deal := self.queue.take(self.config.trainer.batch_groups, self.version, world)):
                     return _Dealt(deal, self._info(deal, step, started))
+                self._ask_to_catch_up()
             await changed.wait()
         raise ValueError(f"version {self.version} was pushed before the batch of step {step} was complete")
+
+    def _ask_to_catch_up(self) -> None:
+        """The trainer has nothing to do but to wait: let it push its version to the servers that came after its last push."""
+        if self.fleet.router.behind and not self._catching_up:
+            self._catching_up = True
+            self._catch_ups += 1
+            self._catch_up.set()
+            self._catch_up = asyncio.Event()
 
     def _info(self, deal: Deal, step: int, started: float) -> dict[str, Any]:
         """For the metrics: about the batch, and (cumulative) about the run."""
         counts = self.dispatcher.counts
         return {
-            **batch_stats(deal.groups, step, self.config.buffer.max_staleness),
+            **batch_stats(deal.groups, step, self.dispatcher.staleness.max_staleness),
+            **diversity(group.trajectories for group in deal.groups),
+            **(_replay_stats(self.queue) if isinstance(self.queue, ReplayBuffer) else {}),
             "masked_tokens": deal.masked_tokens,
             "wait_s": self.parts.clock() - started,
             "queue_depth": len(self.queue),
             "in_flight": self.dispatcher.in_flight,
-            "dropped_groups": counts["dropped_groups"],
-            "empty_groups": counts["empty_groups"],
-            "lost_members": counts["lost_members"],
-            "reward_failures": counts["reward_failures"],
+            "concurrency_limit": self.dispatcher.concurrency.limit,
+            "loop_lag_p99_s": self._lag.take_p99(),
+            **{name: counts[name] for name in _COUNTS},
+            "filtered_groups": self.dispatcher.filtered.total(),
+            **{f"filtered_{reason}": groups for reason, groups in self.dispatcher.filtered.items()},
+            "retired_prompts": self.dispatcher.retired,
         }
 
-    async def _begin_push(self) -> dict[str, Any]:
-        drained = 0
-        if self.config.rollout.interrupt in ("none", "abort"):
+    async def _begin_push(self, version: int) -> dict[str, Any]:
+        """Of a new version to all servers, or of the present one to those that are behind while the others go on."""
+        router, interrupt, drained = self.fleet.router, self.config.rollout.interrupt, 0
+        if version > self.version and interrupt in ("none", "abort"):
             self.fleet.hold()
-        if self.config.rollout.interrupt == "none":
+        if version > self.version and interrupt == "none":
             drained = await self.fleet.drain()
             self.drained += drained
-        self._pushing_to = list(self.fleet.router.servers.values())
-        return {"servers": [asdict(server) for server in self._pushing_to], "drained": drained}
+        servers = list(router.servers.values()) if version > self.version else router.behind
+        self.fleet.begin_push(servers)
+        self._pushing = True
+        return {"servers": [asdict(server) for server in servers], "drained": drained}
 
     async def _pushed(self, request: Pushed) -> dict[str, Any]:
         version = request.version
-        if self._pushing_to is None or version < self.version:
+        if not self._pushing or version < self.version:
             raise ValueError(f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})")
         self.version = version
-        self.fleet.resume(version, self._pushing_to, request.failed)
-        self._pushing_to = None
+        self.fleet.resume(version, request.failed)
+        self._pushing = self._catching_up = False
         self.dispatcher.bump(version)
         self._notify()
         for step in [step for step, task in self._deals.items() if step < version and task.done()]:
-            await self.dispatcher.use(self._deals.pop(step).result().deal.groups, step)
+            await self.parts.store.submit(Store.use, self._deals.pop(step).result().deal.tickets, step)
         return {}
 
     async def _finish(self) -> dict[str, Any]:
@@ -178,11 +233,10 @@ class Controller:
             "aborts": self.fleet.counts["aborts"],
             "retries": self.fleet.counts["retries"],
             "drained": self.drained,
-            "dropped_groups": counts["dropped_groups"],
             "dropped_by_length": {str(length): n for length, n in sorted(self.queue.dropped_by_length.items())},
-            "empty_groups": counts["empty_groups"],
-            "lost_members": counts["lost_members"],
-            "reward_failures": counts["reward_failures"],
+            **{name: counts[name] for name in _COUNTS},
+            "filtered": dict(self.dispatcher.filtered),
+            "retired_prompts": self.dispatcher.retired,
         }
 
     async def _report(self) -> None:
@@ -209,21 +263,42 @@ class Controller:
         )
 
 
+def _queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
+    if config.buffer.replay.capacity:
+        return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
+    return GroupQueue(config.buffer.max_staleness, config.buffer.overdue)
+
+
+def _replay_stats(buffer: ReplayBuffer) -> dict[str, float]:
+    """What the buffer has to offer beside what was drawn."""
+    kept = diversity(buffer)
+    return {
+        "replay_prompts": len(buffer),
+        "replay_trajectories": buffer.num_trajectories,
+        "replay_distinct_correct": kept["distinct_correct"],
+    }
+
+
 async def serve(run_dir: Path) -> None:
     """Build the real thing from the run directory and run it until `finish`, SIGTERM or an error, which is raised."""
     config = load_config(run_dir)
     tokenizer = Tokenizer(config.model)
     prompts = load_prompts(config.data, config.model, "train")
     eval_prompts = load_prompts(config.data, config.model, "eval") if config.eval.problems else None
+    eval_sets = load_eval_sets(config.eval.sets, config.data, config.model)
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
-    store = StoreThread(Store(run_dir / STORE_FILE))
-    client = SGLangClient(config.rollout.request_timeout_s)
-    controller = Controller(config, Parts(prompts, eval_prompts, tokenizer, rewards, store, time.time), client, lambda: announced(run_dir))
-    wire = WireServer(run_dir, controller.handle)
+    books = Store(run_dir / STORE_FILE)
+    store = StoreThread(books)
+    client = SGLangClient(config.server.health_timeout_s)
+    parts = Parts(prompts, eval_prompts, tokenizer, rewards, store, time.time, eval_sets)
+    controller = Controller(config, parts, client, lambda: announced(run_dir), partial(condemn, run_dir))
+    host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
+    wire = WireServer(run_dir, controller.handle, host)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
     error: BaseException | None = None
     try:
+        controller.recover(books, start_version(run_dir))
         await _until(wire.finished, controller.run(), wire.serve())
     except BaseExceptionGroup as group:
         error = _root(group)
@@ -253,6 +328,8 @@ def _root(error: BaseException) -> BaseException:
 
 def main() -> int:
     die_with_parent()
+    # Thousands of requests in flight are many live objects: looking through them again and again costs a third of the time and long pauses.
+    gc.set_threshold(100_000, 20, 50)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         uvloop.run(serve(Path(sys.argv[1])))

@@ -9,23 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from areal_lite.buffer.store import Store, StoreThread
 from areal_lite.config import TrainConfig
-from areal_lite.data.prompts import Prompt, PromptSet
+from areal_lite.data.prompts import PromptSet
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardError, RewardPool
+from areal_lite.rollout.concurrency import Concurrency
+from areal_lite.rollout.filters import SolveRates, first_reason, load_filters
 from areal_lite.rollout.fleet import Fleet
-from areal_lite.rollout.generate import SamplingParams
-from areal_lite.rollout.server import ServerInfo
+from areal_lite.rollout.generate import Client, SamplingParams, ServerFailed
 from areal_lite.rollout.staleness import Staleness
-from areal_lite.rollout.workflow import single_turn
+from areal_lite.rollout.workflow import Episode, Place, WorkflowFailed, load_workflow, play, running, sampled_turns
 from areal_lite.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
+_LOOK_EVERY_S = 1.0  # at the servers' loads
+_LEAST_FILTERED_IN_A_ROW = 500  # before a run is given up: one useful group in a hundred is still found by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,82 +41,152 @@ class Parts:
     rewards: RewardPool
     store: StoreThread
     clock: Callable[[], float]
+    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)  # further ones, by name
 
 
 class Dispatcher:
     """`deliver(group)` is called with each finished group.
 
-    `counts`, since the start: tickets, reward_failures, lost_members, empty_groups, dropped_groups.
+    `counts`: tickets, of the whole run; since the start of this process workflow_failures, reward_failures, lost_members, empty_groups,
+    dropped_groups. `filtered`: groups of the whole run by reason.
     """
 
     def __init__(self, config: TrainConfig, parts: Parts, fleet: Fleet, deliver: Callable[[Group], None]):
         self._rollout, self._on_failure = config.rollout, config.reward.on_failure
         self._parts, self._fleet, self._deliver = parts, fleet, deliver
         self._params = SamplingParams(self._rollout.max_new_tokens, self._rollout.temperature, parts.tokenizer.eos_ids)
+        self._config, self.workflow = config, load_workflow(config.rollout)
         self._sampler = PromptSampler(parts.prompts.num_prompts, config.data.seed, config.data.shuffle)
         self._wake = asyncio.Event()
-        self._prompt_index: dict[int, int] = {}
-        self._empty_in_a_row = 0
-        self._most_empty_in_a_row = 2 * config.trainer.batch_groups
-        self.staleness = Staleness(config.buffer.max_staleness, config.trainer.batch_groups, config.trainer.steps)
+        self._filters = load_filters(self._rollout.filters, self._rollout.active_sampling)
+        self._solve_rates = SolveRates(self._rollout.retire_above)
+        self._batch_groups = config.trainer.batch_groups
+        self._empty_in_a_row = self._filtered_in_a_row = 0
+        self.filtered: Counter[str] = Counter()
+        eta = None if config.buffer.replay.capacity else config.buffer.max_staleness
+        self.staleness = Staleness(eta, config.trainer.batch_groups, config.trainer.steps)
+        self.concurrency = Concurrency(self._rollout.max_concurrent, self._rollout.group_size)
         self.in_flight = 0  # trajectories
         self.counts: Counter[str] = Counter()
 
+    def recover(self, store: Store, version: int) -> None:
+        """Before `run`: go on at `version` with what `store`, which nobody else uses yet, tells. Raises ValueError for another data set."""
+        recovered = store.recover(version, self._parts.clock())
+        self._sampler.check(recovered.draws)
+        if self._rollout.retire_above is not None:
+            for index, rewards in store.rewards():
+                if self._solve_rates.note(index, rewards):
+                    self._sampler.retire(index)
+        self._sampler.restore({**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back})
+        self.counts["tickets"] = recovered.tickets
+        self.filtered.update(recovered.filtered)
+        self.staleness.recover(version, recovered.waiting)
+
     async def run(self) -> None:
         """Runs until cancelled."""
-        async with asyncio.TaskGroup() as groups:
+        async with running(self.workflow, self._config), asyncio.TaskGroup() as groups:
             while True:
                 while self._has_room():
-                    groups.create_task(self._group(self._admit()))
+                    groups.create_task(self._group(*self._admit()))
+                self._fail_if_exhausted()
                 self._wake.clear()
                 await self._wake.wait()
 
     def _has_room(self) -> bool:
-        fits = self.in_flight == 0 or self.in_flight + self._rollout.group_size <= self._rollout.max_concurrent
-        return fits and self.staleness.can_admit()
+        fits = self.in_flight == 0 or self.in_flight + self._rollout.group_size <= self.concurrency.limit
+        return fits and self.staleness.can_admit() and not self._sampler.exhausted
 
-    def _admit(self) -> int:
+    def _fail_if_exhausted(self) -> None:
+        """What waits for the trainer is used first."""
+        staleness = self.staleness
+        if self._sampler.exhausted and staleness.can_admit() and not staleness.running and staleness.waiting < self._batch_groups:
+            raise RuntimeError(
+                f"the data set is exhausted at version {staleness.version}: all {self.retired} prompts are retired, solved in more than "
+                f"rollout.retire_above={self._rollout.retire_above} of their last groups, and {staleness.waiting} groups wait for a batch "
+                f"of {self._batch_groups}; {self._filtered_words()}: give more or harder prompts, or raise retire_above"
+            )
+
+    def _filtered_words(self) -> str:
+        reasons = ", ".join(f"{groups} {reason}" for reason, groups in self.filtered.most_common())
+        return f"{self.filtered.total()} groups were filtered ({reasons or 'none'})"
+
+    @property
+    def retired(self) -> int:
+        """Prompts that will not be asked again."""
+        return len(self._sampler.retired)
+
+    def _admit(self) -> tuple[int, int, int]:
+        """A new ticket, the place of its prompt in the data set, and how many were drawn so far."""
         group_id = self.counts["tickets"]
         self.counts["tickets"] += 1
-        self._prompt_index[group_id] = self._sampler.next()
         self.staleness.admit()
         self.in_flight += self._rollout.group_size
-        return group_id
+        return group_id, self._sampler.next(), self._sampler.drawn
 
-    async def _group(self, group_id: int) -> None:
-        index, size, parts = self._prompt_index[group_id], self._rollout.group_size, self._parts
+    async def _group(self, group_id: int, index: int, drawn: int) -> None:
+        size, parts = self._rollout.group_size, self._parts
         prompt = parts.prompts[index]
-        await parts.store.submit(Store.admit, group_id, prompt.prompt_id, index, size, parts.clock())
+        await parts.store.submit(Store.admit, group_id, prompt.prompt_id, index, drawn, size, parts.clock())
         server = await self._fleet.reserve(size)
-        members = await asyncio.gather(*(self._member(prompt, member, group_id, server) for member in range(size)))
+        places = [Place(self._fleet, self._params, parts.tokenizer, f"{group_id}-{member}", server) for member in range(size)]
+        episodes = [
+            Episode(prompt, member, group_id, parts.tokenizer, self._params, parts.clock, place.complete)
+            for member, place in enumerate(places)
+        ]
+        members = await asyncio.gather(*map(self._member, episodes, play(self.workflow, episodes)))
+        for place in places:
+            place.release()
         survivors = [result for result in members if not isinstance(result, str)]
         reasons = [result for result in members if isinstance(result, str)]
         self.counts["lost_members"] += len(reasons)
         if not survivors:
-            await self._discard_empty(group_id, reasons[0])
+            await self._discard_empty(group_id, index, reasons[0])
             return
         self._empty_in_a_row = 0
-        group = Group(group_id, prompt.prompt_id, size, [trajectory for trajectory, _ in survivors])
+        group = Group(group_id, prompt.prompt_id, size, [trajectory for trajectory, _ in survivors], index)
         record = self._rollout.record_text
         texts = [(prompt.text, text) if record else (None, None) for _, text in survivors]
-        lost = f"{len(reasons)} members lost: {reasons[0]}" if reasons else None
-        await parts.store.submit(Store.finish, group, texts, lost, parts.clock())
-        self.staleness.accept()
-        self._deliver(group)
+        if self._solve_rates.retires(index, group):
+            self._sampler.retire(index)
+        if reason := first_reason(self._filters, group):
+            await parts.store.submit(Store.finish, group, texts, reason, parts.clock(), "filtered")
+            self._note_filtered(reason)
+        else:
+            lost = f"{len(reasons)} members lost: {reasons[0]}" if reasons else None
+            await parts.store.submit(Store.finish, group, texts, lost, parts.clock())
+            self._filtered_in_a_row = 0
+            self.staleness.accept()
+            self._deliver(group)
+        self._wake.set()
 
-    async def _member(self, prompt: Prompt, member: int, group_id: int, server: ServerInfo) -> tuple[Trajectory, str] | str:
-        """A scored trajectory and its completion's text, or why it was lost."""
+    def _note_filtered(self, reason: str) -> None:
+        """The next prompt gets its room; its own prompt comes again with the next epoch."""
+        self.filtered[reason] += 1
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row > max(_LEAST_FILTERED_IN_A_ROW, 10 * self._batch_groups):
+            raise RuntimeError(
+                f"no batch can be made: {self._filtered_in_a_row} groups in a row were filtered, the last one for {reason}; "
+                f"in all, {self._filtered_words()} of {self.counts['tickets']}: prompts are all too hard or too easy, or filters too strict"
+            )
+        self.staleness.reject()
 
-        async def complete(tokens):
-            return await self._fleet.complete(tokens, self._params, f"{group_id}-{member}", server)
-
+    async def _member(self, episode: Episode, playing: Awaitable[Trajectory]) -> tuple[Trajectory, str] | str:
+        """A scored trajectory and the text that followed its prompt, or why it was lost."""
+        prompt, decode = episode.prompt, self._parts.tokenizer.decode
         try:
-            trajectory = await single_turn(prompt, member, group_id, complete, self._parts.clock)
-            text = self._parts.tokenizer.decode(trajectory.tokens[trajectory.loss_mask])
-            trajectory.reward = await self._parts.rewards.score(text, prompt.answer)
+            trajectory = await playing
+            turns = sampled_turns(trajectory)
+            text = decode(trajectory.tokens[turns[0].start :])
+            if trajectory.reward is None:
+                last = text if len(turns) == 1 else decode(trajectory.tokens[turns[-1]])
+                trajectory.reward = await self._parts.rewards.score(last, prompt.answer)
+        except WorkflowFailed as error:
+            self.counts["workflow_failures"] += 1
+            log.warning("no trajectory for %s, member %d: %s", prompt.prompt_id, episode.member, error)
+            return str(error)
         except RewardError as error:
             self.counts["reward_failures"] += 1
-            log.warning("no reward for %s, member %d: %s", prompt.prompt_id, member, error)
+            log.warning("no reward for %s, member %d: %s", prompt.prompt_id, episode.member, error)
             if self._on_failure == "drop":
                 return f"no reward: {error}"
             trajectory.reward = 0.0
@@ -122,30 +195,38 @@ class Dispatcher:
             self._wake.set()
         return trajectory, text
 
-    async def _discard_empty(self, group_id: int, reason: str) -> None:
+    async def _discard_empty(self, group_id: int, index: int, reason: str) -> None:
         self.counts["empty_groups"] += 1
         self._empty_in_a_row += 1
-        if self._empty_in_a_row > self._most_empty_in_a_row:
+        if self._empty_in_a_row > 2 * self._batch_groups:
             raise RuntimeError(f"{self._empty_in_a_row} groups in a row lost all their members; the last one: {reason}")
-        await self._give_back(group_id, f"empty: {reason}")
+        await self._give_back(group_id, index, f"empty: {reason}")
         self.staleness.reject()
 
     async def drop(self, group: Group, reason: str) -> None:
         """A finished group will not be used: its prompt is handed out again, under a new ticket."""
         self.counts["dropped_groups"] += 1
-        await self._give_back(group.group_id, reason)
+        await self._give_back(group.group_id, group.prompt_index, reason)
         self.staleness.revoke()
 
-    async def _give_back(self, group_id: int, reason: str) -> None:
-        await self._parts.store.submit(Store.discard, group_id, "dropped", reason, self._parts.clock())
-        self._sampler.put_back(self._prompt_index.pop(group_id))
+    async def _give_back(self, group_id: int, index: int, reason: str) -> None:
+        await self._parts.store.submit(Store.drop, group_id, reason, self._parts.clock())
+        self._sampler.put_back(index)
         self._wake.set()
 
-    async def use(self, groups: list[Group], step: int) -> None:
-        """`groups` were trained on at `step`."""
-        await self._parts.store.submit(Store.use, [group.group_id for group in groups], step)
-        for group in groups:
-            del self._prompt_index[group.group_id]
+    async def adapt(self, client: Client) -> None:
+        """Keep the servers full, and no more. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            router = self._fleet.router
+            servers = [server for server in router.servers.values() if router.works(server)]
+            loads = await asyncio.gather(*map(client.load, servers), return_exceptions=True)
+            for error in loads:
+                if isinstance(error, BaseException) and not isinstance(error, ServerFailed):
+                    raise error
+            if not any(isinstance(load, ServerFailed) for load in loads):  # whether it has failed is the fleet's to say
+                self.concurrency.observe(loads, self.in_flight)
+                self._wake.set()
 
     def bump(self, version: int) -> None:
         self.staleness.bump(version)

@@ -14,11 +14,12 @@ from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.dispatch import Parts
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import SamplingParams
+from areal_lite.rollout.workflow import Episode, Place, Workflow, WorkflowFailed, play, sampled_turns
 
 
 @dataclass(slots=True)
 class Scores:
-    """rewards float64 [problems, 1 + samples]: greedy first. `versions`: all that produced a token. `failures`: had no reward, count as 0."""
+    """rewards float64 [problems, 1 + samples]: greedy first. `versions`: all that produced a token. `failures` had no reward: 0."""
 
     rewards: np.ndarray
     versions: list[int]
@@ -33,10 +34,18 @@ class Scores:
         """Mean reward of the samples; None without any."""
         return float(self.rewards[:, 1:].mean()) if self.rewards.shape[1] > 1 else None
 
+    @property
+    def samples(self) -> int:
+        return self.rewards.shape[1] - 1
+
+    def pass_at_powers(self) -> dict[str, float]:
+        """`pass_at` of the powers of two up to the number of samples."""
+        return {str(1 << i): self.pass_at(1 << i) for i in range(self.samples.bit_length())}
+
     def pass_at(self, k: int) -> float:
         """Mean over problems of `pass_at_k`; a sample is correct if its reward is positive. k <= samples."""
         correct = np.count_nonzero(self.rewards[:, 1:] > 0, axis=1)
-        return float(np.mean([pass_at_k(self.rewards.shape[1] - 1, int(c), k) for c in correct]))
+        return float(np.mean([pass_at_k(self.samples, int(c), k) for c in correct]))
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -45,8 +54,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-async def score_problems(rollout: RolloutConfig, parts: Parts, fleet: Fleet, problems: int, samples: int, name: str) -> Scores:
-    """One greedy and `samples` sampled completions (at rollout.temperature) of each of the first `problems` held-out problems."""
+async def score_problems(
+    rollout: RolloutConfig, parts: Parts, fleet: Fleet, workflow: Workflow, problems: int, samples: int, name: str
+) -> Scores:
+    """One greedy and `samples` sampled trajectories (at rollout.temperature) of each of the first `problems` held-out problems.
+
+    By the same workflow as in training; a grouped one gets groups of one.
+    """
     sampled = SamplingParams(rollout.max_new_tokens, rollout.temperature, parts.tokenizer.eos_ids)
     runs = [replace(sampled, temperature=0.0)] + [sampled] * samples
     limit = asyncio.Semaphore(rollout.max_concurrent)
@@ -56,13 +70,19 @@ async def score_problems(rollout: RolloutConfig, parts: Parts, fleet: Fleet, pro
     async def one(index: int, sample: int, params: SamplingParams) -> float:
         nonlocal failures
         prompt = parts.eval_prompts[index]
-        async with limit:
-            server = await fleet.reserve(1)
-            completion = await fleet.complete(np.asarray(prompt.tokens, np.int32), params, f"{name}-{index}-{sample}", server)
-        versions.update(completion.versions.tolist())
         try:
-            return await parts.rewards.score(parts.tokenizer.decode(completion.tokens), prompt.answer)
-        except RewardError:
+            async with limit:
+                place = Place(fleet, params, parts.tokenizer, f"{name}-{index}-{sample}", await fleet.reserve(1))
+                (playing,) = play(workflow, [Episode(prompt, sample, index, parts.tokenizer, params, parts.clock, place.complete)])
+                try:
+                    trajectory = await playing
+                finally:
+                    place.release()
+            versions.update(trajectory.versions[trajectory.loss_mask].tolist())
+            if trajectory.reward is not None:
+                return trajectory.reward
+            return await parts.rewards.score(parts.tokenizer.decode(trajectory.tokens[sampled_turns(trajectory)[-1]]), prompt.answer)
+        except (WorkflowFailed, RewardError):
             failures += 1
             return 0.0
 
@@ -74,18 +94,29 @@ async def score_problems(rollout: RolloutConfig, parts: Parts, fleet: Fleet, pro
     return Scores(np.array(rewards, np.float64).reshape(problems, len(runs)), sorted(versions), failures)
 
 
-async def evaluate(config: TrainConfig, parts: Parts, fleet: Fleet, version: int) -> dict[str, Any]:
-    """One line of evals.jsonl: `greedy`, `sampled` (None without samples), `problems`, `samples`, `versions`, `failures`, `seconds`."""
+async def evaluate(config: TrainConfig, parts: Parts, fleet: Fleet, workflow: Workflow, version: int) -> dict[str, Any]:
+    """One line of evals.jsonl: what `_facts` says of the held-out problems, and under `sets` of each of `eval.sets`, one after the other.
+
+    `version` is the trainer's when it was asked for; `versions` are those that really answered.
+    """
     started = parts.clock()
-    scores = await score_problems(config.rollout, parts, fleet, config.eval.problems, config.eval.samples, f"eval{version}")
+    found = {}
+    for name, prompts in {"": parts.eval_prompts, **parts.eval_sets}.items():
+        asked, rid = replace(parts, eval_prompts=prompts), f"eval{version}{name}"
+        scores = await score_problems(config.rollout, asked, fleet, workflow, config.eval.problems, config.eval.samples, rid)
+        found[name] = _facts(scores)
+    line = {"name": config.data.source, "version": version, **found.pop("")}
+    return line | ({"sets": found} if found else {}) | {"seconds": parts.clock() - started}
+
+
+def _facts(scores: Scores) -> dict[str, Any]:
+    """`greedy`, `sampled` (None without samples), `pass_at_k`, `problems`, `samples`, `versions`, `failures`."""
     return {
-        "name": config.data.source,
-        "version": version,
         "greedy": scores.greedy,
         "sampled": scores.sampled,
+        "pass_at_k": scores.pass_at_powers(),
         "problems": len(scores.rewards),
-        "samples": config.eval.samples,
+        "samples": scores.samples,
         "versions": scores.versions,
         "failures": scores.failures,
-        "seconds": parts.clock() - started,
     }

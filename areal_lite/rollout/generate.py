@@ -21,6 +21,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from areal_lite.rollout.concurrency import Load
 from areal_lite.rollout.server import ServerInfo
 
 
@@ -30,6 +31,10 @@ class ServerFailed(RuntimeError):
     def __init__(self, server: ServerInfo, reason: str):
         super().__init__(f"server {server.name} ({server.url}): {reason}")
         self.server = server
+
+
+class NotReady(ServerFailed):
+    """A server takes no requests now, and nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,12 @@ class Client(Protocol):
 
     async def weight_version(self, server: ServerInfo) -> int:
         """Raises ServerFailed."""
+
+    async def check(self, server: ServerInfo) -> None:
+        """Returns if all of the server works, busy or not; raises ServerFailed otherwise, in bounded time."""
+
+    async def load(self, server: ServerInfo) -> Load:
+        """How busy the server is. Raises ServerFailed."""
 
     async def abort_all(self, server: ServerInfo) -> None:
         """Ends whatever runs on the server. Raises ServerFailed."""
@@ -161,6 +172,19 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]  # one, as there is one data-parallel rank in a server
+
+
+_LOADS = msgspec.json.Decoder(_Loads)
+
+
 def parse_answer(raw: bytes) -> Piece:
     """The body of a 200 from POST /generate with `return_logprob`. Raises ValueError for anything that is not exactly what we expect."""
     meta = _ANSWER.decode(raw).meta_info
@@ -190,13 +214,17 @@ def parse_answer(raw: bytes) -> Piece:
 
 
 class SGLangClient:
-    """HTTP client of SGLang servers, all over one aiohttp session. `await close()` it."""
+    """HTTP client of SGLang servers, all over one aiohttp session. `await close()` it.
+
+    A completion takes the time that it takes; everything else that is asked of a server has `timeout_s`.
+    """
 
     def __init__(self, timeout_s: float):
         # uvicorn closes a connection idle for 5 s, perhaps just as we send on it: give them up earlier ourselves.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._timeout_s = timeout_s
+        self._bounded = aiohttp.ClientTimeout(total=timeout_s)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s))
 
     async def close(self) -> None:
         await self._session.close()
@@ -225,24 +253,37 @@ class SGLangClient:
         return piece
 
     async def weight_version(self, server: ServerInfo) -> int:
-        version = msgspec.json.decode(await self._call("GET", server, "/model_info"))["weight_version"]
+        version = msgspec.json.decode(await self._call("GET", server, "/model_info", timeout=self._bounded))["weight_version"]
         if not version.isdecimal():
             raise ValueError(f"server {server.name}: weight version {version!r} is not a step number: start it with --weight-version 0")
         return int(version)
 
-    async def abort_all(self, server: ServerInfo) -> None:
-        await self._call("POST", server, "/abort_request", {"abort_all": True})
+    async def check(self, server: ServerInfo) -> None:
+        # The one question without a side effect that the scheduler process answers too, between two steps, whatever else it has to do:
+        # /health and /model_info are answered in front of a scheduler that hangs.
+        await self._call("GET", server, "/server_info", timeout=self._bounded)
 
-    async def _call(self, method: str, server: ServerInfo, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def load(self, server: ServerInfo) -> Load:
+        (load,) = _LOADS.decode(await self._call("GET", server, "/v1/loads?include=core", timeout=self._bounded)).loads
+        return Load(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
+
+    async def abort_all(self, server: ServerInfo) -> None:
+        await self._call("POST", server, "/abort_request", {"abort_all": True}, self._bounded)
+
+    async def _call(
+        self, method: str, server: ServerInfo, path: str, body: dict[str, Any] | None = None, timeout: aiohttp.ClientTimeout | None = None
+    ) -> bytes:
         headers = {"Content-Type": "application/json"}
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
         data = msgspec.json.encode(body) if body is not None else None
         try:
-            async with self._session.request(method, server.url + path, data=data, headers=headers) as response:
+            async with self._session.request(
+                method, server.url + path, data=data, headers=headers, timeout=timeout or self._session.timeout
+            ) as response:
                 raw = await response.read()
         except TimeoutError as error:
-            raise ServerFailed(server, f"no answer to {path} within {self._session.timeout.total:.0f} s") from error
+            raise ServerFailed(server, f"no answer to {path} within {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise ServerFailed(server, f"{path}: {type(error).__name__} {error}") from error
         if response.status >= 500:

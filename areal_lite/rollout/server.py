@@ -8,9 +8,11 @@ serves token ids only (no tokenizer in it), starts at weight version 0, and is r
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,9 +27,11 @@ import aiohttp
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch.process import dying_with_me, tail
+from areal_lite.rollout.serve import ENV_API_KEY
 from areal_lite.rollout.sglang_cpu import PLATFORM
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+NODE = "node"  # server.host: this machine's own address
 CPU_KV_SLOTS = 65536  # SGLang would take 2 GB for the cache of a tiny model
 
 
@@ -41,11 +45,28 @@ def resolve_device(device: str) -> str:
     return "cuda" if present and not hidden and not cpu_torch else "cpu"
 
 
+# Below those that Linux gives to outgoing connections (32768 and up): one of these would be taken before a server, which needs seconds
+# to load, binds it.
+_PORTS = range(20000, 32768)
+
+
+def listen_address(host: str) -> str:
+    """`server.host` as an address: of `node`, the one that this machine's name has for others."""
+    return socket.gethostbyname(socket.gethostname()) if host == NODE else host
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on now. Raises OSError when there is none."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port of {host} from {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tuple[list[str], dict[str, str]]:
@@ -55,7 +76,6 @@ def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tu
         "model_path": model,
         "host": config.host,
         "port": port,
-        "api_key": config.api_key,
         "random_seed": seed,
         "tensor_parallel_size": config.tensor_parallel,
         "dtype": config.dtype if config.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device],
@@ -69,6 +89,8 @@ def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tu
     }
     # A probe of /health that generates a token would find a server dead whose generation is only paused for a push.
     environment = dying_with_me() | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    if config.api_key:
+        environment[ENV_API_KEY] = config.api_key
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)
@@ -146,7 +168,7 @@ class ServerProcess:
         self.log_path = Path(log_path)
         self.argv, needed = server_command(config, model, port, seed)
         self.environment = needed | (environment or {})
-        self.url = f"http://{config.host}:{port}"
+        self.url = f"http://{socket.gethostname() if config.host == '0.0.0.0' else config.host}:{port}"
         self._process: subprocess.Popen | None = None
 
     @property
@@ -158,7 +180,10 @@ class ServerProcess:
         """Raises ValueError, with nothing started, if the model folder is not one or the port is taken."""
         if not (Path(self.model) / "config.json").is_file():
             raise ValueError(f"model {self.model!r} is not a Hugging Face checkpoint folder: it has no config.json")
-        _require_free_port(self.config.host, self.port)
+        # A port that we picked was free a moment ago. To try it again could fail: another thread that is starting a process keeps sockets of
+        # ours open there until that has become another program.
+        if self.config.port:
+            _require_free_port(self.config.host, self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(
@@ -229,16 +254,8 @@ async def _health(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def announce(run_dir: Path, info: ServerInfo) -> Path:
-    """Write `<run_dir>/servers/<name>.json`, whole or not at all, for this user's eyes only: it may hold a key."""
-    path = _announcement(run_dir, info.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(asdict(info), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    return path
+    """Write `<run_dir>/servers/<name>.json`, for this user's eyes only: it may hold a key."""
+    return _write(_announcement(run_dir, info.name), asdict(info))
 
 
 def announced(run_dir: Path) -> list[ServerInfo]:
@@ -251,9 +268,40 @@ def announced(run_dir: Path) -> list[ServerInfo]:
 
 
 def withdraw(run_dir: Path, name: str) -> None:
-    """Take a server's announcement back, if there is one."""
+    """Take a server's announcement back, and what was said against it."""
     _announcement(run_dir, name).unlink(missing_ok=True)
+    _condemnation(run_dir, name).unlink(missing_ok=True)
+
+
+def condemn(run_dir: Path, server: ServerInfo, reason: str) -> None:
+    """Tell whoever started `server`, in `<run_dir>/servers/<name>.condemned`, that it does not work and shall be replaced."""
+    _write(_condemnation(run_dir, server.name), {"pid": server.pid, "reason": reason})
+
+
+def condemned(run_dir: Path, server: ServerInfo) -> str | None:
+    """Why this very process shall be replaced, if it shall."""
+    try:
+        words = json.loads(_condemnation(run_dir, server.name).read_text())
+    except FileNotFoundError:
+        return None
+    return words["reason"] if words["pid"] == server.pid else None
 
 
 def _announcement(run_dir: Path, name: str) -> Path:
     return Path(run_dir, "servers", f"{name}.json")
+
+
+def _condemnation(run_dir: Path, name: str) -> Path:
+    return Path(run_dir, "servers", f"{name}.condemned")
+
+
+def _write(path: Path, content: dict[str, Any]) -> Path:
+    """Whole or not at all, and private."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    return path

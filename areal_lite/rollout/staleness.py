@@ -15,18 +15,24 @@ that is what the hard bound at consumption is for (areal_lite/buffer/queue.py).
 Example, B = 2, eta = 1: at version 0 four groups may start: two for step 0, two for step 1. The trainer finishes step 0, `bump(1)`,
 and two more may start, which step 2 will use with staleness 1. If one group fails, `reject()`, one more may start at once.
 With eta = 0 only the groups of the coming step may start: synchronous training.
+
+A run that resumes at version v has used v * B groups. Those, and what had finished and waits, are counted again (`recover`); what was in
+flight is lost and is not. Counters that began at 0 would admit a whole run's groups at once.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Staleness:
-    """Pure state machine: a group is admitted, then accepted or rejected; an accepted one may be revoked. It counts groups."""
+    """Pure state machine: a group is admitted, then accepted or rejected; an accepted one may be revoked. It counts groups.
 
-    max_staleness: int
+    `max_staleness=None` is no bound: generation never waits (replay, areal_lite/buffer/replay.py)."""
+
+    max_staleness: int | None
     batch_groups: int
     steps: int | None = None  # training steps of the run: nothing starts that no step would use
     version: int = 0
@@ -35,19 +41,31 @@ class Staleness:
     rejected: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_staleness < 0:
+        if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"buffer.max_staleness is {self.max_staleness}: it must be 0 (synchronous) or more")
         if self.batch_groups < 1:
             raise ValueError(f"trainer.batch_groups is {self.batch_groups}: a step needs at least one group")
 
     @property
-    def room(self) -> int:
+    def room(self) -> float:
         """How many groups may start now."""
+        if self.max_staleness is None:
+            return math.inf
         ahead = self.max_staleness + self.version + 1
         return (ahead if self.steps is None else min(ahead, self.steps)) * self.batch_groups - self.accepted - self.running
 
     def can_admit(self) -> bool:
         return self.room > 0
+
+    @property
+    def waiting(self) -> int:
+        """Accepted groups that no completed step has used."""
+        return self.accepted - self.version * self.batch_groups
+
+    @property
+    def settled(self) -> bool:
+        """Everything that may be generated before the next `bump` is: nothing runs and nothing may start."""
+        return self.running == 0 and self.room <= 0
 
     def admit(self) -> None:
         """A group starts."""
@@ -76,3 +94,8 @@ class Staleness:
         """The trainer completed a step and is at `version` now."""
         assert version >= self.version, f"version went back from {self.version} to {version}"
         self.version = version
+
+    def recover(self, version: int, waiting: int) -> None:
+        """Before anything is admitted: a run goes on at `version`, with `waiting` finished groups that no step has used yet."""
+        assert self.running == self.accepted == self.version == 0, "recovered into a run that has begun"
+        self.version, self.accepted = version, version * self.batch_groups + waiting

@@ -18,24 +18,45 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerError(RuntimeError):
-    """A server answered with an error, or not at all. `server` says which one."""
+    """A server answered with an error, or (`answered` is False) not at all. `server` says which one."""
 
-    def __init__(self, server: ServerInfo, message: str):
+    def __init__(self, server: ServerInfo, message: str, answered: bool = False):
         super().__init__(f"server {server.name} ({server.url}): {message}")
-        self.server = server
+        self.server, self.answered = server, answered
+
+
+class ServersFailed(RuntimeError):
+    """Something that servers do together failed, because of those in `errors`."""
+
+    def __init__(self, errors: list[ServerError]):
+        super().__init__("; ".join(str(error) for error in errors))
+        self.errors = errors
 
 
 def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
     """POST `body` as JSON and return the answer. Raises ServerError unless it is a 200 that does not say `success: false`."""
+    return _call(server, path, json.dumps(body).encode(), timeout_s)
+
+
+def answers(server: ServerInfo, timeout_s: float) -> bool:
+    """Does the process behind the URL answer at all?"""
+    try:
+        _call(server, "/health", None, timeout_s)
+    except ServerError as error:
+        return error.answered
+    return True
+
+
+def _call(server: ServerInfo, path: str, data: bytes | None, timeout_s: float) -> Any:
     headers = {"Content-Type": "application/json"}
     if server.api_key:
         headers["Authorization"] = f"Bearer {server.api_key}"
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), headers)
+    request = urllib.request.Request(server.url + path, data, headers)
     try:
         with _direct.open(request, timeout=timeout_s) as response:
             raw = response.read()
     except urllib.error.HTTPError as error:
-        raise ServerError(server, f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+        raise ServerError(server, f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}", answered=True) from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(server, f"{path} failed within {timeout_s:.0f} s: {error}") from error
     try:
@@ -43,7 +64,7 @@ def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) 
     except ValueError:
         answer = raw.decode(errors="replace")
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise ServerError(server, f"{path}: {answer.get('message')}")
+        raise ServerError(server, f"{path}: {answer.get('message')}", answered=True)
     return answer
 
 

@@ -24,7 +24,7 @@ class WeightFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             self.own = Path(tempfile.mkdtemp(prefix="areal_lite-", dir=self.root)).resolve()
         folder = self.own / f"v{version}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # pushed again: the same weights
         shutil.copy(self.model / "config.json", folder / "config.json")
         for number, bucket in enumerate(buckets):
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}, folder / f"model-{number:05d}.safetensors")

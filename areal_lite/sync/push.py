@@ -3,25 +3,28 @@
     begin_push (controller) -> pause -> begin -> buckets -> end -> resume -> pushed (controller: version bumped, admission reopens)
 
 What counts is the pause window, in which no server produces a token: what can be done before it is done before it (the first bucket is
-gathered, a `disk` checkpoint is written). A server that fails is left out, the bucket it failed at is sent again to the others, and the push
-goes on: a bucket received twice is the same bucket. At the end every server that is left holds exactly one version.
+gathered and flattened, a `disk` checkpoint is written). A server that fails is left out, the bucket it failed at is sent again to the others, and the push
+goes on: a bucket received twice is the same bucket. At the end every server that is left holds exactly one version; there may be none
+left, then whoever comes back catches up: a push of the same version once more, to those servers only.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.rollout.server import ServerInfo
-from areal_lite.sync.broadcast import WeightGroup
-from areal_lite.sync.control import ServerError, post_each
+from areal_lite.sync.broadcast import WeightGroup, flatten
+from areal_lite.sync.control import ServerError, ServersFailed, post_each
 from areal_lite.sync.disk import WeightFolder
 from areal_lite.sync.readback import Readback
 
@@ -54,11 +57,12 @@ class WeightPusher:
         self.backend = "nccl" if engine.device.type == "cuda" else "gloo"
         self.folder = WeightFolder(Path(config.sync.disk_path or run_dir / "weights"), Path(config.model))
         self.group: WeightGroup | None = None
-        self.servers: list[ServerInfo] | None = None  # those of the last push; None before the first
-        self.names = itertools.count()
+        self.servers: list[ServerInfo] | None = None  # those that have the version pushed last; None before the first push
+        self.version: int | None = None  # the one pushed last
+        self.names = (f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count())  # servers may know groups of a trainer before us
 
     def push(self, version: int) -> PushReport | None:
-        """Bring all servers to `version`; None on ranks other than 0. Raises RuntimeError when no server is left."""
+        """Bring all servers to `version`, or, if that was pushed last, those that are behind. None on ranks other than 0."""
         buckets = self.engine.hf_weights(self.config.sync.bucket_mb * 2**20)
         if self.controller is None:
             for _ in buckets:
@@ -70,15 +74,24 @@ class WeightPusher:
         members = _Members(answer["servers"], report, self.timeout_s)
         readback = Readback()
         buckets = readback.watch(_measured(buckets, report))
+        again = version == self.version
+        of_all, self.group = self.group, None if again else self.group
         if self.config.sync.transport == "disk":
             self._push_folder(members, buckets, report)
         else:
             self._push_broadcast(members, buckets, report)
+        if again:
+            members.each(self._leave_group)
+            self.group = of_all
         if self.config.sync.verify:
-            report.verified = readback.verify(members.servers, self.timeout_s)
+            report.verified = members.each_alone(lambda server: readback.verify(server, self.timeout_s))
         self.controller.pushed(version, report.failed)
-        self.servers = members.servers
+        self.servers = [*(self.servers if again else ()), *members.servers]
+        self.version = version
         report.total_s = time.time() - started
+        if again or report.failed or not members.servers:
+            names = ", ".join(server.name for server in members.servers) or "no server"
+            log.warning("version %d was pushed %sto %s in %.1f s", version, "again, " if again else "", names, report.total_s)
         return report
 
     def close(self) -> None:
@@ -87,7 +100,7 @@ class WeightPusher:
 
     def _push_folder(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         folder = self.folder.write(buckets, report.version)
-        with _Paused(members, self.config.rollout.interrupt, report) as paused:
+        with self._paused(members, report) as paused:
             # Only because they are paused: otherwise this call would wait until every running request has finished.
             body = {"model_path": str(folder), "weight_version": str(report.version), "flush_cache": paused.flush_cache}
             members.post("/update_weights_from_disk", body)
@@ -95,9 +108,9 @@ class WeightPusher:
 
     def _push_broadcast(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
         members.each(self._ensure_group)
-        stream = _with_last(buckets)
+        stream = _with_last(map(flatten, buckets))
         first = next(stream)
-        with _Paused(members, self.config.rollout.interrupt, report) as paused:
+        with self._paused(members, report) as paused:
             members.post("/begin_weight_update", {})
             for bucket, last in itertools.chain([first], stream):
                 version = str(report.version) if last else None
@@ -109,13 +122,19 @@ class WeightPusher:
                 members.each(send)
             members.post("/end_weight_update", {})
 
+    def _paused(self, members: _Members, report: PushReport) -> _Paused:
+        # Before the pause a server has no excuse yet: one that hangs must not hold up the others for as long as a transfer may take.
+        return _Paused(members, self.config.rollout.interrupt, report, min(self.timeout_s, self.config.server.health_timeout_s))
+
     def _ensure_group(self, servers: list[ServerInfo]) -> None:
-        if self.group is not None and self.group.servers == servers:
-            return
+        if self.group is None or self.group.servers != servers:
+            self._leave_group(servers)
+            self.group = WeightGroup(servers, self.backend, self.timeout_s, next(self.names))
+
+    def _leave_group(self, survivors: list[ServerInfo]) -> None:
         old, self.group = self.group, None
         if old is not None:
-            old.abandon(servers)
-        self.group = WeightGroup(servers, self.backend, self.timeout_s, f"areal_lite_{next(self.names)}")
+            old.abandon(survivors)
 
 
 class _Members:
@@ -124,50 +143,56 @@ class _Members:
     def __init__(self, servers: list[ServerInfo], report: PushReport, timeout_s: float):
         self.servers, self.report, self.timeout_s = list(servers), report, timeout_s
 
-    def post(self, path: str, body: dict) -> None:
-        """POST once to each; exactly those that fail leave. Raises RuntimeError when none is left."""
-        self._leave(post_each(self.servers, path, body, self.timeout_s))
+    def post(self, path: str, body: dict, timeout_s: float | None = None) -> None:
+        """POST once to each; exactly those that fail leave."""
+        self._leave(post_each(self.servers, path, body, timeout_s or self.timeout_s))
 
     def each(self, action: Callable[[list[ServerInfo]], object]) -> None:
-        """Do `action`, which may be repeated, with all servers, and again without the one that failed, until it succeeds."""
-        while True:
+        """Do `action`, which may be repeated, with all servers, and again without those that failed, until it succeeds or none is left."""
+        while self.servers:
             try:
                 action(list(self.servers))
                 return
+            except ServersFailed as failed:
+                self._leave(failed.errors)
+
+    def each_alone(self, count: Callable[[ServerInfo], int]) -> int:
+        """The sum of `count` over the servers; one that fails leaves."""
+        total = 0
+        for server in list(self.servers):
+            try:
+                total += count(server)
             except ServerError as error:
                 self._leave([error])
+        return total
 
     def _leave(self, errors: list[ServerError]) -> None:
         for error in errors:
             log.warning("push of version %d goes on without %s", self.report.version, error)
             self.report.failed.append(error.server.name)
         self.servers = [server for server in self.servers if server.name not in self.report.failed]
-        if not self.servers:
-            failed = ", ".join(self.report.failed) or "none announced"
-            raise RuntimeError(f"push of version {self.report.version}: no server is left ({failed})")
 
 
 class _Paused:
     """The pause window. Leaving it resumes every member, also after an error: a paused server holds its requests for ever."""
 
-    def __init__(self, members: _Members, interrupt: str, report: PushReport):
-        self.members, self.report = members, report
+    def __init__(self, members: _Members, interrupt: str, report: PushReport, timeout_s: float):
+        self.members, self.report, self.timeout_s = members, report, timeout_s
         # With nothing in flight (`none`) the modes differ only in whether the prefix cache may be flushed.
         self.mode = "retract" if interrupt == "none" else interrupt
         self.flush_cache = self.mode != "in_place"  # flushing under running requests would kill the scheduler
 
     def __enter__(self) -> _Paused:
         self.report.paused_at = time.time()
-        self.members.post("/pause_generation", {"mode": self.mode})
+        self.members.post("/pause_generation", {"mode": self.mode}, self.timeout_s)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for error in post_each(self.members.servers, "/continue_generation", {}, self.members.timeout_s):
-            log.warning("could not resume: %s", error)
+        self.members.post("/continue_generation", {}, self.timeout_s)
         self.report.pause_s = time.time() - self.report.paused_at
 
 
-def _with_last(buckets: Iterable[Bucket]) -> Iterator[tuple[Bucket, bool]]:
+def _with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each bucket with whether it is the last one."""
     iterator = iter(buckets)
     current = next(iterator)

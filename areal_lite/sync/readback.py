@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from areal_lite.rollout.server import ServerInfo
-from areal_lite.sync.control import ServerError, post
+from areal_lite.sync.control import post
 
 
 class Readback:
@@ -27,20 +27,23 @@ class Readback:
             self.tensors.update((name, tensor) for name, tensor in bucket if name.endswith(("norm.weight", "0.mlp.down_proj.weight")))
             yield bucket
 
-    def verify(self, servers: list[ServerInfo], timeout_s: float) -> int:
-        """Compare checksums on all servers; returns how many tensors were compared. Raises ServerError at the first difference."""
+    def verify(self, server: ServerInfo, timeout_s: float) -> int:
+        """Compare checksums on `server`; returns how many tensors were compared.
+
+        Raises ServerError if it does not answer, ValueError if it has other weights or cannot tell."""
         compared = 0
-        for server in servers:
-            for name, tensor in self.tensors.items():
-                if tensor.dim() > 1 and server.tensor_parallel > 1:
-                    continue  # the server's ranks hold slices of it
-                answer = post(server, "/get_weights_by_name", {"name": name, "truncate_size": tensor.shape[0]}, timeout_s)
-                if answer is None:
-                    raise ServerError(server, f"cannot read {name} back; was it started with AREAL_LITE_READBACK=1?")
-                theirs = torch.from_numpy(np.asarray(answer, np.float32)).to(tensor.dtype)
-                if checksum(theirs) != checksum(tensor):
-                    raise ServerError(server, f"{name} differs from the trainer's after the push")
-                compared += 1
+        for name, tensor in self.tensors.items():
+            if tensor.dim() > 1 and server.tensor_parallel > 1:
+                continue  # the server's ranks hold slices of it
+            answer = post(server, "/get_weights_by_name", {"name": name, "truncate_size": tensor.shape[0]}, timeout_s)
+            if answer is None:
+                raise ValueError(
+                    f"server {server.name} cannot read {name} back: sync.verify needs servers started with AREAL_LITE_READBACK=1"
+                )
+            theirs = torch.from_numpy(np.asarray(answer, np.float32)).to(tensor.dtype)
+            if checksum(theirs) != checksum(tensor):
+                raise ValueError(f"server {server.name}: {name} differs from the trainer's after the push")
+            compared += 1
         return compared
 
 

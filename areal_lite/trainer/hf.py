@@ -1,131 +1,75 @@
-"""Hugging Face checkpoints <-> the parameters of this tensor-parallel rank.
+"""Hugging Face checkpoints <-> the parameters of a model that is spread over tensor-, pipeline- and expert-parallel ranks.
 
-`layout(name)` says of a Megatron parameter which Hugging Face tensors it holds, and how the shards of all tensor-parallel ranks and those
-tensors make each other up. Import, export and weight pushes all go through it, so a round trip gives the same bits back.
-
-| Megatron                        | Hugging Face                      | split over ranks           |
-|---------------------------------|-----------------------------------|----------------------------|
-| word_embeddings, output_layer   | embed_tokens, lm_head             | rows (vocabulary)          |
-| linear_qkv                      | q_proj, k_proj, v_proj            | rows, by key-value group   |
-| linear_fc1                      | gate_proj, up_proj                | rows of each               |
-| linear_proj, linear_fc2         | o_proj, down_proj                 | columns                    |
-| layer norms                     | the same                          | not                        |
+Import: each rank reads from the safetensors files the slices that it holds, and nothing else. Export and weight pushes: global rank 0 gets
+every tensor, bucket after bucket, so that no rank ever holds a copy of the whole model. Both go by the tables of `architectures`, whose
+names count layers and experts over the whole model; a round trip gives the same bits back.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from areal_lite.trainer.architectures import layout
 from areal_lite.trainer.files import publish_folder, scratch_folder
-from areal_lite.trainer.model import head_dim
 
 SHARD_BYTES = 4 << 30  # of an exported checkpoint
 # Beside these, a checkpoint folder holds only weights.
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 Bucket = list[tuple[str, Tensor]]
 
-
-@dataclass(frozen=True)
-class Layout:
-    """One parameter's Hugging Face tensors. `split(tensors, ranks)` gives each rank's shard; `join(shards)` gives the tensors back."""
-
-    names: tuple[str, ...]
-    split: Callable[[list[Tensor], int], list[Tensor]]
-    join: Callable[[list[Tensor]], list[Tensor]]
+_LOCAL_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Without tensor parallelism nothing is copied: a push of the weights would read and write them once more."""
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """This rank's parameters, with layers and experts counted over the whole model. `chunks`: its parts of the model, one per virtual stage."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found = _LOCAL_LAYER.search(name)
+            if found:
+                layer = chunk.decoder.layers[int(found[0])]
+                name = _LOCAL_LAYER.sub(str(layer.layer_number - 1), name)
+                name = _LOCAL_EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+            yield name, parameter
 
 
-def _whole(name: str) -> Layout:
-    return Layout((name,), lambda tensors, ranks: tensors * ranks, lambda shards: shards[:1])
+def _is_expert(name: str) -> bool:
+    return ".local_experts." in name
 
 
-def _sliced(name: str, dim: int) -> Layout:
-    return Layout((name,), lambda tensors, ranks: list(tensors[0].chunk(ranks, dim)), lambda shards: [_cat(shards, dim)])
+def _split_rank(name: str) -> tuple[int, int]:
+    """(this rank, ranks) of the group over which the parameter is split."""
+    if _is_expert(name):
+        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _gated(names: tuple[str, str]) -> Layout:
-    def split(tensors: list[Tensor], ranks: int) -> list[Tensor]:
-        gate, up = (t.chunk(ranks) for t in tensors)
-        return [torch.cat(pair) for pair in zip(gate, up)]
-
-    def join(shards: list[Tensor]) -> list[Tensor]:
-        gate, up = zip(*(shard.chunk(2) for shard in shards))
-        return [_cat(gate), _cat(up)]
-
-    return Layout(names, split, join)
-
-
-def _qkv(names: tuple[str, str, str], hf: PretrainedConfig) -> Layout:
-    """Megatron interleaves by key-value group: the queries of the group, its key, its value."""
-    groups, dim = hf.num_key_value_heads, head_dim(hf)
-    queries = hf.num_attention_heads // groups * dim
-
-    def split(tensors: list[Tensor], ranks: int) -> list[Tensor]:
-        by_group = torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], 1)
-        return [part.flatten(0, 1) for part in by_group.chunk(ranks)]
-
-    def join(shards: list[Tensor]) -> list[Tensor]:
-        parts = _cat(shards).unflatten(0, (groups, -1)).split((queries, dim, dim), 1)
-        return [part.flatten(0, 1).contiguous() for part in parts]
-
-    return Layout(names, split, join)
-
-
-def layout(name: str, hf: PretrainedConfig) -> Layout:
-    """How the Megatron parameter `name` is kept in a Hugging Face checkpoint."""
-    top = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
-    if name in top:
-        return _sliced(top[name], 0)
-    if name == "decoder.final_layernorm.weight":
-        return _whole("model.norm.weight")
-    _, _, index, part = name.split(".", 3)
-    layer, kind = f"model.layers.{index}", part.rpartition(".")[2]
-    if part.startswith("self_attention.linear_qkv."):
-        return _qkv(tuple(f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"), hf)
-    if part == "mlp.linear_fc1.weight":
-        return _gated((f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"))
-    columns = {"self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight"}
-    if part in columns:
-        return _sliced(f"{layer}.{columns[part]}", 1)
-    norms = {
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    }
-    return _whole(f"{layer}.{norms[part]}")
-
-
-def load_hf(model: torch.nn.Module, folder: Path, hf: PretrainedConfig, group: dist.ProcessGroup) -> None:
-    """Set this rank's parameters from the safetensors files in `folder`. Raises ValueError for a missing file or tensor."""
+@torch.no_grad()
+def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, hf: PretrainedConfig) -> None:
+    """Set this rank's parameters from the safetensors files in `folder`. Raises ValueError for a missing file or tensor, or a wrong shape."""
     index = weight_files(folder)
     readers = {path: safe_open(path, "pt") for path in set(index.values())}
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            plan = layout(name, hf)
-            missing = [n for n in plan.names if n not in index]
-            if missing:
-                raise ValueError(f"{folder}: no tensor {missing[0]} in its safetensors files")
-            tensors = [readers[index[n]].get_tensor(n) for n in plan.names]
-            shard = plan.split(tensors, group.size())[group.rank()]
-            if shard.shape != parameter.shape:
-                raise ValueError(f"{folder}: {plan.names[0]} does not have the shape that config.json implies")
-            parameter.copy_(shard)
+    for name, parameter in global_parameters(chunks):
+        plan = layout(name, hf)
+        missing = [n for n in plan.names if n not in index]
+        if missing:
+            raise ValueError(f"{folder}: no tensor {missing[0]} in its safetensors files")
+        shard = plan.shard(hf, [readers[index[n]].get_slice(n) for n in plan.names], *_split_rank(name))
+        if shard.shape != parameter.shape:
+            raise ValueError(f"{folder}: {plan.names[0]} does not have the shape that config.json implies")
+        parameter.copy_(shard)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -140,36 +84,78 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return index
 
 
-def hf_weights(model: torch.nn.Module, hf: PretrainedConfig, group: dist.ProcessGroup, bucket_bytes: int) -> Iterator[Bucket]:
-    """Whole Hugging Face tensors in buckets of about `bucket_bytes` (more only where one parameter is larger).
+class WeightStream:
+    """The live weights under their Hugging Face names, brought together on global rank 0. Every rank constructs one, together.
 
-    All ranks of the tensor-parallel `group` iterate together, and each gets every tensor. Use a bucket before asking for the next: its
-    memory is given up then, and without tensor parallelism most tensors are views of the live parameters.
+    `takes_part` says whether this rank holds something that rank 0 needs: one replica of each parameter is enough, so it is False on most
+    data- and context-parallel ranks, except where those share experts.
     """
-    bucket: Bucket = []
-    held = 0
-    for name, parameter in model.named_parameters():
-        size = parameter.nbytes * group.size()
-        if bucket and held + size > bucket_bytes:
-            yield bucket
-            bucket, held = [], 0
-        plan = layout(name, hf)
-        bucket.extend(zip(plan.names, plan.join(_gather(parameter.detach(), group))))
-        held += size
-    if bucket:
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], hf: PretrainedConfig):
+        self.hf = hf
+        self.own = {name: p for name, p in sorted(global_parameters(chunks), key=_order) if self._sends(name)}
+        mine = [(name, _split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.takes_part = bool(mine) or rank == 0
+        gathered = [None] * world if rank == 0 else None
+        dist.gather_object(mine, gathered)
+        # Of each parameter, in the order in which it is sent: (rank in its split, global rank, shape) of its shards.
+        self.shards: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {}
+        for sender, theirs in enumerate(gathered or []):
+            for name, part, shape in theirs:
+                self.shards.setdefault(name, []).append((part, sender, shape))
+        self.shards = {name: sorted(shards) for name, shards in sorted(self.shards.items(), key=_order)}
+
+    def _sends(self, name: str) -> bool:
+        if name == "output_layer.weight" and self.hf.tie_word_embeddings:
+            return False  # a last pipeline stage's copy of the embedding
+        if layout(name, self.hf).replicated and _split_rank(name)[0] > 0:
+            return False
+        if _is_expert(name):
+            return parallel_state.get_expert_data_parallel_rank() == 0
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+    def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """On rank 0: whole tensors in buckets of about `bucket_bytes` (more only where one parameter is larger), each tensor once.
+
+        All ranks that take part iterate together; on those other than 0 there are no buckets, and the first step sends everything.
+        The stream keeps no bucket: one lives as long as its consumer holds it, so a consumer that asks for the next before it has used one
+        holds two. Of a parameter that is not split most tensors are views of the live parameter: use them before the next update.
+        """
+        if dist.get_rank() > 0:
+            for parameter in self.own.values():
+                dist.send(parameter.detach(), 0)
+            return
+        bucket: Bucket = []
+        held = 0
+        itemsize = next(iter(self.own.values())).itemsize
+        for name, shards in self.shards.items():
+            size = itemsize * sum(torch.Size(shape).numel() for _, _, shape in shards)
+            if bucket and held + size > bucket_bytes:
+                yield bucket
+                bucket, held = [], 0
+            plan = layout(name, self.hf)
+            bucket.extend(zip(plan.names, plan.join(self.hf, self._receive(name, shards))))
+            held += size
         yield bucket
 
+    def _receive(self, name: str, shards: list[tuple[int, int, tuple[int, ...]]]) -> list[Tensor]:
+        like = next(iter(self.own.values())).detach()
+        tensors = [self.own[name].detach() if sender == 0 else like.new_empty(shape) for _, sender, shape in shards]
+        for request in [dist.irecv(tensor, sender) for tensor, (_, sender, _) in zip(tensors, shards) if sender > 0]:
+            request.wait()
+        return tensors
 
-def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
+
+def _order(item: tuple[str, object]) -> tuple[int, str]:
+    """Layer by layer, the same on all ranks: what comes first is sent first."""
+    name = item[0]
+    layer = _LOCAL_LAYER.search(name)
+    return (int(layer[0]) if layer else -1, name)
 
 
 def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Write a checkpoint that transformers and SGLang load: weights from `buckets`, all else copied from the folder `source`.
+    """Write a checkpoint that transformers and SGLang load: weights from `buckets`, a file each, all else copied from the folder `source`.
 
     The folder appears under its name only when it is complete and on disk.
     """

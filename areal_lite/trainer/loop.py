@@ -1,7 +1,8 @@
 """The trainer process: `python -m areal_lite.trainer.loop RUN_DIR`, one per rank, with torchrun's environment where there are several.
 
 A step: pull the shard of batch k (k is also the trainer's version) -> M updates -> push version k + 1 -> metrics, checkpoint, evaluation.
-The controller reopens admission as soon as the push is over: what comes after it costs generation nothing.
+The controller reopens admission as soon as the push is over: what comes after it costs generation nothing. The first k is the step of the
+newest checkpoint, 0 without one; a stop that was asked for ends the run after a step (areal_lite/resume.py).
 """
 
 from __future__ import annotations
@@ -20,30 +21,50 @@ from megatron.core import parallel_state
 from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.launch.process import die_with_parent
-from areal_lite.observe.metrics import MetricsLog, append_event, write_json
+from areal_lite.observe.metrics import MetricsLog, append_event, forget_after, read_events, write_json
+from areal_lite.resume import CHECKPOINTS, stop_requested, withdraw_stop
 from areal_lite.sync.control import in_thread
 from areal_lite.sync.probe import Probe
 from areal_lite.sync.push import WeightPusher
+from areal_lite.trainer.checkpoint import Checkpoints
+from areal_lite.trainer.critic import Critic
 from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.files import save_batch
+from areal_lite.trainer.objective import needs_reference
+from areal_lite.trainer.optimizer import SkippedSteps, on_every_rank
 from areal_lite.trainer.parallel import shutdown
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.reference import Reference
+from areal_lite.trainer.step import Models, policy_step
+from areal_lite.trajectory import TrainBatch
 
 log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, run_dir: Path) -> None:
     """The whole run of one rank."""
-    engine = MegatronEngine(config.trainer, Path(config.model), config.seed)
-    controller = ControllerClient(run_dir, config.trainer.batch_timeout_s)
+    models = build_models(config)
+    engine, trainer = models.policy, config.trainer
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, models.trained, trainer.keep_checkpoints, trainer.milestone_every)
+    start = done = checkpoints.resume()
+    skipped = SkippedSteps(trainer.max_skipped_steps)
+    controller = ControllerClient(run_dir, _patience_s(config))
     rank = parallel_state.get_data_parallel_rank()
-    lead = _Lead(config, run_dir, controller) if dist.get_rank() == 0 else None
-    # One copy of the weights is enough: that of the first data-parallel rank.
-    pusher = WeightPusher(engine, controller if lead else None, config, run_dir) if rank == 0 else None
-    for step in range(config.trainer.steps):
+    lead = _Lead(config, run_dir, controller, start) if dist.get_rank() == 0 else None
+    pusher = WeightPusher(engine, controller if lead else None, config, run_dir) if engine.weights.takes_part else None
+    if pusher and start:
+        pusher.servers = []  # they start with version 0, not ours
+    if trainer.offload:
+        models.offload()
+    for step in range(start, trainer.steps):
         times = [time.time()]
-        batch, info = controller.batch(step, rank, config.trainer.data_parallel)
+        batch, info = controller.batch(step, rank, trainer.data_parallel, lambda: pusher and pusher.push(step))
         times.append(time.time())
-        result = policy_step(engine, batch, config, step)
+        if trainer.offload:
+            models.onload()
+        result = policy_step(models, batch, config, step)
+        if trainer.offload:
+            models.offload()
+        _look_at_skipped(skipped, result.metrics["skipped"] + result.metrics.get("critic_skipped", 0.0), batch, step, run_dir)
         times.append(time.time())
         if lead:
             lead.before_push(step, batch, result.prox, pusher.servers)
@@ -53,13 +74,23 @@ def train(config: TrainConfig, run_dir: Path) -> None:
             wait_s, train_s, push_s = (later - earlier for earlier, later in zip(times, times[1:]))
             timing = {"wait_s": wait_s, "train_s": train_s, "push_s": push_s}
             lead.after_push(step, {**info, **result.metrics, **timing}, asdict(report))
-        if config.trainer.save_every and (step + 1) % config.trainer.save_every == 0 and step + 1 < config.trainer.steps:
-            engine.save(run_dir / "checkpoints" / f"step-{step + 1}", {"step": step + 1})
-    if lead:
-        lead.evaluate_last()
-    # Before anything that waits for the servers: what was learned must not depend on them.
-    engine.save(run_dir / "checkpoints" / f"step-{config.trainer.steps}", {"step": config.trainer.steps})
-    engine.export_hf(run_dir / "checkpoints" / "hf")
+        checkpoints.poll()
+        done = step + 1
+        if done == trainer.steps:
+            break
+        stopping = on_every_rank(stop_requested(run_dir))
+        if stopping or (trainer.save_every and done % trainer.save_every == 0):
+            checkpoints.save(done, {"step": done})
+        if stopping:
+            break
+    if start < done == trainer.steps:
+        if lead:
+            lead.evaluate_last()
+            withdraw_stop(run_dir)
+        # Before anything that waits for the servers: what was learned must not depend on them.
+        checkpoints.save(done, {"step": done})
+        engine.export_hf(run_dir / CHECKPOINTS / "hf")
+    checkpoints.wait()
     if pusher:
         pusher.close()
     if lead:
@@ -67,15 +98,40 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     shutdown()
 
 
+def _look_at_skipped(skipped: SkippedSteps, updates: float, batch: TrainBatch, step: int, run_dir: Path) -> None:
+    """Keep the batch of a step with an update that was skipped, for inspection. Raises FloatingPointError after too many in a row."""
+    if updates:
+        save_batch(batch, run_dir / "bad_batches" / f"step-{step + 1}-rank-{dist.get_rank()}.msgpack")
+    skipped.record(step + 1, updates)
+
+
+def build_models(config: TrainConfig) -> Models:
+    """The policy, and what its objective needs beside it. The critic starts as the policy does, and its learning rate has the same shape."""
+    trainer, algo = config.trainer, config.algo
+    models = Models(MegatronEngine(trainer, Path(config.model), config.seed))
+    if needs_reference(algo):
+        models.reference = Reference(trainer, Path(algo.reference))
+    if algo.advantage.estimator == "gae":
+        critic = replace(trainer, lr=algo.critic.lr, min_lr=trainer.min_lr * algo.critic.lr / trainer.lr, clip_grad=algo.critic.clip_grad)
+        models.critic = Critic(critic, Path(config.model), config.seed)
+    return models
+
+
+def _patience_s(config: TrainConfig) -> float:
+    """How long to wait for the controller: a server may have to start, or to start again, before there can be an answer."""
+    return config.server.start_timeout_s + config.trainer.batch_timeout_s
+
+
 class _Lead:
     """What rank 0 does beside training: metrics, evaluation, and the check of the servers' log-probs."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, controller: ControllerClient):
+    def __init__(self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int):
         self.config, self.run_dir, self.controller = config, run_dir, controller
+        forget_after(run_dir, start)
         self.metrics = MetricsLog(run_dir, config.logger, asdict(replace(config, server=replace(config.server, api_key=None))))
         self.probe = Probe(run_dir, config)
         self.last = time.time()
-        self.evaluations: list[Future] = [self._evaluate(0)] if config.eval.problems else []
+        self.evaluations: list[Future] = [self._evaluate(0)] if config.eval.problems and not start and not read_events(run_dir, "evals") else []
         self.probed: dict[str, float | None] = {}
 
     def before_push(self, step: int, batch, prox, servers) -> None:
@@ -110,7 +166,7 @@ class _Lead:
     def _evaluate(self, version: int) -> Future:
         # On a connection of its own: an evaluation takes long and training goes on beside it.
         def evaluate() -> dict[str, Any]:
-            client = ControllerClient(self.run_dir, self.config.trainer.batch_timeout_s)
+            client = ControllerClient(self.run_dir, _patience_s(self.config))
             try:
                 return client.evaluate(version)
             finally:
@@ -130,7 +186,7 @@ def main() -> int:
     run_dir = Path(sys.argv[1])
     try:
         train(load_config(run_dir), run_dir)
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         log.error("%s", error)
         return 1
     return 0

@@ -7,6 +7,8 @@ the tables below with those names replaced. Neither `torch` nor any installed fi
 * `ONEDNN_SUBSTITUTIONS` apply there too, if this torch was built with oneDNN.
 * `TORCH_ADAMW_FIXES` repair checkpointing of `torch.optim.AdamW` inside the distributed optimizer. Megatron-core takes that optimizer
   wherever neither Transformer Engine nor Apex is installed, so they apply there, CUDA or not.
+* `ROUTER_FIXES` repair the router of a mixture of experts where Transformer Engine is not installed, CUDA or not.
+* `CHECKPOINT_FIXES` repair the distributed optimizer's checkpoints, everywhere.
 
 Every substitution says how often it must match. A source that matches differently (another version) raises ImportError.
 """
@@ -59,11 +61,19 @@ CPU_SUBSTITUTIONS = (
             "dist_checkpointing.strategies.state_dict_saver": 1,
             "optimizer.distrib_optimizer": 2,
             "optimizer.optimizer": 1,
+            "pipeline_parallel.p2p_communication": 6,
             "tensor_parallel.layers": 8,
             "tensor_parallel.mappings": 5,
+            "transformer.moe.router": 6,
+            "utils": 2,
         },
     ),
-    Substitution("move to the device", r"\.cuda\(\)", ".cpu()", {"optimizer.distrib_optimizer": 1}),
+    Substitution(
+        "move to the device",
+        r"\.cuda\(\)",
+        ".cpu()",
+        {"models.common.language_module.language_module": 1, "optimizer.distrib_optimizer": 1},
+    ),
     Substitution(
         "tensor type name",
         r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'",
@@ -74,7 +84,53 @@ CPU_SUBSTITUTIONS = (
         "synchronize",
         r"torch\.cuda\.synchronize\(\)",
         "torch.cpu.synchronize()",
-        {"dist_checkpointing.strategies.async_utils": 1, "dist_checkpointing.strategies.filesystem_async": 1},
+        {
+            "dist_checkpointing.strategies.async_utils": 1,
+            "dist_checkpointing.strategies.filesystem_async": 1,
+            "pipeline_parallel.p2p_communication": 2,
+        },
+    ),
+    # There is one generator.
+    Substitution("random numbers", r"torch\.cuda\.(get_rng_state|manual_seed)\(", r"torch.\1(", {"tensor_parallel.random": 4}),
+    Substitution(
+        "random state",
+        r"return torch\.cuda\.random\.get_rng_state\(device=device\)",
+        "return torch.get_rng_state()",
+        {"tensor_parallel.random": 1},
+    ),
+    Substitution("set random state", r"_lazy_call\(cb\)", "torch.set_rng_state(new_state)", {"tensor_parallel.random": 1}),
+    # Experts: counts of tokens become lists for the all-to-all, on a stream of its own where there are streams.
+    Substitution(
+        "token counts", r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)", {"transformer.moe.moe_utils": 1}
+    ),
+    Substitution(
+        "memory of another stream",
+        r"tensor\.record_stream\(torch\.cuda\.current_stream\(\)\)",
+        "pass",
+        {"transformer.moe.moe_utils": 1},
+    ),
+    Substitution(
+        "streams",
+        r"torch\.cuda\.(Stream|current_stream|stream)\(",
+        r"torch.cpu.\1(",
+        {"transformer.moe.token_dispatcher": 4},
+    ),
+    Substitution("event", r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()", {"transformer.moe.token_dispatcher": 1}),
+    # Experts that are split too: gloo gathers and scatters equal parts only.
+    Substitution(
+        "gathering of unequal parts",
+        r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
+        "torch.distributed.all_to_all_single(\n"
+        "            output, torch.cat([input_] * world_size), output_split_sizes, [len(input_)] * world_size, group=group)",
+        {"tensor_parallel.mappings": 1},
+    ),
+    Substitution(
+        "summing of unequal parts",
+        r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
+        "total = input_.clone()\n"
+        "        torch.distributed.all_reduce(total, group=group)\n"
+        "        output.copy_(torch.split(total, input_split_sizes, dim=0)[rank])",
+        {"tensor_parallel.mappings": 1},
     ),
     # On a CPU torch.compile costs more at start than these few fused operations ever give back.
     Substitution("jit fuser", r"(?m)^enable_jit_fuser\(\)", "disable_jit_fuser()", {"jit": 1}),
@@ -98,7 +154,8 @@ ONEDNN_SUBSTITUTIONS = (
     Substitution(
         "gradient of its weight",
         r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
-        "grad_weight = " + _ONEDNN.format("total_input.t()", "grad_output.t()") + ".t()",
+        # It refuses to add up nothing: an expert that no token chose.
+        "grad_weight = " + _ONEDNN.format("total_input.t()", "grad_output.t()") + ".t() if len(total_input) else torch.zeros_like(weight)",
         {"tensor_parallel.layers": 1},
     ),
 )
@@ -127,11 +184,35 @@ TORCH_ADAMW_FIXES = (
     ),
 )
 
+ROUTER_FIXES = (
+    # The name is not defined where its import failed.
+    Substitution(
+        "Transformer Engine's matrix product",
+        r"if te_general_gemm is not None",
+        "if HAVE_TE and te_general_gemm is not None",
+        {"transformer.moe.moe_utils": 2},
+    ),
+)
 
-def substitutions(cuda: bool, onednn: bool, fused_adam: bool) -> tuple[Substitution, ...]:
-    """What must change on a machine with or without CUDA and oneDNN, with or without the fused Adam of Transformer Engine or Apex."""
+
+CHECKPOINT_FIXES = (
+    # The gathered state leaves out the padding between buckets, which the positions of parameters count. A shared embedding on two pipeline
+    # stages has a bucket of its own: without this, all that follows it would be saved shifted.
+    Substitution(
+        "position without padding",
+        r"state_ten = world_tensors\[state_key\]\[param_world_start:param_world_end\]",
+        "gap = sum(b.grad_data.numel() - b.numel_unpadded for b in buffer.buckets[: buffer.param_index_map[model_param][2]]);"
+        " state_ten = world_tensors[state_key][param_world_start - gap : param_world_end - gap]",
+        {"optimizer.distrib_optimizer": 1},
+    ),
+)
+
+
+def substitutions(cuda: bool, onednn: bool, transformer_engine: bool, apex: bool) -> tuple[Substitution, ...]:
+    """What must change on a machine that has these, or does not."""
     cpu = () if cuda else CPU_SUBSTITUTIONS + (ONEDNN_SUBSTITUTIONS if onednn else ())
-    return cpu + (() if fused_adam else TORCH_ADAMW_FIXES)
+    without = (() if transformer_engine else ROUTER_FIXES) + (() if transformer_engine or apex else TORCH_ADAMW_FIXES)
+    return cpu + without + CHECKPOINT_FIXES
 
 
 def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
@@ -151,8 +232,8 @@ def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
 
 @cache
 def _active() -> tuple[Substitution, ...]:
-    fused_adam = any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex"))
-    return substitutions(torch.cuda.is_available(), torch.backends.mkldnn.is_available(), fused_adam)
+    transformer_engine, apex = (importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
+    return substitutions(torch.cuda.is_available(), torch.backends.mkldnn.is_available(), transformer_engine, apex)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

@@ -1,17 +1,20 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state, from `TrainerConfig` and torchrun's environment.
 
-The world is tensor_parallel x data_parallel ranks, tensor-parallel ranks next to each other. Without RANK in the environment the
-process is a world of one.
+The world is tensor x context x data x pipeline ranks, in this order from the fastest-changing to the slowest: tensor-parallel ranks stand
+next to each other, pipeline stages farthest apart. Experts are dealt to some of the tensor x context x data ones. Without RANK in the
+environment the process is a world of one.
 """
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_lite.config import TrainerConfig
 
@@ -29,19 +32,29 @@ def select_device(config: TrainerConfig) -> torch.device:
     return torch.device(wanted, int(os.environ.get("LOCAL_RANK", 0))) if wanted == "cuda" else torch.device("cpu")
 
 
+def select_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """The dtype of parameters and activations. Raises ValueError for an unknown one."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    names["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if config.dtype not in names:
+        raise ValueError(f"trainer.dtype={config.dtype}: use one of {', '.join(sorted(names))}")
+    return names[config.dtype]
+
+
 def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     """Join the process group (nccl on GPUs, gloo without), build Megatron's groups, seed torch; return this rank's device.
 
-    A second call only returns the device. Raises ValueError when tensor_parallel x data_parallel is not the world size.
+    A second call only returns the device. Raises ValueError when the parallel sizes do not make up the world.
     """
     device = select_device(config)
     if parallel_state.model_parallel_is_initialized():
         return device
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if config.tensor_parallel * config.data_parallel != world_size:
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if config.world_size != world:
         raise ValueError(
-            f"trainer.tensor_parallel={config.tensor_parallel} x trainer.data_parallel={config.data_parallel}"
-            f" ranks, but WORLD_SIZE is {world_size}: start that many"
+            f"trainer.tensor_parallel={config.tensor_parallel} x pipeline_parallel={config.pipeline_parallel}"
+            f" x context_parallel={config.context_parallel} x data_parallel={config.data_parallel}"
+            f" ranks, but WORLD_SIZE is {world}: start that many"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -56,9 +69,47 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=_expert_tensor_parallel(config),
+    )
+    model_parallel_cuda_manual_seed(seed)  # Megatron wants its generators even where nothing draws from them
     torch.manual_seed(seed)
     return device
+
+
+def _expert_tensor_parallel(config: TrainerConfig) -> int:
+    """Experts that are dealt to ranks are whole there; those that are not are split like all else."""
+    return 1 if config.expert_parallel > 1 else config.tensor_parallel
+
+
+def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What Megatron's TransformerConfig must know of the layout, of communication and of recomputation."""
+    interleaved = config.virtual_pipeline > 1
+    recompute = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
+    return {
+        "tensor_model_parallel_size": config.tensor_parallel,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_size": config.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline if interleaved else None,
+        "context_parallel_size": config.context_parallel,
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": _expert_tensor_parallel(config),
+        "pipeline_dtype": dtype,
+        "batch_p2p_sync": False,
+        # Between two interleaved stages both directions link the same two ranks, and batched messages would be mistaken for each other.
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+        **recompute[config.recompute],
+    }
 
 
 def shutdown() -> None:

@@ -22,7 +22,6 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.process import die_with_parent
 from areal_lite.observe.metrics import append_event
 from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
 from areal_lite.trainer.parallel import shutdown
 from areal_lite.trainer.step import data_parallel_sum
 from areal_lite.trajectory import TrainBatch, Trajectory
@@ -40,22 +39,22 @@ def train(config: SftConfig, run_dir: Path) -> None:
     for step in range(config.trainer.steps):
         first = step * config.batch_size
         batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in range(first + rank, first + config.batch_size, world)])
-        result = update(engine, batch, config.trainer.tokens_per_microbatch)
+        result = update(engine, batch)
         if lead:
             append_event(run_dir, "sft", {"step": step + 1, **result})
     engine.export_hf(config.out)
     shutdown()
 
 
-def update(engine: MegatronEngine, batch: TrainBatch, budget: int) -> dict[str, float]:
+def update(engine: MegatronEngine, batch: TrainBatch) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood of the masked tokens of all ranks."""
     mask = torch.from_numpy(batch.loss_mask).to(engine.device)
-    denominator = data_parallel_sum(float(batch.loss_mask.sum()))
+    denominator = float(data_parallel_sum(torch.tensor(float(batch.loss_mask.sum()), dtype=torch.float64, device=engine.device)))
 
     def loss(logprobs, entropy, microbatch):
         return -(logprobs * mask[microbatch.where]).sum() / denominator, {}
 
-    return engine.update(make_microbatches(batch, budget), loss)
+    return engine.update(engine.microbatches(batch), loss)
 
 
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:

@@ -1,122 +1,150 @@
 """One training step: a batch of trajectories becomes M optimizer updates.
 
-    advantages -> proximal log-probs (weights just before the step) -> M minibatches -> decoupled PPO loss -> update
+    log-probs and values before the step -> advantages -> M minibatches, each one update of the policy (and of the critic)
 
-The loss is a token mean over the whole minibatch, over all data-parallel ranks and micro-batches: every micro-batch contributes
-sum(m L) / N with the global N, so the result does not depend on how sequences were packed or spread.
+Every micro-batch contributes its share of a mean over the whole minibatch, over all data-parallel ranks, so the result does not depend on
+how sequences were packed or spread. What is computed is in areal_lite/trainer/objective.py; here is in which order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 
-from areal_lite.algo.advantages import grpo
-from areal_lite.algo.correction import loglinear_prox
-from areal_lite.algo.losses import LossInputs, ppo_loss
-from areal_lite.config import AlgoConfig, TrainConfig
+from areal_lite.algo.metrics import by_staleness, effective_sample_size
+from areal_lite.config import TrainConfig
+from areal_lite.trainer import objective
+from areal_lite.trainer.critic import Critic
 from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
+from areal_lite.trainer.objective import Minibatch, StepTensors
+from areal_lite.trainer.packing import MicroBatch
+from areal_lite.trainer.reference import Reference
+from areal_lite.trainer.trainable import TrainableModel
 from areal_lite.trajectory import TrainBatch
 
 
 @dataclass
+class Models:
+    """What a step computes with: the policy; the reference policy where there is a KL or Trajectory Balance; the critic for GAE."""
+
+    policy: MegatronEngine
+    reference: Reference | None = None
+    critic: Critic | None = None
+
+    @property
+    def trained(self) -> dict[str, TrainableModel]:
+        """What is trained, and so belongs in a checkpoint, by name."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+    def offload(self) -> None:
+        """Leave the device's memory to others until `onload`: what only updates need."""
+        for model in self.trained.values():
+            model.offload()
+
+    def onload(self) -> None:
+        for model in self.trained.values():
+            model.onload()
+
+
+@dataclass
 class StepResult:
-    """`metrics`: floats for metrics.jsonl. `prox`: float32 [T], log-probs of this rank's batch under the weights before the step."""
+    """`metrics`: for metrics.jsonl. `prox`: float32 [T], log-probs of this rank's batch under the weights before the step."""
 
-    metrics: dict[str, float]
-    prox: torch.Tensor
+    metrics: dict[str, float | list[float]]
+    prox: Tensor
 
 
-def policy_step(engine: MegatronEngine, batch: TrainBatch, config: TrainConfig, version: int) -> StepResult:
+def policy_step(models: Models, batch: TrainBatch, config: TrainConfig, version: int) -> StepResult:
     """Train on `batch`, this rank's whole groups of the step. `version`: the trainer's at the start of the step. Every rank calls it."""
-    temperature, algo, device = config.rollout.temperature, config.algo, engine.device
-    advantages = grpo(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group_ids), divide_by_std=algo.advantage_std)
-    tokens = _Tokens(batch, advantages, device)
-    if algo.prox == "recompute" or not algo.decoupled:
-        tokens.prox = engine.logprobs(make_microbatches(batch, config.trainer.tokens_per_microbatch), temperature)
-    totals: dict[str, float] = {}
-    count = 0.0
-    for indices in minibatches(batch.group_ids, config.trainer.minibatches):
-        part = batch.select(indices)
-        where = torch.from_numpy(token_indices(batch, indices)).to(device)
-        denominator = data_parallel_sum(float(tokens.mask[where].sum()))
-        result = engine.update(
-            make_microbatches(part, config.trainer.tokens_per_microbatch),
-            lambda logprobs, entropy, mb: _loss(tokens, where[mb.where], logprobs, entropy, denominator, algo, version),
-            temperature,
-        )
-        for name, value in result.items():
-            totals[name] = value if name == "lr" else totals.get(name, 0.0) + value
-        count += denominator
-    return StepResult(_metrics(totals, count, config.trainer.minibatches), tokens.prox.float().cpu())
+    engine, algo, temperature = models.policy, config.algo, config.rollout.temperature
+    tensors = StepTensors.of(batch, config, engine.device)
+    microbatches = engine.microbatches(batch)
+    if algo.prox == "recompute":
+        tensors.prox = engine.logprobs(microbatches, temperature)
+    if models.reference:
+        tensors.reference = models.reference.logprobs(microbatches, temperature)
+    if models.critic:
+        tensors.values = models.critic.values(microbatches)
+    objective.set_advantages(tensors, config, data_parallel_sum)
+    updates, value_updates = [], []
+    for number, indices in enumerate(batch.minibatches(config.trainer.minibatches)):
+        microbatches = engine.microbatches(batch.select(indices))
+        where = torch.from_numpy(batch.token_indices(indices)).to(engine.device)
+        updates.append(_update_policy(models, tensors, where, microbatches, config, version, first=number == 0))
+        if models.critic:
+            value_updates.append(_update_critic(models.critic, tensors, where, microbatches, config))
+    if algo.prox != "recompute":
+        engine.from_last_stage(tensors.prox)  # where the loss has filled it in
+    metrics = {**_policy_metrics(updates), **_batch_metrics(tensors, config, version), **_critic_metrics(value_updates)}
+    return StepResult(metrics, tensors.prox.float().cpu())
 
 
-class _Tokens:
-    """Per-token tensors of the flat batch on the device. `prox` is filled before the update, or by the update itself (`reuse`, `loglinear`)."""
+def _update_policy(
+    models: Models, tensors: StepTensors, where: Tensor, microbatches: list[MicroBatch], config: TrainConfig, version: int, first: bool
+) -> dict[str, float]:
+    algo, temperature = config.algo, config.rollout.temperature
+    mode = "sequence" if algo.loss == "tb" else algo.reduction
+    minibatch = Minibatch(where, objective.denominator(tensors, where, mode, data_parallel_sum))
+    if algo.loss == "tb":
+        current = tensors.prox.clone()
+        if not first:  # before the first update the policy is the proximal one
+            current[where] = models.policy.logprobs(microbatches, temperature)
+        minibatch.log_z = objective.log_z(tensors, current, algo)
 
-    def __init__(self, batch: TrainBatch, advantages: torch.Tensor, device: torch.device):
-        self.mask = torch.from_numpy(batch.loss_mask).to(device)
-        self.behavior = torch.from_numpy(batch.behavior_logprobs).to(device)
-        self.versions = torch.from_numpy(batch.versions).to(device)
-        self.advantages = advantages[torch.from_numpy(batch.sequence_ids)].to(device)
-        self.prox = torch.zeros_like(self.behavior)
+    def loss(logprobs: Tensor, entropy: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return objective.policy_loss(tensors, minibatch, logprobs, entropy, mb, config, version)
 
-
-def _loss(tokens: _Tokens, where: torch.Tensor, logprobs, entropy, denominator: float, algo: AlgoConfig, version: int):
-    """The share of one micro-batch, whose tokens stand at `where` in the flat batch. An empty minibatch has loss 0."""
-    behavior, mask = tokens.behavior[where], tokens.mask[where]
-    if algo.decoupled and algo.prox == "reuse":
-        tokens.prox[where] = logprobs.detach().float()
-    elif algo.decoupled and algo.prox == "loglinear":
-        tokens.prox[where] = loglinear_prox(behavior, logprobs.float(), tokens.versions[where], version=version)
-    output = ppo_loss(
-        LossInputs(logprobs, tokens.prox[where], behavior, tokens.advantages[where], mask),
-        denominator=max(denominator, 1.0),
-        eps_low=algo.eps_low,
-        eps_high=algo.eps_high,
-        dual_clip=algo.dual_clip,
-        decoupled=algo.decoupled,
-        correction=algo.behavior_weight,
-        correction_cap=algo.behavior_cap,
-    )
-    with torch.no_grad():
-        output.metrics["entropy"] = torch.where(mask, entropy, torch.zeros_like(entropy)).sum().float()
-    return output.loss, output.metrics
+    return models.policy.update(microbatches, loss, temperature)
 
 
-def minibatches(group_ids: np.ndarray, num: int) -> list[np.ndarray]:
-    """Sequence indices of `num` minibatches: whole groups, in the order in which they first appear, equally many each."""
-    _, first, inverse = np.unique(group_ids, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(first))[inverse]
-    groups = len(first)
-    if groups % num:
-        raise ValueError(f"{groups} groups cannot be split into {num} minibatches")
-    return [np.flatnonzero(rank // (groups // num) == m) for m in range(num)]
+def _update_critic(critic: Critic, tensors: StepTensors, where: Tensor, microbatches: list[MicroBatch], config: TrainConfig) -> dict[str, float]:
+    minibatch = Minibatch(where, objective.denominator(tensors, where, "token", data_parallel_sum))
+    return critic.update(microbatches, lambda values, mb: objective.critic_loss(tensors, minibatch, values, mb, config))
 
 
-def token_indices(batch: TrainBatch, sequences: np.ndarray) -> np.ndarray:
-    """int64: where the tokens of `batch.select(sequences)` stand in `batch`."""
-    return np.concatenate([np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in sequences])
-
-
-def data_parallel_sum(value: float) -> float:
-    """Sum over data-parallel ranks, in float64."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    total = torch.tensor(value, dtype=torch.float64, device=device)
+def data_parallel_sum(partial: Tensor) -> Tensor:
+    """Sum over data-parallel ranks."""
+    total = partial.clone()
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return float(total)
+    return total
 
 
-def _metrics(totals: dict[str, float], count: float, num_minibatches: int) -> dict[str, float]:
-    """Means over tokens from sums over tokens. Empty batches have zeros."""
-    count = max(count, 1.0)
-    per_step = {name: totals.pop(name) for name in ("lr", "skipped")}
-    per_update = {name: totals.pop(name) / num_minibatches for name in ("loss", "grad_norm")}
-    weight_sum, weight_square_sum = totals.pop("weight_sum"), totals.pop("weight_square_sum")
-    ess = weight_sum**2 / (count * weight_square_sum) if weight_square_sum else 0.0
-    return {**per_step, **per_update, **{name: value / count for name, value in totals.items()}, "ess": ess}
+def _policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Means over tokens (log_z: over sequences) from sums over them; maxima of maxima; means over updates of what an update reports."""
+    last = updates[-1]
+    total = {name: max(u[name] for u in updates) if name.endswith("_max") else sum(u[name] for u in updates) for name in last}
+    tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
+    ess = effective_sample_size(total.pop("weight_sum"), total.pop("weight_square_sum"), tokens)
+    metrics = {name: total.pop(name) / len(updates) for name in ("loss", "grad_norm")}
+    metrics |= {"lr": last["lr"], "skipped": total.pop("skipped"), "ess": ess, "trained_tokens": tokens}
+    del total["lr"]
+    if "log_z" in total:
+        metrics["log_z"] = total.pop("log_z") / max(sequences, 1.0)
+    return metrics | {name: value if name.endswith("_max") else value / max(tokens, 1.0) for name, value in total.items()}
+
+
+def _batch_metrics(t: StepTensors, config: TrainConfig, version: int) -> dict[str, float | list[float]]:
+    """How many tokens of which staleness, and how far theirs is from the proximal policy; how many sampled ones are not trained on, and why."""
+    oldest = config.buffer.max_staleness
+    masked = t.sampled & ~t.mask
+    truncated = masked & t.truncated[t.sequence_ids] & config.algo.shaping.mask_truncated
+    overdue = masked & ~truncated & (version - t.versions > oldest)
+    why = {"masked_truncated": truncated, "masked_overdue": overdue, "masked_nonfinite": masked & ~truncated & ~overdue}
+    difference, tokens = by_staleness((t.prox - t.behavior).abs(), t.versions, t.mask, version=version, oldest=oldest)
+    totals = data_parallel_sum(torch.cat([torch.stack([m.sum() for m in why.values()]), tokens, difference]).double()).tolist()
+    tokens, difference = totals[len(why) : len(why) + oldest + 1], totals[len(why) + oldest + 1 :]
+    by_age = {"tokens_by_staleness": tokens, "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)]}
+    return {**dict(zip(why, totals)), **by_age}
+
+
+def _critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    if not updates:
+        return {}
+    tokens = max(sum(u["trained_tokens"] for u in updates), 1.0)
+    means = {f"critic_{name}": sum(u[name] for u in updates) / len(updates) for name in ("loss", "grad_norm")}
+    sums = {name: sum(u[name] for u in updates) / tokens for name in ("value", "value_error", "value_clip_fraction")}
+    return {**means, **sums, "critic_lr": updates[-1]["lr"], "critic_skipped": sum(u["skipped"] for u in updates)}

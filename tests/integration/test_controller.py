@@ -16,7 +16,7 @@ import pytest
 
 from areal_lite.buffer.store import Store
 from areal_lite.buffer.wire import ControllerClient
-from areal_lite.config import TrainConfig, save_config
+from areal_lite.config import ReplayConfig, TrainConfig, save_config
 from areal_lite.data.char_tokenizer import build_char_tokenizer
 from areal_lite.launch.process import dying_with_me
 from areal_lite.rollout.server import ServerInfo, announced
@@ -51,6 +51,7 @@ class Run:
         path.mkdir(exist_ok=True)
         save_config(config, path)
         self.processes: dict[str, subprocess.Popen] = {}
+        self.clients: list[ControllerClient] = []
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
         environment = os.environ | {"PYTHONPATH": str(ROOT), **dying_with_me(), "OMP_NUM_THREADS": "1"}
@@ -67,9 +68,12 @@ class Run:
         return self.client()
 
     def client(self, timeout_s: float = 20) -> ControllerClient:
-        return ControllerClient(self.path, timeout_s)
+        self.clients.append(ControllerClient(self.path, timeout_s))
+        return self.clients[-1]
 
     def stop(self) -> None:
+        for client in self.clients:
+            client.close()  # an open one would keep this process from ending
         for process in self.processes.values():
             process.kill()
             process.wait()
@@ -216,6 +220,20 @@ def test_synchronous_starts_only_what_the_next_step_needs(run) -> None:
     client.finish()
 
 
+def test_with_a_fixed_lag_every_token_is_exactly_that_old(run) -> None:
+    lag, steps = 2, 5
+    r = run(max_staleness=lag, buffer__fixed_lag=True, trainer__steps=steps)
+    r.start_server()
+    client = r.start_controller()
+    for step in range(steps):  # to the last step: nothing more may start then
+        batch, info = client.batch(step, 0, 1)
+        assert set(step - batch.versions[batch.loss_mask]) == ({lag} if step >= lag else {step})
+        assert info["in_flight"] == 0
+        assert sorted(set(batch.group_ids)) == list(range(step * GROUPS, (step + 1) * GROUPS))
+        push(client, step + 1, "in_place")
+    assert client.finish()["tickets"]["used"] == steps * GROUPS
+
+
 def test_a_server_dies_and_nothing_is_lost(run) -> None:
     r = run(max_staleness=2)
     r.start_server("s0", delay=0.01), r.start_server("s1", delay=0.01)
@@ -246,14 +264,18 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
     assert_books_are_right(r, totals, used)
 
 
-def test_no_server_left_is_said_to_who_waits(run) -> None:
+def test_without_a_server_everything_waits_for_one(run) -> None:
     r = run()
     r.start_server(delay=1.0)
     client = r.start_controller()
-    time.sleep(0.5)
+    deadline = time.monotonic() + 10
+    while "joined at version 0" not in r.log() and time.monotonic() < deadline:
+        time.sleep(0.02)
     r.processes["s0"].kill()
-    with pytest.raises(RuntimeError, match="no server is left.*server s0"):
-        client.batch(0, 0, 1)
+    while "left out until it is announced again" not in r.log() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    r.start_server("s1")
+    assert_exact(client.batch(0, 0, 1)[0])
 
 
 def test_a_server_that_failed_the_push_is_left_out(run) -> None:
@@ -281,6 +303,22 @@ def test_evaluation_beside_training(run) -> None:
     client.batch(0, 0, 1)
     assert sum(r.store().counts().values()) == 2 * GROUPS  # evaluation is no ticket
     client.finish()
+
+
+def test_several_eval_sets_and_pass_at_k(run, tmp_path) -> None:
+    sets = {}
+    for name, rows in {"easy": 2, "hard": 9}.items():
+        sets[name] = str(tmp_path / f"{name}.jsonl")
+        Path(sets[name]).write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": "2"}) + "\n" for i in range(rows)))
+    r = run(reward__function="tests.integration.toy_reward:coin", eval__sets=list(sets.values()), eval__samples=4, data__chat=False)
+    r.start_server()
+    result = r.start_controller().evaluate(0)
+    assert result["problems"] == 5 and list(result["sets"]) == ["easy", "hard"]
+    assert [result["sets"][name]["problems"] for name in sets] == [2, 5]  # eval.problems of each, as far as there are
+    for facts in (result, *result["sets"].values()):
+        k = facts["pass_at_k"]
+        assert list(k) == ["1", "2", "4"] and k["1"] == pytest.approx(facts["sampled"]) and k["1"] <= k["2"] <= k["4"]
+        assert facts["versions"] == [0] and facts["failures"] == 0
 
 
 def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
@@ -321,6 +359,89 @@ def test_failed_rewards_may_count_as_zero(run) -> None:
     batch, info = client.batch(0, 0, 1)
     assert info["reward_mean"] == 0 and info["reward_failures"] >= GROUPS * MEMBERS and info["lost_members"] == 0
     assert batch.rewards.tolist() == [0.0] * (GROUPS * MEMBERS)
+
+
+def test_active_sampling_replaces_groups_without_variance(run) -> None:
+    r = run(reward__function="tests.integration.toy_reward:coin", rollout__active_sampling=True, trainer__steps=4)
+    r.start_server()
+    client = r.start_controller()
+    used: dict[int, list[int]] = {}
+    for step in range(4):
+        batch, info = client.batch(step, 0, 1)
+        used[step] = sorted(set(batch.group_ids.tolist()))
+        assert len(used[step]) == GROUPS and info["uniform_groups_share"] == 0
+        assert (step - batch.versions[batch.loss_mask] <= 1).all()
+        assert info["filtered_groups"] == info["filtered_zero_variance"]
+        push(client, step + 1, "in_place")
+    totals = client.finish()
+    assert_books_are_right(r, totals, used)
+    assert totals["tickets"]["filtered"] == totals["filtered"]["zero_variance"] > 0
+    store = r.store()
+    for ticket in store.tickets():
+        rewards = {t["reward"] for t in store.trajectories() if t["group_id"] == ticket["group_id"]}
+        assert (ticket["state"] == "filtered") == (len(rewards) == 1)
+        assert ticket["reason"] == ("zero_variance" if len(rewards) == 1 else None)
+
+
+def test_a_run_in_which_every_group_is_filtered_ends_with_the_counts(run) -> None:
+    r = run(reward__function="tests.integration.toy_reward:always", rollout__active_sampling=True)
+    r.start_server(delay=0)
+    client = r.start_controller()
+    with pytest.raises(RuntimeError, match="no batch can be made: 501 groups in a row.*501 zero_variance"):
+        client.batch(0, 0, 1)
+    assert r.processes["controller"].wait(10) == 1
+
+
+def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": ""}) + "\n" for i in range(6)))
+    settings = {"data__source": "jsonl", "data__path": str(data), "data__chat": False, "eval__problems": 0}
+    r = run(reward__function="tests.integration.toy_reward:always", rollout__retire_above=0.9, **settings)
+    r.start_server()
+    r.start_controller()
+    client = r.client(timeout_s=3)
+    with contextlib.suppress(RuntimeError, TimeoutError):  # the latter when it was over before we asked
+        for step in range(100):
+            client.batch(step, 0, 1)
+            push(client, step + 1, "in_place")
+    assert r.processes["controller"].wait(10) == 1
+    assert "the data set is exhausted at version" in (end := r.log().splitlines()[-1]) and "all 6 prompts are retired" in end
+    tickets = list(r.store().tickets())
+    assert all(t["state"] in ("used", "finished") for t in tickets)
+    assert sum(t["state"] == "finished" for t in tickets) < GROUPS, "what could be used was not"
+    assert min(sum(t["prompt_index"] == i for t in tickets) for i in range(6)) >= 2
+
+
+def test_concurrency_follows_what_the_servers_can_run(run) -> None:
+    r = run(rollout__adapt_concurrency=True, rollout__max_concurrent=200, max_staleness=30)
+    for name in ("s0", "s1"):
+        r.start(name, "tests/fake_sglang.py", str(r.path), name, "--delay", "0.03", "--places", "12")
+    while len(announced(r.path)) < 2:
+        time.sleep(0.02)
+    client, step, limit, deadline = r.start_controller(), 0, 200, time.monotonic() + 60
+    while not 24 <= limit <= 24 * 1.6 and time.monotonic() < deadline:  # it looks once a second
+        limit = client.batch(step, 0, 1)[1]["concurrency_limit"]
+        push(client, step := step + 1, "in_place")
+    assert 24 <= limit <= 24 * 1.6, limit
+    client.finish()
+
+
+def test_replay_never_waits_and_uses_each_ticket_up_once(run) -> None:
+    replay = ReplayConfig(capacity=8, recency_probability=0.3)
+    r = run(reward__function="tests.integration.toy_reward:coin", buffer__replay=replay, max_staleness=0, trainer__steps=5)
+    r.start("s0", "tests/fake_sglang.py", str(r.path), "s0", "--delay", "0.001", "--vary")
+    client = r.start_controller()
+    for step in range(5):
+        batch, info = client.batch(step, 0, 1)
+        assert len(set(batch.group_ids)) == GROUPS and info["masked_tokens"] == 0 and info["replay_prompts"] >= GROUPS
+        time.sleep(0.2)
+        push(client, step + 1, "in_place")
+    totals = client.finish()
+    assert info["staleness_max"] > 0, "nothing old was drawn: the test tests nothing"
+    tickets = list(r.store().tickets())
+    assert totals["trajectories_lost"] == 0 and len(tickets) > 10 * GROUPS, "generation waited"
+    steps = [t["step"] for t in tickets if t["state"] == "used"]
+    assert set(steps) == set(range(5)) and len(steps) <= 5 * GROUPS
 
 
 def test_a_server_with_a_version_that_is_no_number_is_refused(run) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,17 @@ MODELS = ("qwen3_tied", "qwen3_untied", "qwen2_tied", "qwen2_untied")
 RUNS = {"single": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}
 
 
-def make_model(name: str, folder: Path) -> None:
+def make_model(name: str, folder: Path, layers: int = 2) -> None:
     kind, tie = name.split("_")
-    common = dict(vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    common = dict(
+        vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
+    )
     common |= dict(tie_word_embeddings=tie == "tied", max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=10000.0)
-    torch.manual_seed(MODELS.index(name))
-    if kind == "qwen3":
+    torch.manual_seed(sum(map(ord, name)))
+    if kind == "moe":
+        experts = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=48)
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(head_dim=32, **experts, **common))
+    elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=32, **common))
     else:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
@@ -48,32 +54,35 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def launch(job: dict, folder: Path) -> None:
-    """Run one job on tp x dp processes and wait; none is left behind."""
+def spawn(worker: Path, job: dict, folder: Path, world: int, timeout_s: float = 280) -> None:
+    """Run one job on `world` processes and wait; none is left behind. Writes job.json to `folder`, which must not exist."""
     folder.mkdir()
     job_file = folder / "job.json"
     job_file.write_text(json.dumps(job))
-    world = job["tp"] * job["dp"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(job_file)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
     try:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=200)
-            assert process.returncode == 0, f"rank {rank} of {job['tp']}x{job['dp']}:\n{output[-4000:]}"
+        for rank in range(world):
+            output = open(folder / f"{rank}.log", "w")  # not a pipe: one that nobody reads would stop its rank
+            argv, own = [sys.executable, str(worker), str(job_file)], {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(argv, env=env | own, stdout=output, stderr=subprocess.STDOUT))
+            output.close()
+        deadline = time.monotonic() + timeout_s
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < deadline, f"{worker.name} did not end in time"
+            assert not any(process.poll() for process in processes), failure(folder, processes)
+            time.sleep(0.1)
+        assert not any(process.returncode for process in processes), failure(folder, processes)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def failure(folder: Path, processes: list[subprocess.Popen]) -> str:
+    rank = next(rank for rank, process in enumerate(processes) if process.poll())
+    return f"rank {rank} of {len(processes)}:\n{(folder / f'{rank}.log').read_text()[-4000:]}"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +99,7 @@ def results(folder) -> dict[str, dict]:
     loads = {"single": str(folder / "tp2" / "checkpoint"), "tp2": None, "dp2": None}
     for name in ("tp2", "dp2", "single"):
         tp, dp = RUNS[name]
-        launch({"tp": tp, "dp": dp, "models": models, "out": str(folder / name), "load_from": loads[name]}, folder / name)
+        spawn(WORKER, {"tp": tp, "dp": dp, "models": models, "out": str(folder / name), "load_from": loads[name]}, folder / name, tp * dp)
     return {name: torch.load(folder / name / "results.pt", weights_only=False) for name in RUNS}
 
 

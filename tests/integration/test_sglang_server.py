@@ -11,10 +11,13 @@ import time
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import psutil
 import pytest
 import torch
 
+from areal_lite.rollout.concurrency import Load
+from areal_lite.rollout.generate import Piece, SamplingParams, SGLangClient
 from areal_lite.rollout.server import free_port
 
 LONG = 1500  # tokens: much longer than the requests around them take
@@ -130,6 +133,74 @@ def test_abort_returns_what_there_is(sglang_server):
     tokens, logprobs = sampled(answer)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(tokens) < LONG and len(logprobs) == len(tokens)
+
+
+def test_a_prefix_cached_under_older_weights_serves_no_newer_version(sglang_server, tiny_model, tmp_path):
+    """After a push in_place the old cache is still there: the cache key, which is the version, keeps new requests from it."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    other = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for parameter in other.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    other.save_pretrained(tmp_path)
+    prompt, params = np.arange(2, 66, dtype=np.int32), SamplingParams(8, 1.0, ())
+
+    async def push(http: Http, model: str, version: int, mode: str) -> None:
+        await http.post("/pause_generation", mode=mode)
+        flush = mode != "in_place"
+        await http.post("/update_weights_from_disk", model_path=model, weight_version=str(version), flush_cache=flush)
+        await http.post("/continue_generation")
+
+    async def run() -> list[Piece]:
+        client = SGLangClient(60)
+        async with Http(sglang_server.url) as http:
+            old = await client.weight_version(sglang_server.info)
+
+            async def ask(rid: str, version: int) -> Piece:
+                return await client.request(sglang_server.info, prompt, params, f"prefix-{rid}", str(version))
+
+            before = await ask("before", old)
+            await push(http, str(tmp_path), old + 1, "in_place")
+            pieces = [before, await ask("after", old + 1), await ask("trap", old)]
+            await push(http, tiny_model, old + 2, "retract")
+            await client.close()
+            return pieces
+
+    @torch.no_grad()
+    def expected(piece: Piece) -> torch.Tensor:
+        logits = other(torch.tensor([[*prompt, *piece.tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        return logits.log_softmax(-1).gather(1, torch.tensor(piece.tokens).long()[:, None])[:, 0].float()
+
+    before, after, trap = asyncio.run(run())
+    torch.testing.assert_close(torch.from_numpy(after.logprobs), expected(after), atol=5e-5, rtol=0)
+    for piece in (before, trap):  # the same weights as `after`, over the older cache: this is what must not happen
+        assert (torch.from_numpy(piece.logprobs) - expected(piece)).abs().max() > 1e-2
+
+
+def test_it_says_how_busy_it_is(sglang_server) -> None:
+    params = SamplingParams(LONG, 1.0, ())
+
+    async def run() -> tuple[list[Load], float]:
+        client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)
+        loads = [await client.load(sglang_server.info)]
+        asked = [asyncio.create_task(client.request(sglang_server.info, prompt, params, f"busy-{i}", "0")) for i in range(6)]
+        while loads[-1].running < 6:  # the scheduler says it now and then
+            await asyncio.sleep(0.05)
+            loads.append(await client.load(sglang_server.info))
+        began = time.perf_counter()
+        for _ in range(20):
+            await client.load(sglang_server.info)
+        seconds = (time.perf_counter() - began) / 20
+        await client.abort_all(sglang_server.info)
+        await asyncio.gather(*asked)
+        await client.close()
+        return loads, seconds
+
+    loads, seconds = asyncio.run(run())
+    print(f"asking takes {1000 * seconds:.1f} ms")
+    assert (loads[0].running, loads[0].waiting) == (0, 0)
+    assert loads[-1].cache_used > loads[0].cache_used
 
 
 PARENT = """

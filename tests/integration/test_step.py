@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.config import AlgoConfig, MakeModelConfig, RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.config import MakeModelConfig, RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.config_algo import AdvantageConfig, AlgoConfig, CorrectionConfig, CriticConfig, KLConfig, ShapingConfig
 from areal_lite.make_model import run as make_model
 from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.loop import build_models
 from areal_lite.trainer.packing import make_microbatches
-from areal_lite.trainer.step import minibatches, policy_step, token_indices
+from areal_lite.trainer.step import Models, policy_step
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 
@@ -51,7 +53,7 @@ def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **train
     config = TrainConfig(model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9))
     engine = MegatronEngine(settings, model, 1)
     before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
-    result = policy_step(engine, data, config, 3)
+    result = policy_step(Models(engine), data, config, 3)
     weights = {name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket}
     return result, weights, before.cpu()
 
@@ -98,12 +100,62 @@ def test_a_batch_without_advantages_changes_nothing(model):
     assert_same(weights, untouched, 0)
 
 
-def test_minibatches_are_whole_groups():
-    data = batch(groups=6).select(np.random.default_rng(1).permutation(18))
-    parts = minibatches(data.group_ids, 3)
-    assert sorted(np.concatenate(parts)) == list(range(18))
-    assert [len(set(data.group_ids[part])) for part in parts] == [2, 2, 2]
-    for part in parts:
-        np.testing.assert_array_equal(data.tokens[token_indices(data, part)], data.select(part).tokens)
-    with pytest.raises(ValueError, match="6 groups cannot be split into 4"):
-        minibatches(data.group_ids, 4)
+LONG = AlgoConfig(loss="gspo", eps_low=0.3, eps_high=0.3, reduction="sequence", correction=CorrectionConfig(level="geometric"))
+OBJECTIVES = {
+    "gspo": LONG,
+    "cispo": AlgoConfig(loss="cispo", eps_low=1.0, eps_high=2.0),
+    "reinforce": AlgoConfig(loss="reinforce", reduction="constant", advantage=AdvantageConfig("rloo")),
+    "kl and entropy": AlgoConfig(kl=KLConfig(0.1, "k2", "loss"), entropy_coef=0.01),
+    "kl in reward": AlgoConfig(kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")),
+    "critic": AlgoConfig(advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)),
+    "tb": AlgoConfig(loss="tb", tb_beta=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_and_does_not_depend_on_packing(model, name):
+    algo = replace(OBJECTIVES[name], reference=str(model))
+    whole, split = (steps(model, batch(), algo, minibatches=2, tokens_per_microbatch=budget) for budget in (8192, 25))
+    untouched = steps(model, replace(batch(), loss_mask=np.zeros(len(batch().tokens), bool), versions=np.full(len(batch().tokens), -1, np.int32)))
+    assert any(not torch.equal(whole[1][n], untouched[1][n]) for n in whole[1]), "nothing was learned"
+    assert_same(whole[1], split[1], 2e-5)
+    for metrics, others in zip(whole[0], split[0]):
+        assert np.isfinite(np.concatenate([np.atleast_1d(x) for x in metrics.values()])).all()
+        for key, value in metrics.items():
+            assert value == pytest.approx(others[key], rel=1e-3, abs=1e-4), key
+
+
+def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trainer):  # noqa: B008
+    """Metrics of two steps, and the weights after them."""
+    config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer))
+    models = build_models(config)
+    metrics = [policy_step(models, data, config, version).metrics for version in (3, 4)]
+    return metrics, {name: tensor.clone() for bucket in models.policy.hf_weights(2**30) for name, tensor in bucket}
+
+
+def test_a_critic_learns_the_reward(model):
+    """All rewards alike: the value of every state is that reward."""
+    algo = AlgoConfig(advantage=AdvantageConfig("gae"), critic=CriticConfig(lr=1e-2, clip_value=None))
+    config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=40, lr=1e-9))
+    data = replace(batch(), rewards=np.full(12, 0.75, np.float32))
+    models = build_models(config)
+    errors = [policy_step(models, data, config, 3).metrics["value_error"] for _ in range(40)]
+    assert errors[0] == pytest.approx(0.75**2, rel=1e-4), "a new critic says 0"
+    assert errors[-1] < 0.01
+
+
+def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
+    data = batch()
+    data.loss_mask[np.flatnonzero(data.versions == 1)[:2]] = False  # overdue at version 6 with a bound of 4
+    lost = np.flatnonzero(data.versions == 3)[:3]
+    data.loss_mask[lost] = False  # as where a log-prob was not finite
+    data.truncated[0] = True
+    algo = AlgoConfig(shaping=ShapingConfig(mask_truncated=True))
+    config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=10))
+    metrics = policy_step(build_models(config), data, config, 6).metrics
+    of_first = data.sequence_ids == 0
+    sampled = data.versions >= 0
+    assert metrics["masked_truncated"] == (sampled & of_first).sum()
+    assert metrics["masked_overdue"] == ((data.versions == 1) & ~data.loss_mask & ~of_first).sum()
+    assert metrics["masked_nonfinite"] == ((data.versions == 3) & ~data.loss_mask & ~of_first).sum()
+    assert sum(metrics["tokens_by_staleness"]) == metrics["trained_tokens"] == (data.loss_mask & ~of_first).sum()

@@ -44,7 +44,7 @@ def trajectory(group_id, member, segments, started_at, finished_at, reward=1.0):
 def write_group(store, group, step=None):
     """Through admission and finish to use at `step`, unless that is None."""
     last = max(t.finished_at for t in group.trajectories)
-    store.admit(group.group_id, group.prompt_id, group.group_id, group.size, group.trajectories[0].started_at)
+    store.admit(group.group_id, group.prompt_id, group.group_id, group.group_id + 1, group.size, group.trajectories[0].started_at)
     store.finish(group, [("1+1=", "2")] * len(group.trajectories), None, last)
     if step is not None:
         store.use([group.group_id], step)

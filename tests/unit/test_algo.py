@@ -120,6 +120,7 @@ def test_mismatch_metrics_against_a_loop():
     d = [p - b for p, b, m in zip(x.prox.tolist(), x.behavior.tolist(), x.mask.tolist()) if m]
     assert got["behave_kl"].item() == pytest.approx(sum(math.exp(v) - v - 1 for v in d), rel=1e-5)
     assert got["behave_kl_k1"].item() == pytest.approx(-sum(d), rel=1e-5)
+    assert got["weight_max"].item() == pytest.approx(math.exp(max(d)), rel=1e-5)
     assert got["weight_square_sum"].item() == pytest.approx(sum(math.exp(2 * v) for v in d), rel=1e-5)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_lite.algo.advantages import gae, grpo, moments, reinforce_plus_plus, rloo, whiten
 from areal_lite.algo.correction import finite_mask
 from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.metrics import by_staleness, clip_counts, effective_sample_size, entropy_sum, ratio_sums, staleness_sums
+from areal_lite.algo.metrics import by_staleness, clip_counts, effective_sample_size, entropy_sum, ratio_sums
 from areal_lite.algo.sequences import discounted_sum, group_mean
 from areal_lite.algo.shaping import kl_in_reward, overlong_penalty, scale_and_clip, token_rewards
 from tests.unit.algo_batches import ragged, rows
@@ -166,6 +166,7 @@ def test_metrics(seed):
     pairs = [(math.exp(t["lp"] - t["prox"]), t["a"]) for t in tokens]
     sums = ratio_sums(ratio, mask)
     assert sums["ratio"].item() == pytest.approx(sum(r for r, _ in pairs))
+    assert sums["ratio_max"].item() == pytest.approx(max([r for r, _ in pairs], default=0.0))
     assert sums["ratio_chi2"].item() == pytest.approx(sum((r - 1) ** 2 for r, _ in pairs))
     counts = clip_counts(ratio, x.advantages, mask, eps_low=0.1, eps_high=0.2, dual_clip=1.5)
     high, low = sum(a > 0 and r > 1.2 for r, a in pairs), sum(a < 0 and r < 0.9 for r, a in pairs)
@@ -187,4 +188,3 @@ def test_staleness_by_token():
     mask, values = versions >= 0, torch.tensor([1.0, 2.0, 64.0, 4.0, 8.0, 16.0])
     sums, counts = by_staleness(values, versions, mask, version=5, oldest=3)
     assert sums.tolist() == [3.0, 4.0, 0.0, 24.0] and counts.tolist() == [2, 1, 0, 2]
-    assert {k: int(v) for k, v in staleness_sums(versions, mask, version=5).items()} == {"staleness": 9, "stale": 3}

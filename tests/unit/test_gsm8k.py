@@ -30,6 +30,8 @@ RIGHT = [
     ("The answer in dollars is 72, for 8 boxes.", "72"),
     ("The answer is 8 x 9 = 72 eggs.", "72"),
     ("A: 18", "18"),
+    ("**A:** 18", "18"),
+    ("Q: 17?\n**A: 18**", "18"),
     ("The answer is 1/2.", "0.5"),
     ("The answer is 2 1/2 hours.", "2.5"),
     ("The answer is 50%.", "50"),

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from areal_lite.trainer import megatron_cpu
-from areal_lite.trainer.megatron_cpu import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS, TORCH_ADAMW_FIXES, adapt, substitutions
+from areal_lite.trainer.megatron_cpu import (
+    CHECKPOINT_FIXES,
+    CPU_SUBSTITUTIONS,
+    ONEDNN_SUBSTITUTIONS,
+    ROUTER_FIXES,
+    TORCH_ADAMW_FIXES,
+    adapt,
+    substitutions,
+)
 
-ALL = substitutions(cuda=False, onednn=True, fused_adam=False)
+ALL = substitutions(cuda=False, onednn=True, transformer_engine=False, apex=False)
 MODULES = sorted({module for substitution in ALL for module in substitution.counts})
 
 
@@ -41,10 +49,11 @@ def test_a_source_that_does_not_fit_is_refused():
 
 
 def test_what_applies_where():
-    assert substitutions(cuda=True, onednn=True, fused_adam=True) == ()
-    assert substitutions(cuda=True, onednn=True, fused_adam=False) == TORCH_ADAMW_FIXES
-    assert substitutions(cuda=False, onednn=False, fused_adam=True) == CPU_SUBSTITUTIONS
-    assert ALL == CPU_SUBSTITUTIONS + ONEDNN_SUBSTITUTIONS + TORCH_ADAMW_FIXES
+    assert substitutions(cuda=True, onednn=True, transformer_engine=True, apex=False) == CHECKPOINT_FIXES
+    assert substitutions(cuda=True, onednn=True, transformer_engine=False, apex=True) == ROUTER_FIXES + CHECKPOINT_FIXES
+    assert substitutions(cuda=True, onednn=True, transformer_engine=False, apex=False) == ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
+    assert substitutions(cuda=False, onednn=False, transformer_engine=True, apex=False) == CPU_SUBSTITUTIONS + CHECKPOINT_FIXES
+    assert ALL == CPU_SUBSTITUTIONS + ONEDNN_SUBSTITUTIONS + ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
@@ -58,4 +67,3 @@ def test_megatron_is_adapted_and_torch_is_not():
     assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
-

@@ -24,6 +24,11 @@ def test_the_line_as_documented():
     assert line == "step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10"
 
 
+def test_the_pace_is_that_of_what_was_done_since():
+    assert progress_line("step", 12, 60, 32.5, {}, before=2) == "step 12/60 · ETA 2:36"
+    assert progress_line("step", 2, 60, 32.5, {}, before=2) == "step 2/60"
+
+
 def test_no_eta_before_the_first_and_none_after_the_last():
     assert progress_line("problem", 0, 5, 3.0, {}) == "problem 0/5"
     assert progress_line("problem", 5, 5, 61.0, {}) == "problem 5/5 · took 1:01"

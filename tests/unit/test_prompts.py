@@ -105,8 +105,8 @@ def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, 
         ('{"question": 11, "answer": "2"}', r"data\.jsonl:2: 'question' must be a string or a list of messages"),
         ('{"question": [{"role": "user"}], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
         ('{"question": [], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
-        ('{"question": "1+1", "answer": null}', r"data\.jsonl:2: 'answer' must be a string or a number, not NoneType"),
-        ('{"question": "1+1", "answer": true}', r"data\.jsonl:2: 'answer' must be a string or a number, not bool"),
+        ('{"question": "1+1", "answer": null}', r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not NoneType"),
+        ('{"question": "1+1", "answer": true}', r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not bool"),
     ],
 )
 def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, complaint: str) -> None:

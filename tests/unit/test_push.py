@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areal_lite.rollout.server import ServerInfo
-from areal_lite.sync.control import ServerError, post, post_each
+from areal_lite.sync.control import ServerError, ServersFailed, post, post_each
 from areal_lite.sync.disk import WeightFolder
 from areal_lite.sync.push import PushReport, _Members, _Paused, _with_last
 
@@ -64,7 +64,7 @@ def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
     """A second /begin_weight_update would be refused by a server whose session is open."""
     good, bad = answers("good"), answers("bad", "/begin_weight_update")
     group = members(good, bad)
-    with _Paused(group, "in_place", group.report):
+    with _Paused(group, "in_place", group.report, 5):
         group.post("/begin_weight_update", {})
     assert group.servers == [good.info] and group.report.failed == ["bad"]
     assert good.calls == {"/pause_generation": 1, "/begin_weight_update": 1, "/continue_generation": 1}
@@ -74,14 +74,17 @@ def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
 def test_servers_are_resumed_after_an_error(answers):
     server = answers("a")
     group = members(server)
-    with pytest.raises(ZeroDivisionError), _Paused(group, "retract", group.report):
+    with pytest.raises(ZeroDivisionError), _Paused(group, "retract", group.report, 5):
         1 / 0  # noqa: B018
     assert server.calls["/continue_generation"] == 1 and group.report.pause_s > 0
 
 
-def test_no_server_left_is_an_error_that_names_them(answers):
-    with pytest.raises(RuntimeError, match="no server is left .a, b"):
-        members(answers("a", "/x"), answers("b", "/x")).post("/x", {})
+def test_one_that_cannot_be_resumed_has_failed(answers):
+    good, bad = answers("good"), answers("bad", "/continue_generation")
+    group = members(good, bad)
+    with _Paused(group, "retract", group.report, 5):
+        pass
+    assert group.report.failed == ["bad"]
 
 
 def test_each_repeats_without_the_one_that_failed(answers):
@@ -91,7 +94,7 @@ def test_each_repeats_without_the_one_that_failed(answers):
     def action(servers):
         seen.append([s.name for s in servers])
         if b.info in servers:
-            raise ServerError(b.info, "gone")
+            raise ServersFailed([ServerError(b.info, "gone")])
 
     group.each(action)
     assert seen == [["a", "b"], ["a"]] and group.servers == [a.info]
@@ -107,7 +110,7 @@ def test_post_ignores_proxies_and_reports_a_dead_server(answers, monkeypatch):
 
 
 def test_flush_only_when_nothing_runs_on_the_old_cache():
-    assert [_Paused(None, mode, PushReport(1)).flush_cache for mode in ("in_place", "retract", "abort", "none")] == [False, True, True, True]
+    assert [_Paused(None, mode, PushReport(1), 5).flush_cache for mode in ("in_place", "retract", "abort", "none")] == [False, True, True, True]
 
 
 def test_last_bucket_is_marked():

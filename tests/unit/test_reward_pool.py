@@ -57,8 +57,16 @@ def act(completion, answer):
 def one_argument(completion):
     return 1.0
 
+import asyncio
+loops = []
+
 async def coroutine(completion, answer):
-    return 1.0
+    """Do what the completion says, and find the same event loop each time."""
+    await asyncio.sleep(60 if completion == "sleep" else 0)
+    loops.append(asyncio.get_running_loop())
+    if completion == "raise":
+        raise ValueError("no")
+    return float("nan") if completion == "nan" else float(len(set(loops)))
 
 if os.environ.get("BAD_REWARDS_FLAG") and os.path.exists(os.environ["BAD_REWARDS_FLAG"]):
     raise ImportError("broken since")
@@ -242,6 +250,16 @@ def test_a_pool_without_a_worker_says_so(run, tmp_path: Path, monkeypatch) -> No
     run(main())
 
 
+def test_an_async_function_is_awaited_and_can_fail_like_any_other(run) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:coroutine", timeout_s=0.3) as pool:
+            samples = ["fine", "raise", "nan", "fine", "sleep", "fine"]
+            outcomes = await asyncio.gather(*(outcome(pool, s) for s in samples))
+            assert outcomes == [1.0, "exception", "bad_result", 1.0, "timeout", 1.0]
+
+    run(main())
+
+
 def test_start_fails_whole(run) -> None:
     async def main() -> None:
         with pytest.raises(ValueError, match="no callable 'missing'"):
@@ -287,7 +305,6 @@ asyncio.run(main())
         ("no_such_module:f", "cannot import no_such_module"),
         ("bad_rewards:missing", "no callable 'missing'"),
         ("bad_rewards:one_argument", "called as f"),
-        ("bad_rewards:coroutine", "plain function"),
     ],
 )
 def test_load_function_refuses(name: str, complaint: str) -> None:

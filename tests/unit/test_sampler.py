@@ -70,6 +70,29 @@ def test_restored_sampler_goes_on_identically(size, seed, shuffle, actions, cut)
 
 
 @settings(deadline=None)
+@given(st.integers(2, 40), seeds, st.booleans(), st.data())
+def test_a_retired_prompt_never_comes_again_and_the_others_come_as_before(size: int, seed: int, shuffle: bool, data) -> None:
+    retired = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    plain, sampler = PromptSampler(size, seed, shuffle), PromptSampler(size, seed, shuffle)
+    sampler.put_back(data.draw(st.sampled_from(sorted(retired) or [0])))
+    for index in retired:
+        sampler.retire(index)
+    resumed = PromptSampler(size, seed, shuffle)
+    resumed.restore(json.loads(json.dumps(sampler.state())))
+    expected = ([] if retired else [0]) + [index for index in draw(plain, 3 * size) if index not in retired]
+    assert draw(sampler, len(expected)) == draw(resumed, len(expected)) == expected
+    assert not sampler.exhausted
+
+
+def test_a_set_with_all_prompts_retired_is_exhausted() -> None:
+    sampler = PromptSampler(3, 1)
+    for index in range(3):
+        assert not sampler.exhausted
+        sampler.retire(index)
+    assert sampler.exhausted and not PromptSampler(None, 1).exhausted
+
+
+@settings(deadline=None)
 @given(sizes, st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_put_back_is_served_first_and_costs_no_other_its_turn(size, returned) -> None:
     plain, sampler = PromptSampler(size, 1), PromptSampler(size, 1)

@@ -8,15 +8,19 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from areal_lite.config import ServerConfig
+from areal_lite.rollout.serve import ENV_API_KEY
 from areal_lite.rollout.server import (
     ServerInfo,
     ServerProcess,
     announce,
     announced,
+    condemn,
+    condemned,
     free_port,
     resolve_device,
     server_command,
@@ -60,6 +64,12 @@ def test_args_of_the_user_win():
     assert argv[argv.index("--lora-paths") + 1 :][:2] == ["a", "b"]
 
 
+def test_a_key_is_on_no_command_line():
+    argv, environment = server_command(ServerConfig(device="cpu", api_key="hush"), "model", 1, 1)
+    assert "hush" not in " ".join(argv) and environment[ENV_API_KEY] == "hush"
+    assert ENV_API_KEY not in server_command(ServerConfig(device="cpu"), "model", 1, 1)[1]
+
+
 def test_no_device_is_seen_when_hidden(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert resolve_device("auto") == "cpu"
@@ -87,8 +97,19 @@ def test_announcements(tmp_path):
     assert announced(tmp_path) == [again]
 
 
+def test_condemnations(tmp_path):
+    server = ServerInfo("s0", "http://127.0.0.1:1", None, 1, 10)
+    announce(tmp_path, server)
+    assert condemned(tmp_path, server) is None
+    condemn(tmp_path, server, "hangs")
+    assert condemned(tmp_path, server) == "hangs" and announced(tmp_path) == [server]
+    assert condemned(tmp_path, replace(server, pid=11)) is None, "said of an earlier process"
+    withdraw(tmp_path, "s0")
+    assert condemned(tmp_path, server) is None and not list((tmp_path / "servers").iterdir())
+
+
 def process(tmp_path, model: str, port: int, argv: list[str] | None = None) -> ServerProcess:
-    server = ServerProcess(ServerConfig(device="cpu"), model, name="s0", port=port, seed=1, log_path=tmp_path / "logs" / "s0.log")
+    server = ServerProcess(ServerConfig(device="cpu", port=port), model, name="s0", port=port, seed=1, log_path=tmp_path / "logs" / "s0.log")
     server.argv = argv or server.argv
     return server
 

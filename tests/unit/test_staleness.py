@@ -1,11 +1,9 @@
 """Admission by maximum staleness."""
 
-import random
-from collections import deque
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_lite.rollout.staleness import Staleness
 
@@ -50,46 +48,100 @@ def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
         Staleness(*arguments)
 
 
-@given(st.integers(0, 4), st.integers(1, 5), st.integers(0, 2**32), st.booleans())
-@settings(deadline=None, max_examples=100)
-def test_in_order_consumption_is_never_staler_than_the_bound(eta: int, batch: int, seed: int, losses: bool) -> None:
-    """A consumer that uses groups in the order of admission, against random speeds, failures and drops."""
-    rng = random.Random(seed)
-    gate = Staleness(eta, batch)
-    born: deque[int] = deque()  # version at admission, oldest first, of running and waiting groups
-    finished = used = 0
-    for _ in range(400):
-        choices = []
-        if gate.can_admit():
-            choices.append("admit")
-        if gate.running:
-            choices += ["accept", "reject"] if losses else ["accept"]
-        if finished and losses:
-            choices.append("revoke")
-        if finished >= batch:
-            choices.append("train")
-        assert choices, "dead-lock: nothing can happen any more"
-        match rng.choice(choices):
-            case "admit":
-                gate.admit()
-                born.append(gate.version)
-            case "accept":  # the first `finished` of `born` have finished: in order
-                gate.accept()
-                finished += 1
-            case "reject":
-                gate.reject()
-                del born[finished]
-            case "revoke":
-                gate.revoke()
-                del born[rng.randrange(finished)]
-                finished -= 1
-            case "train":
-                for _ in range(batch):
-                    assert gate.version - born.popleft() <= eta
-                finished, used = finished - batch, used + batch
-                gate.bump(gate.version + 1)
-        assert gate.running + gate.accepted == len(born) + used  # nothing leaks
-        assert gate.running + gate.accepted <= (eta + gate.version + 1) * batch
+class Run(RuleBasedStateMachine):
+    """A trainer that uses groups in the order of admission, against all orders in which they finish, are filtered, fail and are dropped, and
+    against crashes. Each live group is [version at admission, finished?], oldest first."""
+
+    @initialize(eta=st.integers(0, 4), batch=st.integers(1, 4), steps=st.none() | st.integers(1, 6))
+    def begin(self, eta: int, batch: int, steps: int | None) -> None:
+        self.eta, self.batch, self.steps = eta, batch, steps
+        self.gate = Staleness(eta, batch, steps)
+        self.live: list[list] = []
+        self.used = 0
+
+    def running(self) -> list[int]:
+        return [i for i, (_, finished) in enumerate(self.live) if not finished]
+
+    def finished(self) -> list[int]:
+        return [i for i, (_, finished) in enumerate(self.live) if finished]
+
+    @precondition(lambda self: self.gate.can_admit())
+    @rule(count=st.integers(1, 12))
+    def submit(self, count: int) -> None:
+        for _ in range(min(count, self.gate.room)):
+            self.gate.admit()
+            self.live.append([self.gate.version, False])
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        self.live[data.draw(st.sampled_from(self.running()))][1] = True
+        self.gate.accept()
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def filter_or_fail(self, data) -> None:
+        room = self.gate.room
+        del self.live[data.draw(st.sampled_from(self.running()))]
+        self.gate.reject()
+        assert self.gate.room == room + 1
+
+    @precondition(lambda self: self.finished())
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        del self.live[data.draw(st.sampled_from(self.finished()))]
+        self.gate.revoke()
+
+    @precondition(lambda self: len(self.live) >= self.batch and all(finished for _, finished in self.live[: self.batch]))
+    @rule()
+    def train(self) -> None:
+        batch, self.live = self.live[: self.batch], self.live[self.batch :]
+        assert all(self.gate.version - born <= self.eta for born, _ in batch)
+        self.used += self.batch
+        self.gate.bump(self.gate.version + 1)
+
+    @rule()
+    def crash_and_recover(self) -> None:
+        self.live = [group for group in self.live if group[1]]
+        version, self.gate = self.gate.version, Staleness(self.eta, self.batch, self.steps)
+        self.gate.recover(version, len(self.live))
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        assert self.gate.running == len(self.running())
+        assert self.gate.accepted == self.used + len(self.finished())
+        assert self.used + len(self.live) <= (self.eta + self.gate.version + 1) * self.batch
+
+    @invariant()
+    def something_can_happen(self) -> None:
+        over = self.gate.version == self.steps
+        assert over or self.gate.can_admit() or self.running() or len(self.finished()) >= self.batch
+        assert not (over and self.gate.can_admit())
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
+
+
+def test_without_a_bound_generation_never_waits() -> None:
+    gate = Staleness(None, 2, steps=1)
+    for _ in range(100):
+        gate.admit()
+    assert gate.can_admit() and not gate.settled
+
+
+def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
+    gate = Staleness(1, 1, steps=2)
+    gate.admit(), gate.accept()
+    assert not gate.settled
+    gate.admit()
+    assert not gate.settled
+    gate.accept()
+    assert gate.settled
+    gate.bump(1)
+    assert gate.settled, "the last step would use nothing more"
+    gate.revoke()
+    assert not gate.settled
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 30))

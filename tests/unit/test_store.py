@@ -25,7 +25,7 @@ def group(group_id: int, members: int = 2) -> Group:
 
 
 def finish(store: Store, group_id: int) -> None:
-    store.admit(group_id, f"p{group_id}", 7, 2, 9.0)
+    store.admit(group_id, f"p{group_id}", 7, 1, 2, 9.0)
     store.finish(group(group_id), [("q", "a"), (None, None)], None, 12.0)
 
 
@@ -50,22 +50,23 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     assert {name: first[name] for name in expected} == expected
     assert (second["member"], second["prompt"]) == (1, None)
     (ticket,) = reader.tickets()
-    assert ticket == dict(group_id=3, prompt_id="p3", prompt_index=7, state="finished", reason=None, size=2, members=2,
+    assert ticket == dict(group_id=3, prompt_id="p3", prompt_index=7, drawn=1, state="finished", reason=None, size=2, members=2,
                           admitted_at=9.0, finished_at=12.0, step=None)  # fmt: skip
     assert not list(reader.trajectories("used"))
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader.admit(4, "p", 0, 2, 0.0)
+        reader.admit(4, "p", 0, 1, 2, 0.0)
     reader.close()
 
 
 def test_states(store: Store) -> None:
     for group_id in range(4):
         finish(store, group_id)
-    store.admit(4, "p4", 0, 2, 0.0)
-    store.admit(5, "p5", 0, 2, 0.0)
+    store.admit(4, "p4", 0, 1, 2, 0.0)
+    store.admit(5, "p5", 0, 1, 2, 0.0)
     store.use([0, 1], step=6)
-    store.discard(2, "dropped", "overdue", 13.0)
-    store.discard(4, "filtered", "all right", 13.0)
+    store.drop(2, "overdue", 13.0)
+    store.finish(group(4), [(None, None)] * 2, "all right", 13.0, "filtered")
+    assert len(list(store.trajectories("filtered"))) == 2  # what it cost is kept
     assert store.counts() == {"in_flight": 1, "finished": 1, "used": 2, "filtered": 1, "dropped": 1}
     assert [t["step"] for t in store.tickets()] == [6, 6, None, None, None, None]
     assert [t["reason"] for t in store.tickets()] == [None, None, "overdue", None, "all right", None]
@@ -77,14 +78,14 @@ def test_states(store: Store) -> None:
 def test_a_ticket_cannot_be_used_twice_or_unfinished(store: Store) -> None:
     finish(store, 0)
     store.use([0], step=1)
-    store.admit(1, "p1", 0, 2, 0.0)
+    store.admit(1, "p1", 0, 1, 2, 0.0)
     for group_id in (0, 1, 2):
         with pytest.raises(RuntimeError, match=f"ticket {group_id} was to become used"):
             store.use([group_id], step=2)
     with pytest.raises(RuntimeError, match="ticket 0 was to become dropped"):
-        store.discard(0, "dropped", "why", 0.0)
+        store.drop(0, "why", 0.0)
     with pytest.raises(sqlite3.IntegrityError):
-        store.admit(0, "p0", 0, 2, 0.0)
+        store.admit(0, "p0", 0, 1, 2, 0.0)
 
 
 def test_no_file_to_read(tmp_path) -> None:
@@ -105,7 +106,7 @@ def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
         thread = StoreThread(Counting(tmp_path / "t.sqlite"))
         futures = []
         for i in range(200):
-            futures.append(thread.submit(Store.admit, i, f"p{i}", i, 2, 0.0))
+            futures.append(thread.submit(Store.admit, i, f"p{i}", i, i + 1, 2, 0.0))
             futures.append(thread.submit(Store.finish, group(i), [(None, None)] * 2, None, 1.0))
         futures.append(thread.submit(Store.use, list(range(50)), 0))
         await asyncio.gather(*futures)
@@ -121,10 +122,10 @@ def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
 def test_thread_hands_errors_to_the_caller_and_writes_nothing_of_them(tmp_path) -> None:
     async def run() -> None:
         thread = StoreThread(Store(tmp_path / "t.sqlite"))
-        await thread.submit(Store.admit, 0, "p0", 0, 2, 0.0)
+        await thread.submit(Store.admit, 0, "p0", 0, 1, 2, 0.0)
         with pytest.raises(RuntimeError, match="ticket 5"):
             await thread.submit(Store.finish, group(5), [(None, None)] * 2, None, 1.0)
-        await thread.submit(Store.admit, 1, "p1", 0, 2, 0.0)
+        await thread.submit(Store.admit, 1, "p1", 0, 1, 2, 0.0)
         assert await thread.submit(lambda store: store._db.execute("SELECT count(*) FROM trajectories").fetchone()) == (0,)
         assert (await thread.submit(Store.counts))["in_flight"] == 2
         await thread.close()
@@ -140,7 +141,7 @@ from areal_lite.buffer.store import Store, StoreThread
 async def main():
     thread = StoreThread(Store(Path(sys.argv[1])))
     for i in range(20):
-        await thread.submit(Store.admit, i, "p", i, 2, 0.0)
+        await thread.submit(Store.admit, i, "p", i, i + 1, 2, 0.0)
     os.kill(os.getpid(), 9)
 asyncio.run(main())
 """

@@ -118,3 +118,17 @@ def test_shards_hold_every_group_once_and_equally_many(lengths, ranks):
 def test_shards_that_cannot_be_equal_are_refused():
     with pytest.raises(ValueError, match="3 groups cannot be dealt equally to 2"):
         balanced_shards([Group(i, "p", 1, [trajectory()]) for i in range(3)], 2)
+
+
+def test_minibatches_are_whole_groups():
+    made = [trajectory(1 + (3 * g + m) % 4, [0] * (1 + m), g, m) for g in range(6) for m in range(3)]
+    batch = TrainBatch.from_trajectories([made[i] for i in np.random.default_rng(1).permutation(18)])
+    parts = batch.minibatches(3)
+    assert sorted(np.concatenate(parts)) == list(range(18))
+    assert [len(set(batch.group_ids[part])) for part in parts] == [2, 2, 2]
+    for part in parts:
+        spans = [np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in part]
+        np.testing.assert_array_equal(batch.token_indices(part), np.concatenate(spans))
+        np.testing.assert_array_equal(batch.tokens[batch.token_indices(part)], batch.select(part).tokens)
+    with pytest.raises(ValueError, match="6 groups cannot be split into 4"):
+        batch.minibatches(4)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from areal_lite.buffer.wire import Batch, BeginPush, ControllerClient, Evaluate, Finish, Pushed, WireServer
+from areal_lite.buffer.wire import Batch, BeginPush, ControllerClient, Evaluate, Finish, Pushed, WireServer, _place
 from areal_lite.rollout.server import ServerInfo
 from areal_lite.trajectory import TrainBatch, Trajectory
 
@@ -161,9 +161,14 @@ def test_no_controller(tmp_path) -> None:
 def test_a_dead_controller_is_noticed(tmp_path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    address = {"url": "tcp://127.0.0.1:1", "token": "", "pid": process.pid}
+    address = {"url": "tcp://127.0.0.1:1", "token": "", "pid": process.pid, "place": _place()}
     (tmp_path / "controller.json").write_text(json.dumps(address))
     client = ControllerClient(tmp_path, timeout_s=30)
     with pytest.raises(RuntimeError, match=f"process {process.pid}.*totals of the run"):
+        client.finish()
+    client.close()
+    (tmp_path / "controller.json").write_text(json.dumps(address | {"place": "another machine"}))
+    client = ControllerClient(tmp_path, timeout_s=1.5)
+    with pytest.raises(TimeoutError):  # that its number is no process here says nothing
         client.finish()
     client.close()

@@ -1,0 +1,32 @@
+"""The critic's loss: regression of values on the returns of generalised advantage estimation (algo/advantages.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.losses import LossOutput
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, *, clip: float | None) -> LossOutput:
+    """sum_t weight_t L_t with L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value moves by at most c in a step, as a
+    policy's ratio does (the clipped value loss of the reference implementation of PPO, arXiv 1707.06347).
+
+    values float [t] (with gradient), old_values and returns float [t], mask bool [t], weights from algo/reduction.py. clip None: no bound.
+    Metrics are sums over unmasked tokens.
+    """
+    zeros = torch.zeros_like(values)
+    error = (values - returns) ** 2
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        move = values - old_values
+        bounded = (old_values + move.clamp(-clip, clip) - returns) ** 2
+        clipped = mask & (move.abs() > clip) & (bounded > error)
+        error = torch.maximum(error, bounded)
+    loss = (weights * torch.where(mask, error, zeros)).sum() / 2
+    metrics = {
+        "value": torch.where(mask, values, zeros).sum(),
+        "value_clip_fraction": clipped.sum(),
+        "value_error": torch.where(mask, (values - returns) ** 2, zeros).sum(),
+    }
+    return LossOutput(loss, {name: value.detach().float() for name, value in metrics.items()})

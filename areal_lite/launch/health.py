@@ -1,0 +1,20 @@
+"""`python -m areal_lite.launch.health RUN_DIR`: exit status 0 if every server that is announced for the run answers, and there is one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from areal_lite.rollout.server import announced
+from areal_lite.sync.control import answers
+
+_PATIENCE_S = 10.0
+
+
+def healthy(run_dir: Path) -> bool:
+    servers = announced(run_dir)
+    return bool(servers) and all(answers(server, _PATIENCE_S) for server in servers)
+
+
+if __name__ == "__main__":
+    sys.exit(not healthy(Path(sys.argv[1])))

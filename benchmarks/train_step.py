@@ -1,0 +1,151 @@
+"""One optimizer step of the Megatron engine against plain transformers + torch.optim.AdamW, on the same tokens from the same weights.
+
+    python benchmarks/train_step.py [--steps 15] [--tokens 2048] [--hidden 256] [--layers 4] [--vocab 2048]
+
+Both take turns in one process, on one thread, so that whatever else the machine does falls on both; ratios are of medians, of wall-clock
+and of processor time (the one to trust on a busy machine). Two batches: sequences of equal length, where the plain side has nothing to pad
+and is at its best, and long-tailed ones, where it pads. The loss is the mean negative log-likelihood; the engine computes entropies, too.
+The losses of both sides must agree. Writes results/train_step.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal_lite.config import TrainerConfig
+from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.packing import make_microbatches
+from areal_lite.trainer.parallel import shutdown
+from areal_lite.trajectory import TrainBatch
+
+RESULTS = Path(__file__).with_name("results") / "train_step.json"
+Step = Callable[[], float]
+
+
+def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
+    total, count = int(lengths.sum()), len(lengths)
+    mask = np.ones(total, bool)
+    mask[np.cumsum(lengths) - lengths] = False  # nothing predicts a first token
+    return TrainBatch(
+        tokens=np.random.default_rng(1).integers(0, vocab, total).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(total, np.float32),
+        versions=np.zeros(total, np.int32),
+        rewards=np.zeros(count, np.float32),
+        group_ids=np.arange(count),
+        members=np.zeros(count, np.int32),
+        truncated=np.zeros(count, bool),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+    )
+
+
+def make_model(folder: Path, args: argparse.Namespace) -> Path:
+    torch.manual_seed(0)
+    heads = args.hidden // 64
+    config = Qwen3Config(
+        hidden_size=args.hidden,
+        intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=64,
+        vocab_size=args.vocab,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
+    """From the batch to the updated weights, packing included."""
+    engine = MegatronEngine(settings, model, seed=1)
+    mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
+
+    def loss(logprobs, entropy, microbatch):
+        where = microbatch.where
+        return -(logprobs * mask[where]).sum() / count, {"entropy": entropy.detach().sum()}
+
+    return lambda: engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)["loss"]
+
+
+def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
+    """One forward pass of the sequences as rows, padded to the longest; without a mask if there is no padding."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, betas=betas, eps=settings.adam_eps, weight_decay=0.0)
+    rows = torch.nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(t.astype(np.int64)) for t in np.split(batch.tokens, batch.cu_seqlens[1:-1])], batch_first=True
+    )
+    real = torch.arange(rows.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
+    attention_mask = None if real.all() else real.long()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        logits = network(rows, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
+        loss = -(logprobs * real[:, 1:]).sum() / real[:, 1:].sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), settings.clip_grad)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
+    settings = TrainerConfig(steps=10**6, tokens_per_microbatch=10**6, device="cpu", dtype="float32", lr=1e-4)
+    sides = {"engine": engine_step(model, batch, settings), "plain": plain_step(model, batch, settings)}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for number in range(steps + 2):
+        losses = {}
+        for name, step in sides.items():
+            wall, busy = time.perf_counter(), time.process_time()
+            losses[name] = step()
+            seconds[name].append((time.perf_counter() - wall, time.process_time() - busy))
+        if abs(losses["engine"] - losses["plain"]) > 1e-3:
+            raise RuntimeError(f"step {number}: the two sides differ: {losses}")
+    row = {}
+    for i, clock in enumerate(("wall", "processor")):
+        median = {name: statistics.median(taken[i] for taken in seconds[name][2:]) for name in sides}  # the first two warm up
+        row |= {f"{name}_{clock}_ms": 1e3 * value for name, value in median.items()}
+        row[f"{clock}_ratio"] = median["engine"] / median["plain"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in dict(steps=15, tokens=2048, hidden=256, layers=4, vocab=2048).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    equal = np.full(args.tokens // 128, 128)
+    tailed = np.clip(np.random.default_rng(0).lognormal(4.0, 0.9, 1000), 8, 512).astype(int)
+    tailed = tailed[: int(np.searchsorted(np.cumsum(tailed), args.tokens))]
+    results = {"settings": vars(args)}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), args)
+        for name, lengths in {"equal lengths": equal, "long-tailed lengths": tailed}.items():
+            results[name] = row = compare(model, batch_of(lengths, args.vocab), args.steps)
+            print(f"{name}: {len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens")
+            for clock in ("wall", "processor"):
+                ms = [row[f"{side}_{clock}_ms"] for side in ("engine", "plain")]
+                print(f"{clock:>12s} time: engine {ms[0]:7.1f} ms, plain {ms[1]:7.1f} ms, ratio {row[f'{clock}_ratio']:.3f}", flush=True)
+    shutdown()
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

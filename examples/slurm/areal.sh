@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# AReaL's 1.5B experiment on 16 nodes of 8 GPUs: bash examples/slurm/areal.sh MODEL [key=value …]; with --print among them it is only shown.
+# What is the site's own is said here: a partition, an account, modules, the network.
+set -euo pipefail
+model=$1
+shift
+exec areal-lite slurm "$@" +experiment=areal model="$model" run_dir=runs/areal resume=auto \
+  cluster.nodes=16 cluster.time=24:00:00 \
+  '+cluster.options={partition: gpu, account: my_project}' \
+  'cluster.setup=["module load cuda", "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0"]'

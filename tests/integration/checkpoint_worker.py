@@ -1,0 +1,243 @@
+"""One rank of the checkpoint tests: `checkpoint_worker.py JOB`, with torchrun's environment. JOB is a JSON file (see test_checkpoint.py).
+
+A job is a list of stories, each told with a fresh engine; what they return goes to results.json, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_lite.config import TrainerConfig
+from areal_lite.trainer.checkpoint import Checkpoints, filesystem_async, latest
+from areal_lite.trainer.critic import Critic
+from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.packing import make_microbatches
+from areal_lite.trainer.parallel import shutdown
+from areal_lite.trajectory import TrainBatch
+from tests.integration.engine_worker import random_batch
+
+# The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
+SETTINGS = dict(steps=8, lr=1e-3, lr_schedule="cosine", lr_warmup_steps=4, min_lr=1e-4, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5)
+
+
+Writer = filesystem_async.FileSystemWriterAsync
+
+
+class Story:
+    """Training, saving and loading on this rank. Every method is a story."""
+
+    def __init__(self, layout: dict, model: str, seed: int = 1, **overrides):
+        self.engine = MegatronEngine(TrainerConfig(**(SETTINGS | layout | overrides)), model, seed)
+
+    def train(self, steps: range, poison: bool = False) -> list[dict[str, float]]:
+        """`poison`: the loss of the last data-parallel rank is not a number."""
+        return [self._update(step, poison) for step in steps]
+
+    def _update(self, step: int, poison: bool) -> dict[str, float]:
+        """One update on the batch of `step`, dealt to the data-parallel ranks by turns."""
+        whole = random_batch(12, 98, seed=step)
+        rank, size = self.engine.dp_group.rank(), self.engine.dp_group.size()
+        batch = whole.select(range(rank, whole.num_sequences, size))
+        weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
+
+        def loss(logprobs, entropy, microbatch):
+            share = -((weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()) / len(whole.tokens)
+            return share * (float("nan") if poison and rank == size - 1 else 1.0), {}
+
+        return self.engine.update(make_microbatches(batch, 128), loss)
+
+    def checkpoints(self, folder: str, **settings) -> Checkpoints:
+        return Checkpoints(Path(folder), {"policy": self.engine}, **settings)
+
+    def uninterrupted(self, folder: str) -> dict:
+        """Three updates, a save that stays unwritten during three more, another save."""
+        checkpoints = self.checkpoints(folder)
+        disk = hold_the_disk()
+        first = self.train(range(3))
+        checkpoints.save(3, {"step": 3, "note": "three updates"})
+        second = self.train(range(3, 6))
+        checkpoints.poll()
+        unpublished = latest(Path(folder)) is None
+        dist.barrier()
+        disk.set()
+        checkpoints.save(6, {"step": 6})
+        while checkpoints.saving:
+            checkpoints.poll()
+        return {"first": first, "second": second, "unpublished": unpublished}
+
+    def resumed(self, folder: str, into: str) -> dict:
+        extra = self.checkpoints(folder).load(Path(folder) / "step-3")
+        second = self.train(range(3, 6))
+        again = self.checkpoints(into)
+        again.save(6, {"step": 6})
+        again.wait()
+        return {"extra": extra, "second": second}
+
+    def with_critic(self, folder: str) -> dict:
+        """Policy and critic, which have trained differently, in one checkpoint; loaded into models that have trained on."""
+        critic = Critic(self.engine.config, self.engine.source, seed=1)
+
+        def train_critic(steps: range) -> list[dict[str, float]]:
+            batches = [random_batch(12, 98, seed=step) for step in steps]
+            return [critic.update(make_microbatches(b, 128), lambda values, _: ((values - 1).square().mean(), {})) for b in batches]
+
+        self.train(range(2))
+        train_critic(range(1))
+        both = Checkpoints(Path(folder), {"policy": self.engine, "critic": critic})
+        both.save(2, {})
+        both.wait()
+        expected = [self.train(range(2, 4)), train_critic(range(2, 4))]
+        both.load(latest(Path(folder)))
+        got = [self.train(range(2, 4)), train_critic(range(2, 4))]
+        alone = self.checkpoints(folder + "-alone")
+        alone.save(1, {})
+        alone.wait()
+        return {"expected": expected, "got": got}
+
+    def needs_critic(self, folder: str) -> str:
+        try:
+            Checkpoints(Path(folder), {"policy": self.engine, "critic": self.engine}).load(latest(Path(folder)))
+        except ValueError as error:
+            return str(error)
+
+    def before_any_update(self, folder: str) -> dict:
+        """A checkpoint of an optimizer without moments is one all the same. Then: newest and milestones stay."""
+        checkpoints = self.checkpoints(folder, keep=2, milestone_every=10)
+        checkpoints.save(0, {})
+        first = self.train(range(2))
+        checkpoints.wait()
+        checkpoints.load(Path(folder) / "step-0")
+        again = self.train(range(2))
+        for step in (5, 10, 15, 20, 25):
+            checkpoints.save(step, {})
+        checkpoints.wait()
+        return {"first": first, "again": again, "left": sorted(path.name for path in Path(folder).iterdir())}
+
+    def other_rate(self, folder: str) -> list:
+        """A run that goes on with other settings than the checkpoint's."""
+        self.checkpoints(folder).load(Path(folder) / "step-3")
+        return self.train(range(3, 6))
+
+    def offloaded(self) -> dict:
+        plain = Story({}, str(self.engine.source))
+        expected = plain.train(range(3))
+        got = []
+        sizes = set()
+        for step in range(3):
+            got += self.train(range(step, step + 1))
+            self.engine.offload()
+            sizes.add(self.engine.ddps[0].buffers[0].grad_data.untyped_storage().size())
+            self.engine.onload()
+        return {"expected": expected, "got": got, "offloaded_bytes": sorted(sizes)}
+
+    def poisoned(self) -> dict:
+        first = self.train(range(1))
+        before = {name: p.detach().clone() for name, p in self.engine.model.named_parameters()}
+        bad = self.train(range(1, 2), poison=True)
+        same = all(torch.equal(before[name], p) for name, p in self.engine.model.named_parameters())
+        return {"first": first, "bad": bad, "same": same, "next": self.train(range(2, 3))}
+
+    def measured(self) -> dict:
+        """This rank's parameters, outside and inside of experts; bytes that autograd keeps of a long microbatch; bytes of a push's buckets."""
+        sizes = [p.numel() for p in self.engine.model.parameters()]
+        weights = {p.untyped_storage().data_ptr() for p in self.engine.model.parameters()}
+        tokens = 512
+        batch = one_sequence(tokens)
+        kept: dict[int, torch.Tensor] = {}
+        after_forward = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive: no two have one address
+            return tensor
+
+        def loss(logprobs, entropy, microbatch):
+            after_forward.append(sum(t.untyped_storage().nbytes() for t in kept.values()))
+            return logprobs.sum() / tokens, {}
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self.engine.update(make_microbatches(batch, tokens), loss)
+        buckets = [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)] if self.engine.weights.takes_part else []
+        return {"parameters": sum(sizes), "kept": after_forward[0], "tokens": tokens, "buckets": buckets}
+
+    def unwritable(self, folder: str) -> str:
+        """The last rank cannot write its part."""
+        checkpoints = self.checkpoints(folder)
+        checkpoints.save(1, {})
+        checkpoints.wait()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            break_the_disk()
+        checkpoints.save(2, {})
+        try:
+            checkpoints.wait()
+        except RuntimeError as error:
+            return str(error)
+
+    def killed(self, folder: str) -> None:
+        """Dies while its second checkpoint is being written."""
+        checkpoints = self.checkpoints(folder)
+        checkpoints.save(3, {})
+        checkpoints.wait()
+        hold_the_disk()
+        checkpoints.save(6, {})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_sequence(length: int) -> TrainBatch:
+    """A batch of a single sequence, so that attention pads nothing."""
+    return TrainBatch(
+        tokens=(np.arange(length) % 90).astype(np.int32),
+        loss_mask=np.ones(length, bool),
+        behavior_logprobs=np.zeros(length, np.float32),
+        versions=np.zeros(length, np.int32),
+        rewards=np.ones(1, np.float32),
+        group_ids=np.zeros(1, np.int64),
+        members=np.zeros(1, np.int32),
+        truncated=np.zeros(1, bool),
+        cu_seqlens=np.array([0, length], np.int64),
+    )
+
+
+def hold_the_disk() -> threading.Event:
+    """From now on nothing is written before the event is set."""
+    write, released = Writer.write_preloaded_data, threading.Event()
+
+    def held(*args, **kwargs):
+        released.wait()
+        return write(*args, **kwargs)
+
+    Writer.write_preloaded_data = staticmethod(held)
+    return released
+
+
+def break_the_disk() -> None:
+    write = Writer.write_preloaded_data
+
+    def broken(transforms, index, bucket, *args, **kwargs):
+        return write(transforms, index, ("/proc/no/such/file", *bucket[1:]), *args, **kwargs)
+
+    Writer.write_preloaded_data = staticmethod(broken)
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results = {}
+    for name, story in job["stories"].items():
+        teller = Story(job["layout"], job["model"], **story.get("settings", {}))
+        results[name] = getattr(teller, story["tell"])(**story.get("args", {}))
+    if dist.get_rank() == 0:
+        Path(job["results"]).write_text(json.dumps(results))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

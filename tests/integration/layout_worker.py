@@ -1,0 +1,126 @@
+"""One rank of the layout tests: `layout_worker.py JOB`, with torchrun's environment. JOB is a JSON file: cases, run one after another.
+
+A case is a parallel layout and the models to run in it. What every rank computed goes to the job's folder `out`, results.pt, from rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from areal_lite.config import TrainerConfig
+from areal_lite.trainer.critic import Critic
+from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.trainer.packing import MicroBatch, make_microbatches
+from areal_lite.trainer.parallel import init_distributed, shutdown
+from areal_lite.trainer.parallel_model import ParallelModel
+from areal_lite.trainer.reference import Reference
+from areal_lite.trajectory import TrainBatch
+from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
+
+UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 20, 5, 2
+CRITIC = {"lr": 3e-3, "clip_grad": 2.0}
+
+
+def sequence_sums(values: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """[n] from [t]: sums over whole sequences."""
+    sequence = (position_ids == 0).cumsum(0) - 1
+    return torch.zeros(int(sequence[-1]) + 1).index_add(0, sequence, values)
+
+
+def shard(model: ParallelModel, step: int) -> tuple[int, TrainBatch, list[MicroBatch]]:
+    """Tokens of the whole batch of `step`, and this rank's sequences; the budget differs, so the ranks have different numbers of microbatches."""
+    whole, rank = random_batch(12, 98, seed=step), model.dp_group.rank()
+    batch = whole.select(range(rank, whole.num_sequences, model.dp_group.size()))
+    return len(whole.tokens), batch, make_microbatches(batch, 48 * (1 + 2 * rank))
+
+
+class Case:
+    """One layout in one model."""
+
+    def __init__(self, config: TrainerConfig, path: str, out: Path):
+        self.config, self.path, self.out = config, path, out
+        self.microbatches = make_microbatches(random_batch(16, 98, seed=100), 64)
+
+    def policy(self) -> dict:
+        engine, reference = MegatronEngine(self.config, self.path, seed=1), Reference(self.config, self.path)
+        results = {"logprobs": engine.logprobs(self.microbatches, TEMPERATURE)}
+        results["history"] = [self.update(engine, step) for step in range(UPDATES)]
+        results["after"] = engine.logprobs(self.microbatches, TEMPERATURE)
+        results["reference"] = reference.logprobs(self.microbatches, TEMPERATURE)
+        engine.export_hf(self.out / "export")
+        engine.save(self.out / "checkpoint")
+        return results
+
+    def update(self, engine: MegatronEngine, step: int) -> dict[str, float]:
+        """A loss of tokens, entropies and whole sequences."""
+        total, batch, microbatches = shard(engine, step)
+        weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
+
+        def loss(logprobs, entropy, microbatch):
+            tokens = (weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()
+            sequences = sequence_sums(logprobs, microbatch.position_ids).square().sum()
+            longest = torch.tensor(float(microbatch.cu_seqlens.diff().max()))
+            return (0.001 * sequences - tokens) / total, {"tokens": torch.tensor(float(len(logprobs))), "length_max": longest}
+
+        return engine.update(microbatches, loss, TEMPERATURE)
+
+    def critic(self) -> dict:
+        critic = Critic(replace(self.config, **CRITIC), self.path, seed=1)
+        results = {"values_before": critic.values(self.microbatches)}
+        history = []
+        for step in range(CRITIC_UPDATES):
+            total, batch, microbatches = shard(critic, step)
+            targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
+
+            def loss(values, microbatch):
+                return (values - targets[microbatch.where]).square().sum() / total, {}
+
+            history.append(critic.update(microbatches, loss))
+        critic.save(self.out / "critic", {"of": "values"})
+        fresh = Critic(replace(self.config, **CRITIC), self.path, seed=1)
+        extra = fresh.load(self.out / "critic")
+        return results | {
+            "critic_history": history,
+            "values": critic.values(self.microbatches),
+            "loaded": fresh.values(self.microbatches),
+            "extra": extra,
+        }
+
+    def resumed(self, checkpoint: str) -> dict:
+        """Log-probs after taking up another layout's checkpoint, and what the next updates report."""
+        engine = MegatronEngine(self.config, self.path, seed=1)
+        engine.load(checkpoint)
+        resumed = engine.logprobs(self.microbatches, TEMPERATURE)
+        return {"resumed": resumed, "resumed_history": [self.update(engine, UPDATES + step) for step in range(RESUMED_UPDATES)]}
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    collected = {}
+    for case in job["cases"]:
+        os.environ["MASTER_PORT"] = str(case["port"])
+        config = TrainerConfig(**SETTINGS | {"steps": UPDATES + RESUMED_UPDATES} | case["layout"])
+        init_distributed(config, seed=1)
+        runs = Case(config, case["model"], Path(job["out"]) / case["name"])
+        results = runs.policy()
+        if case["critic"]:
+            results |= runs.critic()
+        if case["resume"]:
+            results |= runs.resumed(case["resume"])
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, results)
+        collected[case["name"]] = everywhere
+        if dist.get_rank() == 0:
+            torch.save(collected, Path(job["out"]) / "results.pt")
+        shutdown()
+
+
+if __name__ == "__main__":
+    main()

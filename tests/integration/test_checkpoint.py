@@ -1,0 +1,229 @@
+"""Checkpoints of the real engine on real processes: six updates are three, a checkpoint, and three more in other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from transformers import AutoConfig
+
+from areal_lite.config import TrainerConfig
+from areal_lite.trainer.memory import activation_bytes_per_token, push_buckets, rank_parameters
+
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ROOT = WORKER.parents[2]
+LAYOUTS = {
+    "single": {},
+    "dp2": {"data_parallel": 2},
+    "tp2": {"tensor_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=98,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+    )
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder / "model")
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) -> dict:
+    """Tell `stories` on as many processes as the layout has, wait, and return what they returned; none is left behind."""
+    job = {"layout": layout, "model": str(folder / "model"), "stories": stories, "results": str(folder / f"{name}.json")}
+    job_file = folder / f"{name}-job.json"
+    job_file.write_text(json.dumps(job))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = 2 if layout else 1
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHDYNAMO_DISABLE": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(job_file)],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == status, f"{name}, rank {rank} of {world}:\n{output[-4000:]}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return json.loads(Path(job["results"]).read_text()) if status == 0 else {}
+
+
+def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name."""
+    state: dict = {}
+    _load_state_dict(state, dcp.FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def run(folder, request) -> dict:
+    """Six updates with a checkpoint after three; in new processes the last three again; and once more on one process."""
+    name, layout = request.param, LAYOUTS[request.param]
+    place = {kind: str(folder / f"{name}{kind}") for kind in ("", "-resumed", "-on-one")}
+    first = tell(folder, f"{name}-1", layout, {"run": {"tell": "uninterrupted", "args": {"folder": place[""]}}})["run"]
+    again = {"tell": "resumed", "args": {"folder": place[""], "into": place["-resumed"]}}
+    resumed = tell(folder, f"{name}-2", layout, {"run": again})["run"]
+    again = {"tell": "resumed", "args": {"folder": place[""], "into": place["-on-one"]}}
+    on_one = tell(folder, f"{name}-3", {}, {"run": again})["run"] if layout else resumed
+    last = {kind: contents(Path(path) / "step-6") for kind, path in place.items() if layout or kind != "-on-one"}
+    return first | {"resumed": resumed, "on_one": on_one, "last": last}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run):
+    assert run["unpublished"]  # nothing has the final name while the writer waits for the disk
+    assert run["resumed"]["extra"] == {"step": 3, "note": "three updates"}
+    assert run["resumed"]["second"] == run["second"]
+    expected, got = run["last"][""], run["last"]["-resumed"]
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    moments = [value for name, value in expected.items() if "exp_avg" in name]
+    assert len(moments) >= 2 and all(value.abs().max() > 0 for value in moments)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_any_layout_goes_on_on_one_process(run):
+    for got, expected in zip(run["on_one"]["second"], run["second"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    expected, got = run["last"][""], run["last"].get("-on-one", run["last"]["-resumed"])
+    assert expected.keys() == got.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def stories(folder) -> dict:
+    """What one process tells of itself."""
+    bfloat16 = {"dtype": "bfloat16"}
+    here = {name: str(folder / name) for name in ("bf16", "both", "retention", "rate")}
+    return tell(
+        folder,
+        "stories",
+        {},
+        {
+            "first": {"tell": "uninterrupted", "args": {"folder": here["bf16"]}, "settings": bfloat16},
+            "second": {"tell": "resumed", "args": {"folder": here["bf16"], "into": here["bf16"] + "-resumed"}, "settings": bfloat16},
+            "both": {"tell": "with_critic", "args": {"folder": here["both"]}},
+            "alone": {"tell": "needs_critic", "args": {"folder": here["both"] + "-alone"}},
+            "early": {"tell": "before_any_update", "args": {"folder": here["retention"]}},
+            "rate": {"tell": "other_rate", "args": {"folder": here["bf16"]}, "settings": {"lr": 4e-3, "lr_schedule": "constant"}},
+            "offload": {"tell": "offloaded"},
+            "measured": {"tell": "measured"},
+            "measured-bfloat16": {"tell": "measured", "settings": bfloat16},
+            "measured-full": {"tell": "measured", "settings": {"recompute": "full"}},
+        },
+    )
+
+
+def test_bfloat16_resumes_bitwise_with_its_float32_masters(folder, stories):
+    assert stories["second"]["second"] == stories["first"]["second"]
+    state = contents(folder / "bf16" / "step-6")
+    masters = [value for name, value in state.items() if ".optimizer.state.param." in name]
+    assert masters and all(value.dtype == torch.float32 for value in masters)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters)
+
+
+def test_policy_and_critic_are_one_checkpoint(stories):
+    policy, critic = stories["both"]["expected"]
+    assert policy != critic
+    assert stories["both"]["got"] == [policy, critic]
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(stories):
+    assert "holds no critic" in stories["alone"]
+
+
+def test_a_checkpoint_before_the_first_update(stories):
+    assert stories["early"]["again"] == stories["early"]["first"]
+
+
+def test_the_newest_and_the_milestones_stay(stories):
+    assert stories["early"]["left"] == ["step-0", "step-10", "step-20", "step-25"]
+
+
+def test_the_schedule_keeps_its_place_and_takes_the_settings_of_the_run(stories):
+    """The checkpoint has 3 updates of a warm-up of 4: updates 4, 5, 6 follow, not 1, 2, 3, and not the old rate of 1e-3."""
+    assert [m["lr"] for m in stories["rate"]] == pytest.approx([4e-3, 4e-3, 4e-3])
+
+
+def test_what_is_offloaded_comes_back(stories):
+    assert stories["offload"]["offloaded_bytes"] == [0]
+    assert stories["offload"]["got"] == stories["offload"]["expected"]
+
+
+@pytest.mark.parametrize(("name", "itemsize", "recompute"), [("", 4, "none"), ("-bfloat16", 2, "none"), ("-full", 4, "full")])
+def test_the_memory_that_is_planned_is_needed(folder, stories, name, itemsize, recompute):
+    got, hf = stories[f"measured{name}"], AutoConfig.from_pretrained(folder / "model")
+    trainer = TrainerConfig(recompute=recompute, tokens_per_microbatch=got["tokens"])
+    assert got["parameters"] == sum(rank_parameters(hf, trainer, 0))
+    assert got["buckets"] == push_buckets(hf, trainer, itemsize, 60_000)
+    planned = got["tokens"] * activation_bytes_per_token(hf, trainer, itemsize, 0)
+    if recompute == "full":  # one layer at a time is computed again after the forward pass
+        planned -= got["tokens"] * activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0) / hf.num_hidden_layers
+    head = got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)  # the last norm, and what the head keeps but logits
+    assert got["kept"] == pytest.approx(planned + head, rel=0.15)
+
+
+def test_a_killed_save_leaves_the_checkpoint_before(folder):
+    place = folder / "killed"
+    tell(folder, "killed", {}, {"run": {"tell": "killed", "args": {"folder": str(place)}}}, status=-9)
+    assert {path.name for path in place.iterdir()} == {"step-3", ".step-6.partial"}
+    result = tell(
+        folder, "after", {}, {"run": {"tell": "resumed", "args": {"folder": str(place), "into": str(place)}, "settings": {"lr": 1e-3}}}
+    )
+    assert result["run"]["extra"] == {}
+    assert {path.name for path in place.iterdir()} == {"step-3", "step-6"}
+
+
+def test_ranks_agree(folder):
+    """One rank's loss is not finite; one rank cannot write: every rank skips, every rank raises."""
+    place = str(folder / "agree")
+    stories = {
+        "poison": {"tell": "poisoned"},
+        "measured": {"tell": "measured"},
+        "unwritable": {"tell": "unwritable", "args": {"folder": place}},
+    }
+    told = tell(folder, "agree", LAYOUTS["tp2"], stories)
+    assert told["poison"]["first"][0]["skipped"] == 0.0
+    assert told["poison"]["bad"][0]["skipped"] == 1.0
+    assert told["poison"]["same"]
+    assert told["poison"]["next"][0]["skipped"] == 0.0
+    hf = AutoConfig.from_pretrained(folder / "model")
+    assert told["measured"]["parameters"] == sum(rank_parameters(hf, TrainerConfig(tensor_parallel=2), 0))
+    assert "step-2: this checkpoint could not be written" in told["unwritable"] and "No such file" in told["unwritable"]
+    assert not (Path(place) / "step-2").exists()
+    assert (Path(place) / "step-1").is_dir()

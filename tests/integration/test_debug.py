@@ -1,0 +1,41 @@
+"""`areal-lite train debug=…`: generate without training, then train without servers, twice with the same result."""
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_train import ROOT, model  # noqa: F401  fixture
+
+STEPS, GROUPS = 2, 4
+
+
+def train(model: Path, folder: Path, *overrides: str) -> None:  # noqa: F811
+    command = [
+        sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", f"trainer.steps={STEPS}",
+        f"trainer.batch_groups={GROUPS}", "rollout.group_size=4", "rollout.max_new_tokens=40", "eval.problems=0",
+        "reward.function=tests.integration.toy_reward:share_of_letters", "trainer.lr=0.003", "trainer.dtype=float32", *overrides,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+def losses(folder: Path) -> list[tuple]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"], line["reward_mean"], line["staleness_max"]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_rollout_only_then_train_only_twice(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    train(model, tmp_path / "stored", "debug=rollout_only")
+    db = sqlite3.connect(tmp_path / "stored" / "trajectories.sqlite")
+    assert db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall() == [("finished", STEPS * GROUPS)]
+    assert not (tmp_path / "stored" / "metrics.jsonl").exists()
+    for name in ("one", "two"):
+        train(model, tmp_path / name, "debug=train_only", f"debug_run={tmp_path / 'stored'}")
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    assert [line[3] for line in losses(tmp_path / "one")] == [0, 1]

@@ -1,0 +1,243 @@
+"""Every parallel layout against transformers and torch.optim.AdamW: log-probs, loss curves, gradient norms, weights, values."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from areal_lite.config import TrainerConfig
+from tests.integration.engine_worker import SETTINGS, random_batch
+from tests.integration.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
+from tests.integration.test_engine import free_port, largest_difference, make_model, reference, reference_model, spawn, weights_of
+
+WORKER = Path(__file__).with_name("layout_worker.py")
+# name -> (model, layout); a name's first word is unique.
+TWO = {
+    "sequence": ("qwen3_tied", dict(tensor_parallel=2, sequence_parallel=True, recompute="selective")),
+    "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
+    "tied_pipeline": ("qwen3_tied", dict(pipeline_parallel=2)),
+    "interleaved": ("qwen3_tied", dict(pipeline_parallel=2, virtual_pipeline=2)),
+    "context": ("qwen3_tied", dict(context_parallel=2)),
+    "experts": ("moe_untied", dict(data_parallel=2, expert_parallel=2)),
+}
+FOUR = {
+    "tensor_pipeline": ("qwen3_tied", dict(tensor_parallel=2, pipeline_parallel=2)),
+    "tensor_interleaved": ("qwen2_untied", dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2)),
+    "tensor_context": ("qwen3_tied", dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2)),
+    "context_pipeline": ("qwen3_tied", dict(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2, recompute="full")),
+    "context4": ("qwen3_tied", dict(context_parallel=4)),
+    "data_pipeline": ("qwen3_tied", dict(data_parallel=2, pipeline_parallel=2)),
+    "tensor_experts": ("moe_untied", dict(tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2)),
+    "experts_pipeline": ("moe_untied", dict(data_parallel=2, expert_parallel=2, pipeline_parallel=2)),
+}
+CRITICS = ("sequence", "pipeline", "interleaved", "context", "experts", "tensor_interleaved", "context_pipeline", "tensor_experts")
+# Takes up the checkpoint of an earlier one, with the same model.
+RESUMES = {
+    "tied_pipeline": "sequence",
+    "interleaved": "tied_pipeline",
+    "tensor_context": "tensor_pipeline",
+    "experts_pipeline": "tensor_experts",
+}
+
+
+def runs(names=(*TWO, *FOUR)):
+    """A test for each layout; four processes are slow."""
+    slow = (pytest.mark.slow, pytest.mark.timeout(1800))
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    for name in ("qwen3_tied", "qwen2_untied", "moe_untied"):
+        make_model(name, folder / name, layers=4)
+    return folder
+
+
+def run(folder: Path, layouts: dict[str, tuple[str, dict]]) -> dict[str, list[dict]]:
+    world = TrainerConfig(**next(iter(layouts.values()))[1]).world_size
+    out = folder / f"world{world}"
+    cases = []
+    for name, (model, layout) in layouts.items():
+        resume = RESUMES.get(name)
+        checkpoint = str(out / resume / "checkpoint") if resume else None
+        cases.append(
+            {
+                "name": name,
+                "model": str(folder / model),
+                "layout": layout,
+                "port": free_port(),
+                "critic": name in CRITICS,
+                "resume": checkpoint,
+            }
+        )
+    spawn(WORKER, {"cases": cases, "out": str(out)}, out, world, timeout_s=280 if world == 2 else 1700)
+    return torch.load(out / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return run(folder, TWO)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return run(folder, FOUR)
+
+
+@pytest.fixture
+def results(request):
+    """What the ranks of a layout computed; all layouts of a size run in the same processes, when the first is asked for."""
+    return lambda name: request.getfixturevalue("two" if name in TWO else "four")[name]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The same by transformers and AdamW, on whole batches."""
+    cache = {}
+
+    def of(model: str) -> dict:
+        if model not in cache:
+            cache[model] = reference_policy(folder, model) | reference_critic(folder, model)
+        return cache[model]
+
+    return of
+
+
+def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == big] for big in (True, False))
+    groups = [{"params": matrices, "weight_decay": SETTINGS["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, SETTINGS["adam_beta2"]), eps=SETTINGS["adam_eps"])
+
+
+def train(model: torch.nn.Module, updates: range, loss_of, settings: dict, optimizer=None) -> list[dict[str, float]]:
+    optimizer = optimizer or optimizer_of(model, settings["lr"])
+    total = UPDATES + RESUMED_UPDATES
+    warmup, least = settings["lr_warmup_steps"], settings["min_lr"]
+    history = []
+    for step in updates:
+        batch = random_batch(12, 98, seed=step)
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"])
+        update = step + 1
+        share = 0.5 * (1 + math.cos(math.pi * (update - warmup) / (total - warmup)))
+        lr = settings["lr"] * update / warmup if update <= warmup else least + (settings["lr"] - least) * share
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        history.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "skipped": 0.0})
+    return history
+
+
+def policy_loss(model: torch.nn.Module, batch) -> torch.Tensor:
+    logprobs, entropy = reference(model, batch)
+    weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
+    sums = torch.zeros(batch.num_sequences).index_add(0, torch.from_numpy(batch.sequence_ids), logprobs)
+    return (0.001 * sums.square().sum() - (weights * logprobs).sum() - 0.1 * entropy.sum()) / len(batch.tokens)
+
+
+def reference_policy(folder: Path, name: str) -> dict:
+    model, batch = reference_model(folder, name), random_batch(16, 98, seed=100)
+    with torch.no_grad():
+        before, _ = reference(model, batch)
+    optimizer = optimizer_of(model, SETTINGS["lr"])
+    history = train(model, range(UPDATES), policy_loss, SETTINGS, optimizer)
+    with torch.no_grad():
+        after, _ = reference(model, batch)
+    model.save_pretrained(folder / f"trained_{name}")
+    further = train(model, range(UPDATES, UPDATES + RESUMED_UPDATES), policy_loss, SETTINGS, optimizer)
+    return {"logprobs": before, "history": history, "after": after, "further": further}
+
+
+class ReferenceCritic(torch.nn.Module):
+    def __init__(self, path: Path):
+        super().__init__()
+        self.backbone = transformers.AutoModel.from_pretrained(path, dtype=torch.float32)
+        self.head = torch.nn.Linear(self.backbone.config.hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(self.head.weight)
+
+    def forward(self, batch) -> torch.Tensor:
+        values = []
+        for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
+            tokens = torch.from_numpy(batch.tokens[start:end].astype("int64"))
+            hidden = self.backbone(tokens[None]).last_hidden_state[0, :-1]
+            values += [torch.zeros(1), self.head(hidden)[:, 0]]
+        return torch.cat(values)
+
+
+def reference_critic(folder: Path, name: str) -> dict:
+    critic = ReferenceCritic(folder / name)
+
+    def loss(model, batch):
+        targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
+        return (model(batch) - targets).square().sum() / len(batch.tokens)
+
+    history = train(critic, range(CRITIC_UPDATES), loss, SETTINGS | CRITIC)
+    with torch.no_grad():
+        return {"critic_history": history, "values": critic(random_batch(16, 98, seed=100))}
+
+
+def model_of(name: str) -> str:
+    return (TWO | FOUR)[name][0]
+
+
+def assert_curves_agree(got: list[dict], want: list[dict]) -> None:
+    for a, b in zip(got, want, strict=True):
+        for key, value in b.items():
+            assert a[key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+
+
+@runs()
+def test_logprobs_match_transformers(results, expected, name):
+    want = expected(model_of(name))["logprobs"]
+    for rank in results(name):
+        assert (rank["logprobs"] - want).abs().max() <= 5e-6
+        assert (rank["reference"] - want).abs().max() <= 5e-6  # training has not moved it
+
+
+@runs()
+def test_training_matches_adamw(results, expected, folder, name):
+    ranks, want = results(name), expected(model_of(name))
+    assert_curves_agree(ranks[0]["history"], want["history"])
+    assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"])  # clipping is tested too
+    for step, metrics in enumerate(ranks[0]["history"]):
+        batch = random_batch(12, 98, seed=step)
+        assert (metrics["tokens"], metrics["length_max"]) == (len(batch.tokens), batch.lengths.max())
+    world = len(ranks)
+    assert (ranks[0]["after"] - want["after"]).abs().max() <= 2e-5
+    exported = weights_of(folder / f"world{world}" / name / "export")
+    assert largest_difference(exported, weights_of(folder / f"trained_{model_of(name)}")) <= 1e-5
+
+
+@runs()
+def test_every_rank_has_the_same_results(results, name):
+    first, *others = results(name)
+    for rank in others:
+        assert rank["history"] == first["history"]
+        for key in ("logprobs", "after"):
+            assert torch.equal(rank[key], first[key])
+
+
+@runs(CRITICS)
+def test_critic_matches_a_value_model_of_transformers(results, expected, name):
+    want = expected(model_of(name))
+    for rank in results(name):
+        assert not rank["values_before"].any()
+        assert_curves_agree(rank["critic_history"], want["critic_history"])
+        assert (rank["values"] - want["values"]).abs().max() <= 1e-4
+        assert torch.equal(rank["loaded"], rank["values"]) and rank["extra"] == {"of": "values"}
+
+
+@runs(RESUMES)
+def test_a_checkpoint_of_another_layout_is_taken_up(results, expected, name):
+    """Weights, moments and the place in the schedule."""
+    want = expected(model_of(name))
+    for rank in results(name):
+        assert (rank["resumed"] - want["after"]).abs().max() <= 2e-5
+        assert_curves_agree(rank["resumed_history"], want["further"])

@@ -1,0 +1,243 @@
+"""Servers that die, hang, fail in the middle of a push and come back: nothing is lost, and no server serves as if it were newer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_lite.config import ServerConfig, load_config
+from areal_lite.launch.pool import LOG, ServerPool
+from areal_lite.launch.process import dying_with_me
+from areal_lite.launch.roles import RoleFailed
+from areal_lite.rollout.server import ServerInfo, ServerProcess, announced, condemn, free_port
+from areal_lite.sync.broadcast import WeightGroup, flatten
+from areal_lite.sync.control import ServersFailed
+from areal_lite.sync.push import WeightPusher
+from tests.integration.test_controller import GROUPS, assert_books_are_right, assert_exact, model, push, run  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+
+def fake_pool(folder: Path, *names: str, max_restarts: int = 3, delay: float = 0.005, code: str | None = None) -> ServerPool:
+    """Supervised fake servers; `code`: what to run instead."""
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")  # all that is looked at of a model
+
+    def make(name: str) -> ServerProcess:
+        config, port = ServerConfig(device="cpu", start_timeout_s=20), free_port()
+        server = ServerProcess(config, str(folder), name=name, port=port, seed=1, log_path=folder / "logs" / f"{name}.log")
+        server.argv = [sys.executable, "tests/fake_sglang.py", str(folder), name, "--port", str(port), "--delay", str(delay)]
+        server.argv = [sys.executable, "-c", code] if code else server.argv
+        server.environment = {**server.environment, "PYTHONPATH": str(ROOT)}
+        return server
+
+    return ServerPool(folder, {name: lambda name=name: make(name) for name in names}, max_restarts)
+
+
+def until(condition, seconds: float = 30):
+    deadline = time.monotonic() + seconds
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+    return result
+
+
+def server(folder: Path, name: str) -> ServerInfo | None:
+    return next((s for s in announced(folder) if s.name == name), None)
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "logs" / LOG).read_text()
+
+
+def test_a_server_that_dies_is_started_again_until_its_budget_is_spent(tmp_path) -> None:
+    with fake_pool(tmp_path, "a", max_restarts=1) as pool:
+        pool.wait_ready()
+        first = server(tmp_path, "a")
+        os.kill(first.pid, signal.SIGKILL)
+        second = until(lambda: (s := server(tmp_path, "a")) and s != first and s)
+        assert second.url != first.url
+        os.kill(second.pid, signal.SIGKILL)
+        until(lambda: "given up" in log_of(tmp_path))
+        until(lambda: not pool._thread.is_alive())
+        with pytest.raises(RoleFailed, match="no server is left"):
+            pool.check()
+    assert "restart 1 of 1" in log_of(tmp_path) and "status -9" in log_of(tmp_path)
+    assert announced(tmp_path) == []
+
+
+def test_a_condemned_server_is_replaced_and_the_others_stay(tmp_path) -> None:
+    with fake_pool(tmp_path, "a", "b") as pool:
+        pool.wait_ready()
+        a, b = announced(tmp_path)
+        os.kill(a.pid, signal.SIGSTOP)
+        condemn(tmp_path, a, "it hangs")
+        until(lambda: (s := server(tmp_path, "a")) and s.pid != a.pid)
+        assert server(tmp_path, "b") == b and not os.path.exists(f"/proc/{a.pid}")
+        pool.check()
+    assert re.search(r"a is started again in 1 s \(restart 1 of 3\): it hangs", log_of(tmp_path))
+    assert not os.path.exists(f"/proc/{b.pid}")
+
+
+def test_a_server_that_never_comes_up_ends_the_pool_at_once(tmp_path) -> None:
+    with (
+        fake_pool(tmp_path, "a", code="print('no such flag'); raise SystemExit(2)") as pool,
+        pytest.raises(RuntimeError, match="no such flag"),
+    ):
+        pool.wait_ready()
+
+
+SETTINGS = {"server__health_interval_s": 0.2, "server__health_timeout_s": 1.0}
+
+
+def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None:  # noqa: F811
+    """One killed, one stopped, with requests on both: there is none left, until they have caught up by a push of the same version."""
+    r = run(max_staleness=0, **SETTINGS)
+    with fake_pool(r.path, "s0", "s1", delay=0.02) as pool:
+        pool.wait_ready()
+        client = r.start_controller()
+        used, caught_up = {0: groups(client.batch(0, 0, 1)[0])}, []
+        push(client, 1, "in_place")
+        until(lambda: r.store().counts()["in_flight"] == GROUPS)
+        killed, stopped = announced(r.path)
+        os.kill(killed.pid, signal.SIGKILL)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        batch, _ = client.batch(1, 0, 1, lambda: caught_up.append([s.name for s in push(client, 1, "in_place")["servers"]]))
+        assert_exact(batch)
+        assert set(batch.versions[batch.loss_mask]) == {1}, "they came back with version 0"
+        assert caught_up[0] in (["s0"], ["s1"], ["s0", "s1"])
+        used[1] = groups(batch)
+        until(lambda: {s.name for s in announced(r.path) if s not in (killed, stopped)} == {"s0", "s1"})
+        until(lambda: r.log().count("has version 0, not 1") == 2)
+        assert push(client, 2, "in_place")["servers"] == announced(r.path)
+        batch, _ = client.batch(2, 0, 1)
+        assert_exact(batch)
+        used[2] = groups(batch)
+        push(client, 3, "in_place")
+        totals = client.finish()
+    assert totals["retries"] > 0
+    assert_books_are_right(r, totals, used)
+    assert "status -9" in log_of(r.path) and "no answer to /server_info within 1 s" in log_of(r.path)
+
+
+def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa: F811
+    r = run(max_staleness=0)
+    with fake_pool(r.path, "s0", delay=0.1) as pool:
+        pool.wait_ready()
+        client = r.start_controller()
+        client.batch(0, 0, 1)
+        push(client, 1, "in_place")
+        r.start_server("late", delay=0)
+        asked: list[list[str]] = []
+        client.batch(1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place")["servers"]]))
+        assert asked == [["late"]], "the one that has the version goes on"
+
+
+def groups(batch) -> list[int]:
+    return sorted(set(batch.group_ids.tolist()))
+
+
+class Engine:
+    """Weights of a trainer, as far as a pusher sees it."""
+
+    device = torch.device("cpu")
+
+    def hf_weights(self, bucket_bytes: int):
+        yield [("a", torch.arange(6.0))]
+        yield [("b", torch.ones(3, dtype=torch.bfloat16))]
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"])
+def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, path: str) -> None:  # noqa: F811
+    r = run(max_staleness=0, sync__transport="disk", **SETTINGS)
+    Path(r.path, "config.json").write_text("{}")
+    r.start_server("good")
+    r.start("bad", "tests/fake_sglang.py", str(r.path), "bad", "--die-at", path)
+    until(lambda: len(announced(r.path)) == 2)
+    client = r.start_controller()
+    config = load_config(r.path)
+    config.model = str(r.path)
+    pusher = WeightPusher(Engine(), client, config, r.path)
+    client.batch(0, 0, 1)
+    assert pusher.push(1).failed == ["bad"]
+    batch, _ = client.batch(1, 0, 1, lambda: pusher.push(1))
+    assert_exact(batch)
+    assert set(batch.versions[batch.loss_mask]) == {1}
+    assert (r.path / "servers" / "bad.condemned").exists()
+    # It comes back, and takes the next version with the other.
+    r.start_server("bad")
+    until(lambda: "server bad (http" in r.log() and "has version 0, not 1" in r.log())
+    assert pusher.push(2).failed == [] and len(pusher.servers) == 2
+    r.processes["good"].kill()
+    r.processes["bad"].kill()
+    # A push to nobody is no error: whoever comes back catches up. A server whose request breaks before the push begins is not asked at all.
+    assert set(pusher.push(3).failed) <= {"bad", "good"} and pusher.servers == []
+    r.start_server("good")
+    batch, _ = client.batch(3, 0, 1, lambda: pusher.push(3))
+    assert_exact(batch)
+    assert set(batch.versions[batch.loss_mask]) == {3} and [s.name for s in pusher.servers] == ["good"]
+    pusher.close()
+
+
+@contextmanager
+def gloo_servers(*die_at: str | None):
+    """Servers as a weight group sees them, and their processes."""
+    environment = os.environ | dying_with_me() | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = []
+    try:
+        for path in die_at:
+            command = [sys.executable, "tests/gloo_server.py", *(["--die-at", path] if path else [])]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+        ports = [int(process.stdout.readline()) for process in processes]
+        yield [ServerInfo(f"s{i}", f"http://127.0.0.1:{port}", None, 1, i) for i, port in enumerate(ports)], processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def gloo(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+BUCKET = flatten([("w", torch.randn(1000, 300)), ("v", torch.ones(7, dtype=torch.bfloat16))])
+
+
+JOIN, RECEIVE = "/init_weights_update_group", "/update_weights_from_distributed"
+
+
+@pytest.mark.parametrize(("path", "dying"), [(JOIN, 1), (RECEIVE, 0), (RECEIVE, 1)])
+def test_only_the_server_that_dies_in_a_collective_is_to_blame(gloo, path: str, dying: int) -> None:
+    """In the join and in a broadcast the others wait for it, and are free again at once: they make a new group."""
+    with gloo_servers(*(path if i == dying else None for i in range(3))) as (infos, _):
+        with pytest.raises(ServersFailed) as failed:
+            WeightGroup(infos, "gloo", 30, "g0").send(BUCKET, version="1", flush_cache=False)
+        assert [error.server for error in failed.value.errors] == [infos[dying]]
+        survivors = [info for i, info in enumerate(infos) if i != dying]
+        group = WeightGroup(survivors, "gloo", 30, "g1")
+        group.send(BUCKET, version="1", flush_cache=False)
+        group.abandon(survivors)
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_only_the_server_that_hangs_in_a_collective_is_to_blame(gloo, hanging: int) -> None:
+    with gloo_servers(None, None, None) as (infos, processes):
+        group = WeightGroup(infos, "gloo", 5, "g0")
+        processes[hanging].send_signal(signal.SIGSTOP)
+        with pytest.raises(ServersFailed) as failed:
+            group.send(BUCKET, version="1", flush_cache=False)
+        assert [error.server for error in failed.value.errors] == [infos[hanging]]
