@@ -40,6 +40,8 @@ class Trajectory:
 
     tokens int32 [L] · loss_mask bool [L] · behavior_logprobs float32 [L] (nats, of the distribution sampled from) · versions int32 [L].
     `started_at` and `finished_at` are wall-clock seconds; `requests` counts the HTTP requests that it took (more than one after an abort).
+    `kv_version`: its KV cache holds nothing of an older version than this; -1 where that is not known. It may be older than all of
+    `versions`: a request in a server's queue during a push in place begins with a prefix that the old weights have cached.
     """
 
     group_id: int
@@ -54,6 +56,7 @@ class Trajectory:
     started_at: float = 0.0
     finished_at: float = 0.0
     requests: int = 1
+    kv_version: int = -1
 
     def check(self) -> Trajectory:
         """Return self if every invariant holds. Raises ValueError that names the trajectory and the broken rule."""
@@ -124,7 +127,7 @@ class Group:
 
 
 _TOKEN_ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "versions": np.int32}
-_SEQUENCE_ARRAYS = {"rewards": np.float32, "group_ids": np.int64, "members": np.int32, "truncated": np.bool_}
+_SEQUENCE_ARRAYS = {"rewards": np.float32, "group_ids": np.int64, "members": np.int32, "truncated": np.bool_, "kv_versions": np.int32}
 
 
 @dataclass(slots=True)
@@ -132,7 +135,8 @@ class TrainBatch:
     """Trajectories laid end to end: the trainer's input.
 
     Per token (T in all): tokens int32, loss_mask bool, behavior_logprobs float32, versions int32.
-    Per sequence (n in all): rewards float32, group_ids int64, members int32, truncated bool (finish reason `length`).
+    Per sequence (n in all): rewards float32, group_ids int64, members int32, truncated bool (finish reason `length`),
+    kv_versions int32 (as Trajectory.kv_version).
     cu_seqlens int64 [n + 1]: sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
     """
 
@@ -144,6 +148,7 @@ class TrainBatch:
     group_ids: np.ndarray
     members: np.ndarray
     truncated: np.ndarray
+    kv_versions: np.ndarray
     cu_seqlens: np.ndarray
 
     @classmethod
@@ -163,6 +168,7 @@ class TrainBatch:
             group_ids=np.array([t.group_id for t in trajectories], np.int64),
             members=np.array([t.member for t in trajectories], np.int32),
             truncated=np.array([t.finish_reason == "length" for t in trajectories], bool),
+            kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         )
 

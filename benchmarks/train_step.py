@@ -46,6 +46,7 @@ def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
         group_ids=np.arange(count),
         members=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
+        kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
 

@@ -44,7 +44,7 @@ CREATE INDEX IF NOT EXISTS tickets_by_state ON tickets (state);
 CREATE TABLE IF NOT EXISTS trajectories (
     group_id INTEGER NOT NULL REFERENCES tickets, member INTEGER NOT NULL, reward REAL, finish_reason TEXT NOT NULL,
     n_prompt INTEGER NOT NULL, n_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER, num_segments INTEGER NOT NULL,
-    requests INTEGER NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, segments TEXT NOT NULL,
+    requests INTEGER NOT NULL, kv_version INTEGER NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, segments TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, prompt TEXT, completion TEXT,
     PRIMARY KEY (group_id, member)
 ) STRICT, WITHOUT ROWID;
@@ -107,7 +107,7 @@ class Store:
         filtered, or why members are missing."""
         assert state in ("finished", "filtered")
         rows = [_row(trajectory, *text) for trajectory, text in zip(group.trajectories, texts, strict=True)]
-        self._db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})", rows)
+        self._db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 19)})", rows)
         self._move(group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now)
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
@@ -229,7 +229,7 @@ def _trajectory(row: dict[str, Any], prompt_id: str) -> Trajectory:
     return Trajectory(
         row["group_id"], prompt_id, row["member"], np.frombuffer(row["tokens"], np.int32), versions >= 0,
         np.frombuffer(row["logprobs"], np.float32), versions, row["finish_reason"], row["reward"],
-        row["started_at"], row["finished_at"], row["requests"],
+        row["started_at"], row["finished_at"], row["requests"], row["kv_version"],
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any
     segments = [[s.version, s.start, s.end] for s in t.segments]
     return (
         t.group_id, t.member, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments),
-        t.requests, t.started_at, t.finished_at,
+        t.requests, t.kv_version, t.started_at, t.finished_at,
         msgspec.json.encode(segments).decode(), t.tokens.astype(np.int32).tobytes(), t.behavior_logprobs.astype(np.float32).tobytes(),
         t.versions.astype(np.int32).tobytes(), prompt, completion,
     )  # fmt: skip

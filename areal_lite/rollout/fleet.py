@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -135,14 +136,16 @@ class Fleet:
         self.in_flight += 1
         self._idle.clear()
         try:
-            # A prefix that an older version computed must not serve this request: after a push in_place the cache still holds them.
-            piece = await self._unless_failed(server, self._client.request(server, input_ids, params, rid, str(self.version)))
+            # A prefix that an older version computed must not serve this request: after a push in_place the cache still holds them. One
+            # that a push in_place finds in the server's queue begins under the new weights, and over what the old ones have cached.
+            version = self.version
+            piece = await self._unless_failed(server, self._client.request(server, input_ids, params, rid, str(version)))
         finally:
             self.in_flight -= 1
             if not self.in_flight:
                 self._idle.set()
         self.counts["aborts"] += piece.finish_reason == "abort"
-        return piece
+        return replace(piece, kv_version=version)
 
     async def _unless_failed(self, server: ServerInfo, call: Coroutine[Any, Any, Piece]) -> Piece:
         """The result of `call`, or ServerFailed as soon as `server` is known to have failed: one request finds out for all."""

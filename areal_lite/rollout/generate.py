@@ -54,12 +54,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one request brought: tokens int32 [n], logprobs float32 [n] (NaN where the server had none), versions int32 [n]."""
+    """What one request brought: tokens int32 [n], logprobs float32 [n] (NaN where the server had none), versions int32 [n].
+
+    `kv_version`: the version under which it was sent, the oldest whose cached prefixes may serve it."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: str
+    kv_version: int = -1
 
 
 @dataclass(slots=True)

@@ -128,6 +128,7 @@ class Transcript:
             started_at=self._started_at,
             finished_at=episode.clock(),
             requests=self._requests,
+            kv_version=min((piece.kv_version for piece in self._pieces if piece.finish_reason), default=-1),
         ).check()
 
     def _add(self, tokens: np.ndarray) -> None:
@@ -189,7 +190,8 @@ def _cut(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> C
     if not holds(len(tokens)):
         return completion
     end = bisect.bisect_left(range(len(tokens)), True, key=holds)
-    piece = Piece(tokens[:end], completion.logprobs[:end], completion.versions[:end], "stop")
+    kv_version = min(piece.kv_version for piece in completion.pieces)
+    piece = Piece(tokens[:end], completion.logprobs[:end], completion.versions[:end], "stop", kv_version)
     return Completion([piece], completion.requests, "stop")
 
 

@@ -3,7 +3,8 @@
 Two comparisons, each a mean absolute difference in nats:
 
 * `logprob_diff_sampled`: the behaviour log-probs of the sequences in the batch that were sampled wholly from the trainer's present version.
-  There may be none: then it is None. Sequences that lived through a push in mode `in_place` are left out, their KV cache is of older weights.
+  There may be none: then it is None. Sequences that lived through a push in mode `in_place`, be it in a server's queue, are left out:
+  their KV cache is of older weights.
 * `logprob_diff_scored`: a server scores a few sequences of the batch as prompts, under the version that the trainer has too. Always there
   at temperature 1 (a prompt's log-probs are not scaled by the temperature).
 
@@ -66,7 +67,8 @@ class Probe:
 
 
 def difference_of_fresh(batch, own: np.ndarray, version: int) -> float | None:
-    """Mean |behaviour - own| over the sampled tokens of sequences whose every sampled token has `version`; None without such a sequence."""
+    """Mean |behaviour - own| over the sampled tokens of sequences that are wholly of `version`, KV cache included; None without one."""
     stale = np.bincount(batch.sequence_ids, batch.loss_mask & (batch.versions != version), batch.num_sequences) > 0
+    stale |= batch.kv_versions != version
     chosen = batch.loss_mask & ~stale[batch.sequence_ids]
     return float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean()) if chosen.any() else None

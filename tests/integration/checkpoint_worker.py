@@ -203,6 +203,7 @@ def one_sequence(length: int) -> TrainBatch:
         group_ids=np.zeros(1, np.int64),
         members=np.zeros(1, np.int32),
         truncated=np.zeros(1, bool),
+        kv_versions=np.zeros(1, np.int32),
         cu_seqlens=np.array([0, length], np.int64),
     )
 

@@ -39,6 +39,7 @@ def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
         group_ids=np.arange(num_sequences, dtype=np.int64),
         members=np.zeros(num_sequences, np.int32),
         truncated=np.zeros(num_sequences, bool),
+        kv_versions=np.zeros(num_sequences, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
 

@@ -115,6 +115,7 @@ def test_a_saved_batch_comes_back(tmp_path):
         group_ids=np.array([7, 7], np.int64),
         members=np.array([0, 1], np.int32),
         truncated=np.array([True, False]),
+        kv_versions=np.array([3, 4], np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
     path = tmp_path / "bad_batches" / "step-3-rank-0.msgpack"

@@ -108,6 +108,26 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
     asyncio.run(run())
 
 
+def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() -> None:
+    async def run() -> None:
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A], lambda: None)
+        await looked(fleet)
+        client.slow.add(A)
+        queued = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
+        await asyncio.sleep(0.01)
+        fleet.begin_push([A])
+        client.versions[A] = 1
+        client.slow.clear()  # the server turns to it under the new weights
+        fleet.resume(1, [])
+        (piece,) = (await queued).pieces
+        assert (piece.versions.tolist(), piece.kv_version) == ([1], 0)
+        (piece,) = (await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))).pieces
+        assert (piece.versions.tolist(), piece.kv_version) == ([1], 1)
+
+    asyncio.run(run())
+
+
 def test_completions_move_on_and_give_their_places_back() -> None:
     async def run() -> None:
         client = OneToken()

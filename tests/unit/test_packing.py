@@ -27,6 +27,7 @@ def batch_of(lengths: list[int]) -> TrainBatch:
         group_ids=np.zeros(count, np.int64),
         members=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
+        kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
 
