@@ -70,36 +70,28 @@ class Trajectory:
             raise ValueError(f"{where}: no tokens")
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(f"{where}: finish reason {self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}")
-        mask = self.loss_mask.astype(bool)
+        mask, some = self.loss_mask.astype(bool, copy=False), np.count_nonzero  # several times as fast as any() on so few numbers
+        given = ~mask
         if mask[0]:
             raise ValueError(f"{where}: the first token is marked as sampled, but nothing precedes it")
-        if (self.versions[~mask] != -1).any() or (self.behavior_logprobs[~mask] != 0).any():
+        if some(self.versions[given] != -1) or some(self.behavior_logprobs[given]):
             raise ValueError(f"{where}: a token that was not sampled carries a version or a log-prob")
         sampled = self.versions[mask]
-        if (sampled < 0).any():
+        if some(sampled < 0):
             raise ValueError(f"{where}: a sampled token has no version")
-        if (sampled[1:] < sampled[:-1]).any():
+        if some(sampled[1:] < sampled[:-1]):
             raise ValueError(f"{where}: versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}")
-        logprobs = self.behavior_logprobs[mask]
-        if (logprobs[np.isfinite(logprobs)] > _LOGPROB_SLACK).any():
-            raise ValueError(f"{where}: a log-prob above zero: {logprobs.max()}")
+        if some((self.behavior_logprobs > _LOGPROB_SLACK) & (self.behavior_logprobs < np.inf)):
+            raise ValueError(f"{where}: a log-prob above zero: {np.nanmax(self.behavior_logprobs)}")
         return self
 
     @property
     def segments(self) -> list[Segment]:
         """Runs of sampled tokens of equal version, in order; environment tokens between two runs end a segment."""
-        mask = self.loss_mask.astype(bool)
-        key = np.where(mask, self.versions, -1)
-        edges = np.flatnonzero(key[1:] != key[:-1]) + 1
-        starts = np.concatenate(([0], edges))
-        ends = np.concatenate((edges, [len(key)]))
-        return [Segment(int(key[s]), int(s), int(e)) for s, e in zip(starts, ends) if key[s] >= 0]
-
-    @property
-    def num_versions(self) -> int:
-        """How many weight versions had a part in it; more than one means that a push happened in its middle."""
-        sampled = self.versions[self.loss_mask.astype(bool)]  # never decreasing
-        return min(len(sampled), 1 + int(np.count_nonzero(sampled[1:] != sampled[:-1])))
+        versions = self.versions
+        edges = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
+        starts, ends = [0, *edges], [*edges, len(versions)]
+        return [Segment(int(versions[s]), s, e) for s, e in zip(starts, ends) if versions[s] >= 0]
 
     @property
     def num_sampled(self) -> int:

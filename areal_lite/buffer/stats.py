@@ -18,19 +18,23 @@ def batch_stats(groups: Sequence[Group], version: int, max_staleness: int | None
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
-    masks = [t.loss_mask.astype(bool) for t in trajectories]
-    staleness = version - np.concatenate([t.versions[mask] for t, mask in zip(trajectories, masks)])
+    starts = np.concatenate(([0], np.cumsum([len(t.tokens) for t in trajectories])))[:-1]
+    versions = np.concatenate([t.versions for t in trajectories])
+    sampled = versions >= 0
+    begins_segment = sampled & (versions != np.concatenate(([-1], versions[:-1])))  # no sequence begins with a sampled token
+    oldest = np.minimum.reduceat(np.where(sampled, versions, np.iinfo(np.int32).max), starts)
+    staleness = version - versions[sampled]
     trained = staleness if max_staleness is None else staleness[staleness <= max_staleness]
-    logprobs = np.concatenate([t.behavior_logprobs[mask] for t, mask in zip(trajectories, masks)])
-    lengths = np.array([np.count_nonzero(mask) for mask in masks])
+    logprobs = np.concatenate([t.behavior_logprobs for t in trajectories])  # 0 where nothing was sampled
+    lengths = np.add.reduceat(sampled, starts, dtype=np.int64)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "uniform_groups_share": float(np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])),
         "staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "staleness_max": int(trained.max(initial=0)),
-        "interrupted_share": float(np.mean([t.num_versions > 1 for t in trajectories])),
-        "segments_mean": float(np.mean([len(t.segments) for t in trajectories])),
+        "interrupted_share": float(np.mean(np.maximum.reduceat(versions, starts) > oldest)),
+        "segments_mean": float(np.count_nonzero(begins_segment) / len(trajectories)),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated_share": float(np.mean([t.finish_reason == "length" for t in trajectories])),

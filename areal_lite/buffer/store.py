@@ -21,6 +21,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from areal_lite.trajectory import Group, Trajectory
 T = TypeVar("T")
 STORE_FILE = "trajectories.sqlite"
 _DRAWS = 100  # of Recovered: so many agree with another order of prompts by chance only if there is hardly any order
+_ROWS_AT_ONCE = 1000  # SQLite takes 32766 values in a statement
+_ANSWERS_AT_ONCE = 8  # each may wake a whole group that has requests to send: the event loop sees to others in between
 STATES = ("in_flight", "finished", "used", "filtered", "dropped")
 
 _SCHEMA = """
@@ -107,13 +110,18 @@ class Store:
         filtered, or why members are missing."""
         assert state in ("finished", "filtered")
         rows = [_row(trajectory, *text) for trajectory, text in zip(group.trajectories, texts, strict=True)]
-        self._db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * 19)})", rows)
+        # One statement for many rows: for each the interpreter's lock is given up once, and waited for while the event loop is busy.
+        for some in (rows[i : i + _ROWS_AT_ONCE] for i in range(0, len(rows), _ROWS_AT_ONCE)):
+            marks = f"({', '.join('?' * len(some[0]))})"
+            self._db.execute(f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}", list(chain.from_iterable(some)))
         self._move(group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now)
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
         """finished -> used at `step`."""
-        for group_id in group_ids:
-            self._move(group_id, ("finished",), "used", step=step)
+        query = "UPDATE tickets SET state = 'used', step = ? WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))"
+        done = self._db.execute(query, (step, msgspec.json.encode(list(group_ids)).decode()))
+        if done.rowcount != len(group_ids):
+            raise RuntimeError(f"of the {len(group_ids)} tickets of step {step} only {done.rowcount} are finished")
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
         """in_flight | finished -> dropped, and why."""
@@ -234,11 +242,9 @@ def _trajectory(row: dict[str, Any], prompt_id: str) -> Trajectory:
 
 
 def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any, ...]:
-    mask = t.loss_mask.astype(bool)
-    sampled = t.versions[mask]
-    n_prompt = int(np.argmax(mask)) if mask.any() else len(t.tokens)
-    low, high = (int(sampled.min()), int(sampled.max())) if len(sampled) else (None, None)
     segments = [[s.version, s.start, s.end] for s in t.segments]
+    low, n_prompt, _ = segments[0] if segments else (None, len(t.tokens), None)
+    high = segments[-1][0] if segments else None
     return (
         t.group_id, t.member, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments),
         t.requests, t.kv_version, t.started_at, t.finished_at,
@@ -295,13 +301,15 @@ class StoreThread:
         self._answer(results)
 
     def _answer(self, results: list[tuple[asyncio.Future, Any, Exception | None]]) -> None:
-        def settle() -> None:
-            for future, value, error in results:
+        def settle(first: int = 0) -> None:
+            for future, value, error in results[first : first + _ANSWERS_AT_ONCE]:
                 if future.cancelled():
                     continue
                 if error is not None:
                     future.set_exception(error)
                 else:
                     future.set_result(value)
+            if first + _ANSWERS_AT_ONCE < len(results):
+                self._loop.call_soon(settle, first + _ANSWERS_AT_ONCE)
 
         self._loop.call_soon_threadsafe(settle)

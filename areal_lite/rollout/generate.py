@@ -227,7 +227,8 @@ class SGLangClient:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         self._timeout_s = timeout_s
         self._bounded = aiohttp.ClientTimeout(total=timeout_s)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout_s))
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
 
     async def close(self) -> None:
         await self._session.close()

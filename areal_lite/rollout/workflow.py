@@ -112,7 +112,7 @@ class Transcript:
         return True
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """What there is. Raises ValueError if it breaks an invariant of trajectories."""
+        """What there is; whoever plays the workflow checks it."""
         episode = self.episode
         versions = np.concatenate([piece.versions for piece in self._pieces])
         return Trajectory(
@@ -129,7 +129,7 @@ class Transcript:
             finished_at=episode.clock(),
             requests=self._requests,
             kv_version=min((piece.kv_version for piece in self._pieces if piece.finish_reason), default=-1),
-        ).check()
+        )
 
     def _add(self, tokens: np.ndarray) -> None:
         count = len(tokens)
@@ -244,9 +244,9 @@ def _origin(error: Exception) -> str:
 
 def sampled_turns(trajectory: Trajectory) -> list[slice]:
     """Where the policy spoke: the runs of sampled tokens, in order. What is scored is the last one."""
-    mask = np.concatenate([[False], trajectory.loss_mask, [False]])
-    edges = np.flatnonzero(mask[1:] != mask[:-1])
-    return [slice(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+    mask = trajectory.loss_mask  # begins with False
+    edges = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    return [slice(start, end) for start, end in zip(edges[::2], edges[1::2])]
 
 
 def load_workflow(config: RolloutConfig) -> Workflow:

@@ -79,9 +79,13 @@ def test_a_ticket_cannot_be_used_twice_or_unfinished(store: Store) -> None:
     finish(store, 0)
     store.use([0], step=1)
     store.admit(1, "p1", 0, 1, 2, 0.0)
+    finish(store, 3)
     for group_id in (0, 1, 2):
-        with pytest.raises(RuntimeError, match=f"ticket {group_id} was to become used"):
-            store.use([group_id], step=2)
+        with pytest.raises(RuntimeError, match="of the 2 tickets of step 2 only 1 are finished"):
+            store.begin()
+            store.use([3, group_id], step=2)
+        store.rollback()
+    assert [(t["state"], t["step"]) for t in store.tickets()] == [("used", 1), ("in_flight", None), ("finished", None)]
     with pytest.raises(RuntimeError, match="ticket 0 was to become dropped"):
         store.drop(0, "why", 0.0)
     with pytest.raises(sqlite3.IntegrityError):
