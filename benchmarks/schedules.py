@@ -1,0 +1,99 @@
+"""sync, one_step and async on the same task, seed and steps: the accuracy that each reaches and the time that it takes.
+
+    python benchmarks/schedules.py            # a quarter of an hour on two cores; goes on where it was stopped
+
+Every run is `areal-lite train` with the quickstart's settings, from the same warmed-up model: a real SGLang server and a real Megatron
+trainer, one after the other, so that each has the machine for itself. Schedules take turns within a seed.
+
+Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table of means over the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from staleness import ROOT, areal_lite
+
+SCHEDULES = ["sync", "one_step", "async"]
+DIGITS = "data.max_digits=8"
+MODEL = ["num_layers=3", "mlp_size=256"]
+WARM_UP = f"{DIGITS} batch_size=32 forget_carry=0.4 trainer.steps=500 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
+WARM_UP += " trainer.lr_warmup_steps=20 trainer.weight_decay=0.01 trainer.threads=2"
+TRAIN = f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=192 rollout.max_concurrent=384 trainer.batch_groups=64"
+TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5"
+TRAIN += " algo=quickstart eval.problems=512"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "schedules", help="run directories")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=60)
+    args = parser.parse_args()
+    records = []
+    for seed in args.seeds:
+        warm_up(args.work, seed)
+        for schedule in SCHEDULES:
+            records.append(train(args.work, seed, schedule, args.steps))
+            print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "schedules.json").write_text(json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n")
+    (args.out / "schedules.md").write_text(table(records, args.steps))
+    print(table(records, args.steps))
+
+
+def warm_up(work: Path, seed: int) -> None:
+    cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
+    if not warm.exists():
+        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}"]
+        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *MODEL)
+        areal_lite(work / f"warm-{seed}.log", "sft", *own, *WARM_UP.split())
+
+
+def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
+    """Run it unless it has been run; what became of it."""
+    run_dir = work / f"{schedule}-{seed}"
+    if not (run_dir / "summary.json").exists():
+        assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
+        own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
+        areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), f"schedule={schedule}", *own)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "schedule": schedule,
+        "seed": seed,
+        "accuracy_before": summary["sampled_before"],
+        "accuracy": summary["sampled_after"],
+        "greedy": summary["greedy_after"],
+        "train_s": sum(m["time_s"] for m in metrics),
+        "staleness_mean": float(np.mean([m["staleness_mean"] for m in metrics])),
+        "drained": summary["requests_drained"],
+        "rewards": [round(m["reward_mean"], 4) for m in metrics],
+    }
+
+
+def table(records: list[dict], steps: int) -> str:
+    def mean(schedule: str, key: str) -> float:
+        return float(np.mean([r[key] for r in records if r["schedule"] == schedule]))
+
+    seeds = len(records) // len(SCHEDULES)
+    lines = [
+        f"`python benchmarks/schedules.py`: {steps} steps of 64 x 8 trajectories, sums of eight digits, {seeds} seed{'s' * (seeds > 1)}.",
+        "",
+        "| schedule | accuracy before | accuracy sampled | greedy | staleness, mean | training, s | against sync |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for schedule in SCHEDULES:
+        before, after, greedy = (f"{mean(schedule, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy"))
+        speed = mean("sync", "train_s") / mean(schedule, "train_s")
+        seconds, staleness = mean(schedule, "train_s"), mean(schedule, "staleness_mean")
+        lines.append(f"| {schedule} | {before} | {after} | {greedy} | {staleness:.1f} | {seconds:.0f} | {speed:.2f} x |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
