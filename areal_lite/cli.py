@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ _ADDED = ("experiment", "task")  # groups of which nothing is chosen by default
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, by which all other processes of a run start
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -103,11 +106,18 @@ def _checked(command: str, overrides: list[str]) -> Any:
 
 def _compose(command: str, overrides: list[str]) -> Any:
     register()
+    free = [key for key, kind in _keys(command).items() if kind is dict]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = compose(command, overrides)
+        composed = compose(command, [_as_new(override, free) for override in overrides])
     # Hydra takes any +key=value, and what no field is for would be ignored.
     OmegaConf.merge(OmegaConf.structured(COMMANDS[command]), OmegaConf.to_container(composed))
     return composed
+
+
+def _as_new(override: str, free: list[str]) -> str:
+    """Hydra wants a mark at a key that is not there yet; in the settings `free` any key may be new."""
+    key = override.partition("=")[0]
+    return f"++{override}" if any(f"{key}.".startswith(f"{setting}.") for setting in free) else override
 
 
 def _one_line(error: Exception, command: str) -> str:
@@ -118,25 +128,24 @@ def _one_line(error: Exception, command: str) -> str:
     if unknown:
         key = unknown.group(2)
         near = difflib.get_close_matches(key, [*_keys(command), *(f"+{group}" for group in _ADDED)], 1, cutoff=0.5)
-        parent = key.rpartition(".")[0]
-        if parent and OmegaConf.get_type(OmegaConf.select(OmegaConf.structured(COMMANDS[command]), parent)) is dict:
-            return f"{parent} has no {key.removeprefix(parent)[1:]} yet: write +{key}=… to add it"
         return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; `areal-lite {command} --help` lists all settings")
     if lost := re.search(r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)", text):
         group, name, options = lost.group(1), lost.group(2), lost.group(3).split()
         near = difflib.get_close_matches(name, options, 1, cutoff=0.5)
         return f"unknown {group}={name}; " + (f"did you mean {near[0]}? " if near else "") + f"there are {', '.join(options)}"
     detail = " ".join(str(cause).split()) if cause else ""
-    return re.sub(r" full_key: \S+| object_type=\S+| reference_type=\S+", "", f"{text} {detail}".strip())
+    return re.sub(r" full_key: \S+| object_type=\S+| reference_type=\S+|(?<=override )\+\+|(?<=override ')\+\+", "", f"{text} {detail}".strip())
 
 
-def _keys(command: str) -> list[str]:
-    def walk(node: Any, prefix: str) -> list[str]:
-        found = []
+def _keys(command: str) -> dict[str, type | None]:
+    """Every key of its settings, with the type of those that are no single values: a dataclass, or dict where all keys are the user's own."""
+
+    def walk(node: Any, prefix: str) -> dict[str, type | None]:
+        found: dict[str, type | None] = {}
         for key in node:
-            name = f"{prefix}{key}"
             child = None if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) else node[key]
-            found += [name, *(walk(child, f"{name}.") if OmegaConf.is_dict(child) else [])]
+            found[f"{prefix}{key}"] = OmegaConf.get_type(child) if OmegaConf.is_dict(child) else None
+            found |= walk(child, f"{prefix}{key}.") if OmegaConf.is_dict(child) else {}
         return found
 
     return walk(OmegaConf.structured(COMMANDS[command]), "")

@@ -80,7 +80,7 @@ class RolloutConfig:
     max_new_tokens: int = 512
     temperature: float = 1.0
     workflow: str = "areal_lite.rollout.workflow:single_turn"  # module:name, see docs/workflows.md
-    workflow_args: dict[str, Any] = field(default_factory=dict)  # of a workflow that is a class: +rollout.workflow_args={key: value}
+    workflow_args: dict[str, Any] = field(default_factory=dict)  # of a workflow that is a class: rollout.workflow_args.key=value
     interrupt: str = "in_place"  # in_place | retract | abort | none (none: a push waits until what is running has finished)
     max_concurrent: int = 256  # trajectories in flight over all servers, at most
     adapt_concurrency: bool = False  # fewer, as many as the servers say that they can run; rollout/concurrency.py

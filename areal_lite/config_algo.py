@@ -72,6 +72,8 @@ class AlgoConfig:
     reduction_length: int | None = None  # constant: a sequence's divisor; null is rollout.max_new_tokens
     entropy_coef: float = 0.0
     tb_beta: float = 0.1  # tb: temperature of the target, ref exp(R / beta)
+    tb_beta_end: float | None = None  # where beta is after tb_beta_steps, in a straight line; null: it does not change
+    tb_beta_steps: int = 500
     reference: str | None = None  # a Hugging Face checkpoint folder, such as ${model}; for kl and tb
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

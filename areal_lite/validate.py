@@ -198,8 +198,9 @@ def _algo(config: TrainConfig) -> None:
     if algo.reference not in (None, config.model):  # the model itself has been checked, or is yet to be made
         _model_folder(algo.reference, "algo.reference")
     if algo.loss == "tb":
-        if algo.tb_beta <= 0:
-            raise ValueError(f"algo.tb_beta={algo.tb_beta}: must be more than 0")
+        for key in ("tb_beta", "tb_beta_end", "tb_beta_steps"):
+            if (value := getattr(algo, key)) is not None and value <= 0:
+                raise ValueError(f"algo.{key}={value}: must be more than 0")
         if algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae":
             raise ValueError("algo.loss=tb has its own KL (algo.tb_beta) and no advantages: set algo.kl.coef=0, algo.entropy_coef=0 and another estimator than gae")
     if not correction.cap >= 1 or not 0 <= (correction.low or 0.0) <= 1:
@@ -263,6 +264,8 @@ def _cluster(config: SlurmConfig) -> None:
     cluster = config.cluster
     if cluster.container != "none" and not cluster.image:
         raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
+    if config.debug != "off":
+        raise ValueError(f"debug={config.debug} is for one machine: use areal-lite train")
     if cluster.stop_before_s < 0:
         raise ValueError(f"cluster.stop_before_s={cluster.stop_before_s}: seconds, or 0 for never")
     if config.server.host in LOOPBACK and cluster.nodes > 1:

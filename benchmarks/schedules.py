@@ -62,6 +62,7 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
         own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
         areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), f"schedule={schedule}", *own)
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "schedule": schedule,

@@ -1,10 +1,10 @@
 """Where rewards are rare: Trajectory Balance with a replay buffer, the same without, and GRPO, on additions that the model nearly always fails.
 
-    python benchmarks/sparse_reward.py        # half an hour on two cores; goes on where it was stopped
+    python benchmarks/sparse_reward.py        # three quarters of an hour on two cores; goes on where it was stopped
 
-Every column of every problem carries, and the teacher of the warm-up forgot nine carries in ten: of a whole step's completions hardly one is
-right. What is right is trained on once without the buffer, and again and again with it. There are few prompts, so that a prompt meets its own
-successes again. Held-out problems are of the same kind. Every run is `areal-lite train`; the arms of a seed start from the same model, see the
+Every column of every problem carries, and the teacher of the warm-up forgot most carries: of a whole step's completions hardly one is right.
+What is right is trained on once without the buffer, and again and again with it. There are few prompts, so that a prompt meets its own successes
+again. Held-out problems are of the same kind. Every run is `areal-lite train`; the arms of a seed start from the same model, see the
 same prompts, and make as many steps of as many trajectories.
 
 Writes <out>/sparse_reward.json, one record per run, and <out>/sparse_reward.png.
@@ -20,20 +20,19 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 from staleness import ROOT, areal_lite
 
 from areal_lite.data import addition
 
-DIGITS, PROMPTS, HELD_OUT = 3, 128, 256
+DIGITS, PROMPTS, HELD_OUT = 3, 64, 256
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
-WARM_UP = f"data.max_digits={DIGITS} batch_size=32 forget_carry=0.9 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5"
+WARM_UP = f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5"
 WARM_UP += " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
 TRAIN = "data.source=jsonl data.chat=false reward.function=areal_lite.rewards.addition:addition_reward"
-TRAIN += " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=32"
+TRAIN += " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=16"
 TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"
 TRAIN += f" eval.problems={HELD_OUT}"
-TB = "algo=tba algo.tb_beta=0.05"
+TB = "algo=tba algo.tb_beta=0.05 algo.tb_beta_end=null"
 ARMS = {
     "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.temperature=0.2 buffer.replay.recency_probability=0.5",
     "TB": TB,
@@ -45,19 +44,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sparse_reward", help="run directories")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--forget", type=float, nargs="+", default=[0.85, 0.92], help="share of the carries that the teacher forgets")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", PROMPTS), ("test", HELD_OUT)):
         rows = [json.dumps({"question": addition.prompt(p), "answer": addition.answer(p)}) for p in problems(split, count)]
         (args.work / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     records = []
-    for seed in args.seeds:
-        warm_up(args.work, seed)
-        for arm in ARMS:
-            records.append(train(args.work, seed, arm, args.steps))
-            print({k: v for k, v in records[-1].items() if k not in ("rewards", "solved")}, flush=True)
+    for forget in args.forget:
+        for seed in args.seeds:
+            work = args.work / f"forget-{forget:g}"
+            warm_up(work, seed, forget)
+            for arm in ARMS:
+                records.append({"forget": forget, **train(args.work, work, seed, arm, args.steps)})
+                print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sparse_reward.json").write_text(json.dumps({"settings": TRAIN, "arms": ARMS, "runs": records}, indent=1) + "\n")
     plot(records, args.out / "sparse_reward.png")
@@ -75,23 +77,24 @@ def problems(split: addition.Split, count: int) -> list[addition.Problem]:
     return found
 
 
-def warm_up(work: Path, seed: int) -> None:
+def warm_up(work: Path, seed: int, forget: float) -> None:
     cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
     if not warm.exists():
-        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}"]
+        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"forget_carry={forget}"]
         areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *MODEL)
         areal_lite(work / f"warm-{seed}.log", "sft", *own, *WARM_UP.split())
 
 
-def train(work: Path, seed: int, arm: str, steps: int) -> dict:
+def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:
     """Run it unless it has been run; what became of it."""
     run_dir = work / f"{arm.lower().replace(' ', '-')}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
         own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
-        own += [f"data.path={work / 'train.jsonl'}", f"data.eval_path={work / 'test.jsonl'}"]
+        own += [f"data.path={data / 'train.jsonl'}", f"data.eval_path={data / 'test.jsonl'}"]
         areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), *ARMS[arm].split(), *own)
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "arm": arm,
@@ -109,22 +112,21 @@ COLORS = {"TB with replay": "#1f6fb4", "TB": "#5aa469", "GRPO": "#d1662b"}
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Left: held-out accuracy before and after, every seed a point. Right: mean reward of what was trained on."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for place, arm in enumerate(ARMS):
-        runs = [r for r in records if r["arm"] == arm]
-        for run in runs:
-            left.plot([place - 0.12, place + 0.12], [run["accuracy_before"], run["accuracy"]], "o-", color=COLORS[arm], alpha=0.8)
-        rewards = np.array([r["rewards"] for r in runs])
-        steps = np.arange(1, rewards.shape[1] + 1)
-        right.fill_between(steps, rewards.min(0), rewards.max(0), color=COLORS[arm], alpha=0.15, linewidth=0)
-        right.plot(steps, rewards.mean(0), color=COLORS[arm], label=arm)
-    left.set(xticks=range(len(ARMS)), xticklabels=list(ARMS), ylim=(-0.02, 1.02), ylabel="held-out accuracy, sampled", title="before and after")
-    right.set(ylim=(-0.02, 1.02), xlabel="step", title="mean reward of the batch (with replay: as drawn)")
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
+    """A row for each share of forgotten carries. Left: held-out accuracy before and after. Right: reward of what was trained on. A line a seed."""
+    shares = sorted({r["forget"] for r in records})
+    figure, rows = plt.subplots(len(shares), 2, figsize=(9, 3.4 * len(shares)), layout="constrained", squeeze=False)
+    for (left, right), forget in zip(rows, shares):
+        for place, arm in enumerate(ARMS):
+            for number, run in enumerate(r for r in records if r["arm"] == arm and r["forget"] == forget):
+                left.plot([place - 0.12, place + 0.12], [run["accuracy_before"], run["accuracy"]], "o-", color=COLORS[arm], alpha=0.8)
+                right.plot(run["rewards"], color=COLORS[arm], linewidth=1, alpha=0.8, label=None if number else arm)
+        left.set(xticks=range(len(ARMS)), xticklabels=list(ARMS), ylim=(-0.02, 1.02), ylabel="held-out accuracy, sampled")
+        left.set_title(f"before and after; the teacher forgot {forget:.0%} of the carries")
+        right.set(ylim=(-0.02, 1.02), xlabel="step", title="reward of what is trained on")
+        right.legend(frameon=False)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
 
 

@@ -85,6 +85,7 @@ def train(work: Path, seed: int, staleness: int, arm: str, steps: int) -> dict:
         own += [f"buffer.max_staleness={staleness}", f"algo.decoupled={ARMS[arm]}"]
         areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), *own)
     summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "arm": arm,

@@ -2,7 +2,7 @@
 
 Searching and training are decoupled altogether: generation never waits, what it finds goes in here, and a batch is drawn whenever the
 trainer wants one. Trajectories of any version may meet in a batch, so only Trajectory Balance may learn from it
-(algo/trajectory_balance.py). Reference log-probs are not stored: the trainer computes them for each batch.
+(algo/trajectory_balance.py). The trainer remembers the reference log-probs of what it was given (trainer/reference.py).
 
 Each of a batch's prompts is chosen anew, none twice:
 

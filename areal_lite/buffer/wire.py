@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,8 @@ Handler = Callable[[Request], Awaitable[Answer]]
 class WireServer:
     """The controller's end: answers each request with what `handler` returns, many at a time.
 
-    A handler's ValueError or RuntimeError is the caller's to hear; any other exception ends `serve`, for whoever runs it.
+    Whatever goes wrong over a request, its caller hears at once. What is not a ValueError or RuntimeError of the handler, such as an answer
+    that cannot be encoded, also ends `serve`, for whoever runs it.
     """
 
     def __init__(self, run_dir: Path, handler: Handler, host: str = "127.0.0.1"):
@@ -134,16 +135,27 @@ class WireServer:
                 handlers.create_task(self._answer(identity, envelope), name=f"answer {envelope.request}")
 
     async def _answer(self, identity: bytes, envelope: _Envelope) -> None:
-        frames: Sequence[Any] = ()
+        request, number = envelope.request, envelope.id
         try:
-            body, frames = await self._handler(envelope.request)
-            reply = _Reply(envelope.id, body=body)
+            body, frames = await self._handler(request)
         except (ValueError, RuntimeError) as error:
-            reply = _Reply(envelope.id, error=str(error))
-        self._pending.discard((identity, envelope.id))
-        await self._send(identity, reply, frames)
-        if isinstance(envelope.request, Finish) and reply.error is None:
+            await self._refuse(identity, number, str(error))
+            return
+        except Exception as error:
+            await self._refuse(identity, number, f"asked for {request}, the controller failed: {type(error).__name__}: {error}")
+            raise
+        try:
+            await self._send(identity, _Reply(number, body=body), frames)
+        except Exception as error:  # nothing of it was sent
+            await self._refuse(identity, number, f"the controller cannot send {request}: {type(error).__name__}: {error}")
+            raise
+        self._pending.discard((identity, number))
+        if isinstance(request, Finish):
             self.finished.set()
+
+    async def _refuse(self, identity: bytes, number: int, error: str) -> None:
+        self._pending.discard((identity, number))
+        await self._send(identity, _Reply(number, error=error))
 
     async def _send(self, identity: bytes, reply: _Reply, frames: Sequence[Any] = ()) -> None:
         await self._socket.send_multipart([identity, msgspec.msgpack.encode(reply), *frames], copy=False)
@@ -155,6 +167,16 @@ class WireServer:
             await self._send(identity, _Reply(request_id, error=error or "the controller has stopped"))
         self._socket.close(linger=5000)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
+
+
+async def run_until(event: asyncio.Event, *coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run the coroutines side by side until `event`, then cancel them. If one fails, the others are cancelled and its error is raised, in
+    an ExceptionGroup."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(c) for c in coroutines]
+        await event.wait()
+        for task in running:
+            task.cancel()
 
 
 class ControllerClient:

@@ -15,8 +15,8 @@ from rich.console import Console
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import place, visible_gpus
-from areal_lite.launch.pool import train_pool
-from areal_lite.launch.roles import Roles
+from areal_lite.launch.pool import ServerPool, train_pool
+from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.observe.metrics import forget_after, read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
@@ -74,8 +74,18 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer)
         pool.wait_ready(roles.check)
         progress = FollowedProgress(run_dir, "metrics", config.trainer.steps, "step", step_fields)
-        roles.wait([*ranks, controller], watch=lambda: (progress.show(), pool.check()))
+        roles.wait([*ranks, controller], watch=lambda: (progress.show(), check_servers(pool, run_dir, config.trainer.steps)))
         progress.close()
+
+
+def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
+    """Raise RoleFailed when no server is left, but not after the last of `steps`: the trainer then still saves what was learned, and the
+    controller gives up what needs servers."""
+    try:
+        pool.check()
+    except RoleFailed:
+        if len(read_metrics(run_dir)) < steps:
+            raise
 
 
 def step_fields(step: dict) -> dict:

@@ -4,8 +4,13 @@ The first `cluster.trainer_nodes` hold the trainer and the controller, the other
 trainer's. Steps find each other in the run directory, trainer ranks through torchrun's rendezvous on the first node. The job ends well when
 trainer and controller have; it fails as soon as any step does; the end of the batch script ends what still runs.
 
-`cluster.stop_before_s` before its time is over, the trainer is asked to end with the step it is at (areal_lite/resume.py); the job then goes back
-to the queue, as it also does when a node fails, and goes on from the newest checkpoint. `cluster.chain` is for sites that do not allow that.
+The job goes back to the queue, and goes on from the newest checkpoint (areal_lite/resume.py),
+
+* `cluster.stop_before_s` before its time is over, after the step that the trainer is at;
+* when Slurm finds a node down, which is Slurm's own doing;
+* when a step fails and a checkpoint was saved since the start: that crash may not come again. One that comes before a checkpoint would.
+
+`cluster.chain` is for sites that do not allow that. A run directory is part of its job's name, and of jobs of the same name Slurm runs one at a time.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from pathlib import Path
 
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
+from areal_lite.resume import CHECKPOINTS, MARKER
 
 JOB_FILE = "job.sbatch"
 
@@ -60,24 +66,38 @@ def layout(config: SlurmConfig) -> Layout:
 
 
 def run(config: SlurmConfig) -> int:
-    """Write the run directory and the job, submit it as often as `cluster.chain` says, print the jobs' numbers. Returns the exit status."""
-    text = script(config, Path(config.run_dir).resolve(), Path.cwd())
+    """Write the run directory and the job, submit it as often as `cluster.chain` says, print the jobs' numbers. Returns the exit status.
+    Raises ValueError when a job of this run directory is in the queue already: it would find settings and keys changed."""
+    folder = Path(config.run_dir).resolve()
+    text = script(config, folder, Path.cwd())
+    if number := _queued(_name(config.cluster, folder)):
+        raise ValueError(f"run_dir={config.run_dir}: job {number} of it is in the queue, scancel it first or choose another folder")
     run_dir = write(config)
     job = run_dir / JOB_FILE
     job.write_text(text)
     print(f"run directory: {run_dir}", file=sys.stderr)
-    after: list[str] = []
     for _ in range(config.cluster.chain):
         try:
-            submitted = subprocess.run(["sbatch", "--parsable", *after, str(job)], stdout=subprocess.PIPE, text=True)
+            submitted = subprocess.run(["sbatch", "--parsable", str(job)], stdout=subprocess.PIPE, text=True)
         except FileNotFoundError:
             raise ValueError(f"sbatch was not found: submit {job} where it is") from None
         if submitted.returncode:
             return submitted.returncode
-        number = submitted.stdout.strip().partition(";")[0]
-        print(number)
-        after = [f"--dependency=afterany:{number}"]
+        print(submitted.stdout.strip().partition(";")[0])
     return 0
+
+
+def _queued(name: str) -> str | None:
+    """The number of our job of this name, if there is one that has not ended."""
+    try:
+        listed = subprocess.run(["squeue", "--me", "--noheader", "--format=%A %j"], stdout=subprocess.PIPE, text=True).stdout
+    except FileNotFoundError:
+        return None
+    return next((number for number, _, job in (line.partition(" ") for line in listed.splitlines()) if job == name), None)
+
+
+def _name(cluster: ClusterConfig, run_dir: Path) -> str:
+    return f"{cluster.job_name}:{run_dir}"
 
 
 def show(config: SlurmConfig) -> int:
@@ -121,7 +141,12 @@ next() {{ # the status of the next step that ends; 138 says that SIGUSR1 came, w
   done
   return "$status"
 }}
+
+newest() {{ # the newest complete checkpoint
+  ls -d "$run_dir"/{CHECKPOINTS}/step-*/{MARKER} 2> /dev/null | sort -V | tail -n 1
+}}
 {_stop(cluster)}
+begun=$(newest)
 step begin 0 1 {python} -m areal_lite.launch.prepare begin "$run_dir"
 case $? in 0) ;; {COMPLETE}) exit 0 ;; *) exit 1 ;; esac
 
@@ -148,26 +173,33 @@ def _stop(cluster: ClusterConfig) -> str:
 
 
 def _requeue(cluster: ClusterConfig) -> str:
-    if not cluster.stop_before_s or cluster.chain > 1:
+    if cluster.chain > 1:
         return ""
-    return 'if [ "$status" -eq 0 ] && [ -e "$run_dir/stop" ]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
+    return """if [[ $status -eq 0 && -e $run_dir/stop || $status -ne 0 && $(newest) != "$begun" ]]; then
+  scontrol requeue "$SLURM_JOB_ID" # there are steps left; or it came further than where it began, and may again
+fi
+"""
 
 
 def _directives(cluster: ClusterConfig, run_dir: Path) -> str:
     options = {
-        "job-name": cluster.job_name,
+        "job-name": _name(cluster, run_dir),
+        "dependency": "singleton",
         "nodes": cluster.nodes,
         **({"gpus-per-node": cluster.gpus_per_node} if cluster.gpus_per_node else {}),
         "time": cluster.time,
         "exclusive": True,
+        **({} if any(name.startswith("mem") for name in cluster.options) else {"mem": 0}),  # all that the nodes have
         "output": f"{run_dir}/logs/slurm-%j.log",
         "open-mode": "append",
         **({"signal": f"B:USR1@{cluster.stop_before_s}"} if cluster.stop_before_s else {}),
-        "requeue" if cluster.stop_before_s and cluster.chain == 1 else "no-requeue": True,
+        "requeue" if cluster.chain == 1 else "no-requeue": True,
         **{name.replace("_", "-"): value for name, value in cluster.options.items()},
     }
     return "\n".join(
-        f"#SBATCH --{name}" + ("" if value is True else f"={value}") for name, value in options.items() if value not in (False, None)
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for name, value in options.items()
+        if value is not None and value is not False
     )
 
 

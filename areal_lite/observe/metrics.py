@@ -33,6 +33,7 @@ STEP_KEYS = {
     "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
 }
 WANDB_MODES = ("off", "offline", "online")
+_TAIL_BYTES = 8192  # a few lines
 
 
 class MetricsLog:
@@ -100,6 +101,22 @@ def read_events(run_dir: Path, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in complete]
     except ValueError as error:
         raise ValueError(f"{path} has a line that is not JSON ({error}): remove it") from error
+
+
+def newest_event(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """The last complete line of `<run_dir>/<name>.jsonl`, None without one; however long the file is, only its end is read."""
+    try:
+        file = open(Path(run_dir) / f"{name}.jsonl", "rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        start = end = file.seek(0, os.SEEK_END)
+        lines: list[bytes] = []  # the first may lack its beginning; what follows the last newline is empty or torn
+        while len(lines) < 3 and start > 0:
+            start = max(0, 2 * start - end - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(end - start).split(b"\n")
+    return json.loads(lines[-2]) if len(lines) > 1 else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -25,14 +25,14 @@ from areal_lite.buffer.queue import Deal, GroupQueue
 from areal_lite.buffer.replay import ReplayBuffer
 from areal_lite.buffer.stats import batch_stats
 from areal_lite.buffer.store import STORE_FILE, Store, StoreThread
-from areal_lite.buffer.wire import Answer, Batch, BeginPush, Evaluate, Finish, Pushed, Request, WireServer
+from areal_lite.buffer.wire import Answer, Batch, BeginPush, Evaluate, Finish, Pushed, Request, WireServer, run_until
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.process import die_with_parent
 from areal_lite.observe.diversity import diversity
 from areal_lite.observe.lag import LoopLag
-from areal_lite.resume import start_version
+from areal_lite.resume import CHECKPOINTS, start_version
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.dispatch import Dispatcher, Parts
 from areal_lite.rollout.evaluate import evaluate
@@ -44,6 +44,7 @@ from areal_lite.trajectory import Group
 log = logging.getLogger(__name__)
 _COUNTS = ("dropped_groups", "empty_groups", "lost_members", "workflow_failures", "reward_failures")  # of the dispatcher, in metrics and totals
 _REPORT_EVERY_S = 10.0
+_LOOK_EVERY_S = 0.5
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ class Controller:
             case Pushed():
                 return await self._pushed(request), ()
             case Evaluate(version):
-                return await evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version), ()
+                return await self._evaluate(version), ()
             case Finish():
                 return await self._finish(), ()
 
@@ -219,6 +220,23 @@ class Controller:
             await self.parts.store.submit(Store.use, self._deals.pop(step).result().deal.tickets, step)
         return {}
 
+    async def _evaluate(self, version: int) -> dict[str, Any]:
+        """Raises RuntimeError when it cannot come to an end: after the last step nobody brings the weights to a server that comes back."""
+        evaluating = asyncio.ensure_future(evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version))
+        try:
+            while not evaluating.done():
+                await asyncio.wait([evaluating], timeout=_LOOK_EVERY_S)
+                if self.version == self.config.trainer.steps and self.fleet.stranded and not evaluating.done():
+                    raise RuntimeError(
+                        f"the evaluation at version {version} is lost: no server is left that has the last weights"
+                        f"{f' ({self.fleet.last_failure})' if self.fleet.last_failure else ''}, and after the last step they are pushed to no other. "
+                        "Training is complete and its weights are saved: to evaluate them, "
+                        f"areal-lite eval model={Path(self.config.run_dir) / CHECKPOINTS / 'hf'}"
+                    )
+            return evaluating.result()
+        finally:
+            evaluating.cancel()
+
     async def _finish(self) -> dict[str, Any]:
         if self._generation is not None:
             self._generation.cancel()
@@ -299,7 +317,7 @@ async def serve(run_dir: Path) -> None:
     error: BaseException | None = None
     try:
         controller.recover(books, start_version(run_dir))
-        await _until(wire.finished, controller.run(), wire.serve())
+        await run_until(wire.finished, controller.run(), wire.serve())
     except BaseExceptionGroup as group:
         error = _root(group)
         raise error from group
@@ -308,15 +326,6 @@ async def serve(run_dir: Path) -> None:
         await client.close()
         await rewards.close()
         await store.close()
-
-
-async def _until(event: asyncio.Event, *coroutines) -> None:
-    """Run the coroutines side by side until `event`, then cancel them. If one fails, the others are cancelled and its error is raised."""
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(c) for c in coroutines]
-        await event.wait()
-        for task in running:
-            task.cancel()
 
 
 def _root(error: BaseException) -> BaseException:

@@ -44,6 +44,7 @@ class Fleet:
         self.in_flight = 0  # requests
         self.counts: Counter[str] = Counter()
         self.last_failure: ServerFailed | None = None
+        self._waiting = 0  # calls of `reserve`
         self._requests: defaultdict[ServerInfo, set[asyncio.Future[Piece]]] = defaultdict(set)
         self._prefixes: Counter[tuple[ServerInfo, bytes]] = Counter()  # completions in the making, by where and of which prompt
         self._pushing: list[ServerInfo] = []
@@ -59,6 +60,11 @@ class Fleet:
     def version(self) -> int:
         """The one that the trainer last pushed."""
         return self.router.version
+
+    @property
+    def stranded(self) -> bool:
+        """Something waits for a server, and none is ready."""
+        return self._waiting > 0 and not self.router.ready
 
     async def watch(self) -> None:
         """Runs until cancelled: servers join when they are announced, and are looked after until they are gone."""
@@ -103,7 +109,11 @@ class Fleet:
         waits until one is ready."""
         while (server := self.router.pick(prefer)) is None:
             self._ready.clear()
-            await self._ready.wait()
+            self._waiting += 1
+            try:
+                await self._ready.wait()
+            finally:
+                self._waiting -= 1
         self.router.load[server.name] += count
         return server
 

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from areal_lite.buffer.queue import Deal, GroupQueue
 from areal_lite.buffer.stats import batch_stats
 from areal_lite.buffer.store import STORE_FILE, Store
-from areal_lite.buffer.wire import Answer, Batch, BeginPush, Finish, Pushed, Request, WireServer
+from areal_lite.buffer.wire import Answer, Batch, BeginPush, Finish, Pushed, Request, WireServer, run_until
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.launch.process import die_with_parent
 
@@ -80,13 +80,13 @@ class Recorded:
 
 
 async def serve(run_dir: Path) -> None:
-    """Until the trainer has finished, or SIGTERM."""
+    """Until the trainer has finished, SIGTERM or an error, which is raised."""
     wire = WireServer(run_dir, Recorded(load_config(run_dir)).handle)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
-    serving = asyncio.ensure_future(wire.serve())
-    await wire.finished.wait()
-    serving.cancel()
-    await wire.close()
+    try:
+        await run_until(wire.finished, wire.serve())
+    finally:
+        await wire.close()
 
 
 def main() -> int:

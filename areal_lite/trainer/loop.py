@@ -33,7 +33,7 @@ from areal_lite.trainer.files import save_batch
 from areal_lite.trainer.objective import needs_reference
 from areal_lite.trainer.optimizer import SkippedSteps, on_every_rank
 from areal_lite.trainer.parallel import shutdown
-from areal_lite.trainer.reference import Reference
+from areal_lite.trainer.reference import Reference, RememberedReference
 from areal_lite.trainer.step import Models, policy_step
 from areal_lite.trajectory import TrainBatch
 
@@ -110,7 +110,8 @@ def build_models(config: TrainConfig) -> Models:
     trainer, algo = config.trainer, config.algo
     models = Models(MegatronEngine(trainer, Path(config.model), config.seed))
     if needs_reference(algo):
-        models.reference = Reference(trainer, Path(algo.reference))
+        reference = Reference(trainer, Path(algo.reference))
+        models.reference = RememberedReference(reference) if config.buffer.replay.capacity else reference
     if algo.advantage.estimator == "gae":
         critic = replace(trainer, lr=algo.critic.lr, min_lr=trainer.min_lr * algo.critic.lr / trainer.lr, clip_grad=algo.critic.clip_grad)
         models.critic = Critic(critic, Path(config.model), config.seed)

@@ -143,10 +143,16 @@ def denominator(t: StepTensors, where: Tensor, mode: str, reduce: Reduce) -> flo
     return max(1.0, float(reduce(torch.tensor(float(count), dtype=torch.float64, device=where.device))))
 
 
-def log_z(t: StepTensors, logprobs: Tensor, algo: AlgoConfig) -> Tensor:
+def tb_beta(algo: AlgoConfig, version: int) -> float:
+    """Trajectory Balance's beta in the step that starts from `version`."""
+    end = algo.tb_beta if algo.tb_beta_end is None else algo.tb_beta_end
+    return algo.tb_beta + (end - algo.tb_beta) * min(1.0, version / algo.tb_beta_steps)
+
+
+def log_z(t: StepTensors, logprobs: Tensor, algo: AlgoConfig, version: int) -> Tensor:
     """Trajectory Balance's log-partition, float [n], from the current log-probs of the flat batch, float [T]."""
     ratios, present = log_ratios(logprobs, t.reference, t.mask, t.sequence_ids, num=len(t.rewards))
-    return log_partition(ratios, present, t.rewards, t.group_ids, beta=algo.tb_beta)
+    return log_partition(ratios, present, t.rewards, t.group_ids, beta=tb_beta(algo, version))
 
 
 def policy_loss(
@@ -162,7 +168,7 @@ def policy_loss(
         t.prox[where] = loglinear_prox(behavior, logprobs.float(), t.versions[where], version=version)
     inputs = LossInputs(logprobs, t.prox[where], behavior, torch.zeros_like(behavior), mask, _sequence_ids(mb))
     if algo.loss == "tb":
-        output = _trajectory_balance(t, minibatch, where, inputs, mb, algo)
+        output = _trajectory_balance(t, minibatch, where, inputs, mb, tb_beta(algo, version))
     else:
         length = algo.reduction_length or config.rollout.max_new_tokens
         inputs.weights = reduction_weights(mask, inputs.sequence_ids, mode=algo.reduction, denominator=minibatch.denominator, length=length)
@@ -202,7 +208,7 @@ def _ratio_loss(inputs: LossInputs, algo: AlgoConfig) -> LossOutput:
     raise AssertionError(f"algo.loss={algo.loss} was not refused")
 
 
-def _trajectory_balance(t: StepTensors, minibatch: Minibatch, where: Tensor, inputs: LossInputs, mb: MicroBatch, algo: AlgoConfig) -> LossOutput:
+def _trajectory_balance(t: StepTensors, minibatch: Minibatch, where: Tensor, inputs: LossInputs, mb: MicroBatch, beta: float) -> LossOutput:
     sequences = t.sequence_ids[where[mb.cu_seqlens[:-1].long()]]
     output = trajectory_balance_loss(
         inputs.logprobs,
@@ -211,7 +217,7 @@ def _trajectory_balance(t: StepTensors, minibatch: Minibatch, where: Tensor, inp
         inputs.sequence_ids,
         t.rewards[sequences],
         t.group_ids[sequences],
-        beta=algo.tb_beta,
+        beta=beta,
         denominator=minibatch.denominator,
         log_z=minibatch.log_z[sequences],
     )

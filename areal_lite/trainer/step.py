@@ -22,7 +22,7 @@ from areal_lite.trainer.critic import Critic
 from areal_lite.trainer.engine import MegatronEngine
 from areal_lite.trainer.objective import Minibatch, StepTensors
 from areal_lite.trainer.packing import MicroBatch
-from areal_lite.trainer.reference import Reference
+from areal_lite.trainer.reference import Reference, RememberedReference
 from areal_lite.trainer.trainable import TrainableModel
 from areal_lite.trajectory import TrainBatch
 
@@ -32,7 +32,7 @@ class Models:
     """What a step computes with: the policy; the reference policy where there is a KL or Trajectory Balance; the critic for GAE."""
 
     policy: MegatronEngine
-    reference: Reference | None = None
+    reference: Reference | RememberedReference | None = None
     critic: Critic | None = None
 
     @property
@@ -66,7 +66,7 @@ def policy_step(models: Models, batch: TrainBatch, config: TrainConfig, version:
     if algo.prox == "recompute":
         tensors.prox = engine.logprobs(microbatches, temperature)
     if models.reference:
-        tensors.reference = models.reference.logprobs(microbatches, temperature)
+        tensors.reference = models.reference.logprobs(batch, temperature)
     if models.critic:
         tensors.values = models.critic.values(microbatches)
     objective.set_advantages(tensors, config, data_parallel_sum)
@@ -93,7 +93,7 @@ def _update_policy(
         current = tensors.prox.clone()
         if not first:  # before the first update the policy is the proximal one
             current[where] = models.policy.logprobs(microbatches, temperature)
-        minibatch.log_z = objective.log_z(tensors, current, algo)
+        minibatch.log_z = objective.log_z(tensors, current, algo, version)
 
     def loss(logprobs: Tensor, entropy: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return objective.policy_loss(tensors, minibatch, logprobs, entropy, mb, config, version)

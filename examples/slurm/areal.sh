@@ -4,7 +4,7 @@
 set -euo pipefail
 model=$1
 shift
-exec areal-lite slurm "$@" +experiment=areal model="$model" run_dir=runs/areal resume=auto \
+exec areal-lite slurm +experiment=areal model="$model" run_dir=runs/areal resume=auto \
   cluster.nodes=16 cluster.time=24:00:00 \
-  '+cluster.options={partition: gpu, account: my_project}' \
-  'cluster.setup=["module load cuda", "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0"]'
+  cluster.options.partition=gpu cluster.options.account=my_project \
+  'cluster.setup=["module load cuda", "export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0"]' "$@"

@@ -46,14 +46,15 @@ class Case:
 
     def __init__(self, config: TrainerConfig, path: str, out: Path):
         self.config, self.path, self.out = config, path, out
-        self.microbatches = make_microbatches(random_batch(16, 98, seed=100), 64)
+        self.batch = random_batch(16, 98, seed=100)
+        self.microbatches = make_microbatches(self.batch, 64)
 
     def policy(self) -> dict:
         engine, reference = MegatronEngine(self.config, self.path, seed=1), Reference(self.config, self.path)
         results = {"logprobs": engine.logprobs(self.microbatches, TEMPERATURE)}
         results["history"] = [self.update(engine, step) for step in range(UPDATES)]
         results["after"] = engine.logprobs(self.microbatches, TEMPERATURE)
-        results["reference"] = reference.logprobs(self.microbatches, TEMPERATURE)
+        results["reference"] = reference.logprobs(self.batch, TEMPERATURE)
         engine.export_hf(self.out / "export")
         engine.save(self.out / "checkpoint")
         return results

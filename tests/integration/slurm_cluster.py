@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,13 +36,16 @@ SlurmdLogFile={folder}/slurmd.%n.log
 SwitchType=switch/none
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 KillWait=5
+SlurmdTimeout=10
 SlurmdParameters=config_overrides
+GresTypes=gpu
 """
+GPUS = 4  # of each node: copies of /dev/null
 
 
 def why_not() -> str | None:
@@ -47,23 +53,21 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm of several nodes on one machine needs root"
     if shutil.which("slurmctld") is None and shutil.which("apt-get"):
-        install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "slurm-wlm", "munge"]
-        subprocess.run(
-            install, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        )
+        for words in (["update"], ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
+            subprocess.run(["apt-get", "-qq", *words], capture_output=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
     missing = [name for name in ("slurmctld", "slurmd", "munged", "setpriv", "unshare") if shutil.which(name) is None]
     return f"not installed: {', '.join(missing)} (Debian: slurm-wlm, munge)" if missing else None
 
 
 class Cluster:
-    """Nodes node1, node2, … of 4 CPUs. Start and stop it by `with`; `environment` is for the commands of Slurm."""
+    """Nodes node1, node2, … of 4 CPUs and what Slurm takes for 4 GPUs. Start and stop it by `with`; `environment` is for the commands of Slurm."""
 
     def __init__(self, folder: Path, nodes: int, port: int):
         self.folder, self.nodes = folder, range(1, nodes + 1)
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.conf = _CONF.format(host=os.uname().nodename, folder=folder, port=port)
         for i in self.nodes:
-            self.conf += f"NodeName=node{i} NodeAddr=127.0.1.{i} Port={port + i} CPUs=4 RealMemory=4000 State=UNKNOWN\n"
+            self.conf += f"NodeName=node{i} NodeAddr=127.0.1.{i} Port={port + i} CPUs=4 RealMemory=4000 Gres=gpu:{GPUS} State=UNKNOWN\n"
         self.conf += f"PartitionName=test Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
 
     def __enter__(self) -> Cluster:
@@ -72,6 +76,10 @@ class Cluster:
         for name in ("munge", "state", *(f"spool.node{i}" for i in self.nodes)):
             (folder / name).mkdir()
         (folder / "slurm.conf").write_text(self.conf)
+        for i in range(GPUS):
+            os.mknod(folder / f"nvidia{i}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        gpus = f"Name=gpu File={folder}/nvidia[0-{GPUS - 1}]"
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName=node[1-{len(self.nodes)}] {gpus}\n")
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(f"127.0.1.{i} node{i}\n" for i in self.nodes))
         key = folder / "munge" / "key"
         key.write_bytes(os.urandom(1024))
@@ -92,10 +100,17 @@ class Cluster:
         ]
         self._run("setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", *flags, "--num-threads=2")
         self._run("slurmctld", "-c")
-        for i in self.nodes:  # a host name and an /etc/hosts of its own
-            inside = f"hostname node{i}; mount --bind {self.folder}/hosts /etc/hosts; exec slurmd -N node{i}"
-            self._run("unshare", "-m", "-u", "sh", "-c", inside)
-        self._until(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes), 30)
+        for i in self.nodes:
+            self._start_node(i)
+        self._until(self._idle, 30)
+
+    def _start_node(self, i: int) -> None:
+        """With a host name and an /etc/hosts of its own."""
+        inside = f"hostname node{i}; mount --bind {self.folder}/hosts /etc/hosts; exec slurmd -N node{i}"
+        self._run("unshare", "-m", "-u", "sh", "-c", inside)
+
+    def _idle(self) -> bool:
+        return self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes)
 
     def __exit__(self, *_: object) -> None:
         """Jobs first: their processes would outlive the daemons."""
@@ -108,14 +123,42 @@ class Cluster:
             os.kill(pid, signal.SIGTERM)
         psutil.wait_procs([psutil.Process(pid) for pid in daemons if psutil.pid_exists(pid)], 20)
 
+    @contextlib.contextmanager
+    def without_node(self, i: int) -> Iterator[None]:
+        """As if its power went off: all processes on it are killed at once. At the end it is back and, as all others, idle."""
+        processes = self.processes(i)
+        (self.folder / f"slurmd.node{i}.pid").unlink()
+        for process in processes:
+            process.kill()
+        try:
+            yield
+        finally:
+            self._start_node(i)
+            self._until(self._idle, 60)
+
+    def processes(self, i: int) -> list[psutil.Process]:
+        """All that run on a node, its slurmd among them: they alone see its host name."""
+        here = os.readlink(f"/proc/{(self.folder / f'slurmd.node{i}.pid').read_text().strip()}/ns/uts")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.readlink(f"/proc/{process.pid}/ns/uts") == here:
+                    found.append(process)
+        return found
+
+    def nodes_of(self, job: str) -> list[int]:
+        """The numbers of a running job's nodes, in the order in which it counts them."""
+        nodes = self.run("squeue", "-h", "-j", job, "-o", "%N").strip()
+        return [int(name.removeprefix("node")) for name in self.run("scontrol", "show", "hostnames", nodes).split()]
+
+    def of(self, job: str, field: str) -> str:
+        """What Slurm says of a job: JobState, Restarts, StartTime, …"""
+        fields = self.run("scontrol", "show", "job", job, "--oneliner").split()
+        return next(word.removeprefix(f"{field}=") for word in fields if word.startswith(f"{field}="))
+
     def run(self, *command: str) -> str:
         """The output of a command of Slurm."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
-
-    def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED, …"""
-        fields = self.run("scontrol", "show", "job", job, "--oneliner").split()
-        return next(field.removeprefix("JobState=") for field in fields if field.startswith("JobState="))
 
     def _run(self, *command: str) -> None:
         subprocess.run(command, env=self.environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60)

@@ -1,5 +1,6 @@
 """A stored run in the controller's place."""
 
+import sqlite3
 import time
 
 import pytest
@@ -44,6 +45,23 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F8
             client.batch(STEPS, 0, 2)
         assert client.finish()["tickets"]["used"] == STEPS * GROUPS
         assert r.processes["controller"].wait(10) == 0, r.log()
+
+
+def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
+    first = run(trainer__steps=1)
+    first.start_server()
+    client = first.start_controller()
+    client.batch(0, 0, 1)
+    push(client, 1, "in_place")
+    client.finish()
+    r, client = recorded(run, first)
+    client.batch(0, 0, 1)
+    # Its store breaks: the answer is an exception that no handler foresees.
+    with sqlite3.connect(first.path / "trajectories.sqlite") as books:
+        books.execute("ALTER TABLE tickets RENAME TO other")
+    with pytest.raises(RuntimeError, match="asked for the batch of step 1.*OperationalError: no such table"):
+        client.batch(1, 0, 1)
+    assert r.processes["controller"].wait(10) == 1, r.log()
 
 
 def test_a_run_that_trained_on_nothing_is_dealt_in_the_order_of_finishing(run) -> None:  # noqa: F811

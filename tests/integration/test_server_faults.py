@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from areal_lite.launch.process import dying_with_me
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.rollout.server import ServerInfo, ServerProcess, announced, condemn, free_port
 from areal_lite.sync.broadcast import WeightGroup, flatten
-from areal_lite.sync.control import ServersFailed
+from areal_lite.sync.control import ServersFailed, post
 from areal_lite.sync.push import WeightPusher
 from tests.integration.test_controller import GROUPS, assert_books_are_right, assert_exact, model, push, run  # noqa: F401
 
@@ -141,6 +143,53 @@ def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa:
         asked: list[list[str]] = []
         client.batch(1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place")["servers"]]))
         assert asked == [["late"]], "the one that has the version goes on"
+
+
+def kill_soon(victims: list[ServerInfo]) -> None:
+    """While requests are on them: `post` them to be paused before."""
+    threading.Timer(0.5, lambda: [os.kill(victim.pid, signal.SIGKILL) for victim in victims]).start()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(run, max_restarts) -> None:  # noqa: F811
+    """Whether or not they come back: there is no push that would bring them the last weights. While one is left it goes on there."""
+    r = run(trainer__steps=1, **SETTINGS)
+    with fake_pool(r.path, "s0", "s1", max_restarts=max_restarts) as pool:
+        pool.wait_ready()
+        client = r.start_controller()
+        used = {0: groups(client.batch(0, 0, 1)[0])}
+        push(client, 1, "in_place")
+        s0, s1 = announced(r.path)
+        post(s0, "/pause_generation", {"mode": "in_place"}, 10)
+        kill_soon([s0])
+        assert client.evaluate(1)["versions"] == [1]
+        post(s1, "/pause_generation", {"mode": "in_place"}, 10)
+        kill_soon([s1])
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"evaluation at version 1 is lost: no server .*\(server s.*Training is complete.*checkpoints/hf"):
+            client.evaluate(1)
+        assert time.monotonic() - started < 8
+        totals = client.finish()
+    assert r.processes["controller"].wait(10) == 0, r.log()
+    assert_books_are_right(r, totals, used)
+
+
+def test_an_evaluation_during_training_waits_until_a_server_has_caught_up(run) -> None:  # noqa: F811
+    r = run(max_staleness=0, trainer__steps=2, **SETTINGS)
+    with fake_pool(r.path, "s0") as pool:
+        pool.wait_ready()
+        client, other = r.start_controller(), r.client()
+        client.batch(0, 0, 1)
+        push(client, 1, "in_place")
+        (s0,) = announced(r.path)
+        post(s0, "/pause_generation", {"mode": "in_place"}, 10)
+        kill_soon([s0])
+        with ThreadPoolExecutor(1) as thread:
+            evaluation = thread.submit(other.evaluate, 1)
+            until(lambda: "has version 0, not 1" in r.log())
+            assert not evaluation.done()
+            client.batch(1, 0, 1, lambda: push(client, 1, "in_place"))
+            assert evaluation.result(20)["versions"] == [1]
 
 
 def groups(batch) -> list[int]:

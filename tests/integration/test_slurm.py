@@ -1,8 +1,9 @@
-"""`areal-lite slurm` on a real Slurm of four simulated nodes: two train together, two generate; a failing role ends the job."""
+"""`areal-lite slurm` on a real Slurm of four simulated nodes: two train together, two generate; stops, failures of roles and the death of nodes."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -13,13 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_lite.resume import complete
 from areal_lite.rollout.server import free_port
-from tests.integration.slurm_cluster import Cluster, why_not
+from tests.integration.slurm_cluster import GPUS, Cluster, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900)]
 
-COMMON = [
+TRAIN = [
     "reward.function=tests.integration.toy_reward:share_of_letters",
     "rollout.group_size=8",
     "rollout.max_new_tokens=200",
@@ -28,6 +30,8 @@ COMMON = [
     "trainer.batch_groups=4",
     "eval.problems=4",
     "sync.verify=true",
+]
+NODES = [
     "cluster.nodes=4",
     "cluster.trainer_nodes=2",
     "cluster.gpus_per_node=0",
@@ -53,12 +57,16 @@ def model(tmp_path_factory) -> Path:
     return out
 
 
-def submit(cluster: Cluster, model: Path, folder: Path, *overrides: str) -> str:
-    """The number of the job."""
-    command = [sys.executable, "-m", "areal_lite", "slurm", f"model={model}", f"run_dir={folder}", *COMMON, *overrides]
-    done = subprocess.run(command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=120)
+def areal_lite(cluster: Cluster, command: str, model: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess:
+    words = [sys.executable, "-m", "areal_lite", command, f"model={model}", f"run_dir={folder}", *TRAIN, *overrides]
+    return subprocess.run(words, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=280)
+
+
+def submit(cluster: Cluster, model: Path, folder: Path, *overrides: str) -> list[str]:
+    """The numbers of the jobs."""
+    done = areal_lite(cluster, "slurm", model, folder, *NODES, *overrides)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.split()
 
 
 def wait_for(true: Callable[[], bool], folder: Path) -> None:
@@ -70,8 +78,8 @@ def wait_for(true: Callable[[], bool], folder: Path) -> None:
 
 def end_of(cluster: Cluster, job: str, folder: Path) -> str:
     """Wait; the state that the job ends in."""
-    wait_for(lambda: cluster.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"), folder)
-    return cluster.state(job)
+    wait_for(lambda: cluster.of(job, "JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"), folder)
+    return cluster.of(job, "JobState")
 
 
 def logs(folder: Path) -> str:
@@ -92,14 +100,27 @@ def left(folder: Path) -> list[str]:
     return found
 
 
-def test_two_nodes_train_and_two_generate(cluster, model, tmp_path):
-    folder = tmp_path / "run"
-    job = submit(cluster, model, folder, "trainer.data_parallel=2", "server.count=2")
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_nothing_lost_or_repeated(folder: Path, steps: int) -> None:
+    assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), "no step is missing, none is there twice"
+    db = sqlite3.connect(folder / "trajectories.sqlite")
+    used = db.execute("SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step ORDER BY step").fetchall()
+    assert used == [(step, 4) for step in range(steps)], "each step was trained on a batch of its own"
+    assert json.loads((folder / "summary.json").read_text())["trajectories_lost"] == 0
+    assert left(folder) == []
+
+
+@pytest.mark.parametrize("parallel", ["data_parallel", "tensor_parallel"])
+def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, parallel):
+    folder, again = tmp_path / "run", tmp_path / "again"
+    (job,) = submit(cluster, model, folder, f"trainer.{parallel}=2", "server.count=2")
     assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == summary["pushes"] == 4 and summary["trajectories_lost"] == 0
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["verified"] > 0 and m["logprob_diff"] < 1e-4 and not m["failed"] for m in metrics)
+    assert all(m["verified"] > 0 and m["logprob_diff"] < 1e-4 and not m["failed"] for m in metrics(folder))
     names = {path.name for path in (folder / "logs").glob("*-node*.log")}
     on = {role: {name for name in names if name.startswith(role)} for role in ("servers", "controller", "trainer")}
     assert on == {
@@ -111,27 +132,78 @@ def test_two_nodes_train_and_two_generate(cluster, model, tmp_path):
     assert (folder / "config.yaml").stat().st_mode & 0o077 == 0, "it holds the servers' key"
     assert left(folder) == []
 
+    # The same on one node: the run's batches are dealt again as they were (rollout/recorded.py), weights and optimizer begin alike, and two
+    # ranks have only one order to add in. What differs is where the ranks are, so every step must come out the same.
+    replay = ["eval.problems=0", "debug=train_only", f"debug_run={folder}", f"trainer.{parallel}=2"]
+    done = areal_lite(cluster, "train", model, again, *replay)
+    assert done.returncode == 0, done.stderr
+    for name in ("loss", "grad_norm"):
+        assert [m[name] for m in metrics(again)] == pytest.approx([m[name] for m in metrics(folder)], rel=1e-6, abs=0), name
+    assert len({m["grad_norm"] for m in metrics(folder)}) == 4
 
-def test_a_stopped_job_goes_on_from_its_checkpoint(cluster, model, tmp_path):
-    """The signal that comes before the time is over: the step ends with a checkpoint, the job is requeued, and its second start ends the run."""
+
+@pytest.mark.parametrize("chain", [1, 2])
+def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, chain):
+    """The signal that comes before the time is over: the step ends with a checkpoint, and the job's second start, or a second job, ends the run."""
     folder, steps = tmp_path / "run", 12
-    job = submit(
-        cluster, model, folder, "server.count=2", "cluster.trainer_nodes=1", "cluster.nodes=2", f"trainer.steps={steps}", "eval.problems=0"
-    )
+    settings = ["server.count=2", "cluster.trainer_nodes=1", "cluster.nodes=2", f"trainer.steps={steps}", "eval.problems=0"]
+    jobs = submit(cluster, model, folder, *settings, f"cluster.chain={chain}")
+    assert len(jobs) == chain
+    refused = areal_lite(cluster, "slurm", model, folder, *NODES, *settings, "resume=auto")
+    assert refused.returncode == 1 and "of it is in the queue" in refused.stderr
     wait_for(lambda: (folder / "metrics.jsonl").exists(), folder)
-    cluster.run("scancel", "--batch", "--signal=USR1", job)
-    assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
-    assert "Restarts=1" in cluster.run("scontrol", "show", "job", job)
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(1, steps + 1)), "no step is missing, none is there twice"
+    cluster.run("scancel", "--batch", "--signal=USR1", jobs[0])
+    assert [end_of(cluster, job, folder) for job in jobs] == ["COMPLETED"] * chain, logs(folder)
+    assert cluster.of(jobs[0], "Restarts") == ("1" if chain == 1 else "0")
+    assert chain == 1 or cluster.of(jobs[1], "StartTime") >= cluster.of(jobs[0], "EndTime"), "one after the other, though there was room"
     first = min(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*"))
     assert first < steps, "the stop left a checkpoint"
-    assert json.loads((folder / "summary.json").read_text())["trajectories_lost"] == 0
-    assert left(folder) == []
+    check_nothing_lost_or_repeated(folder, steps)
+
+
+@pytest.mark.parametrize("dies", ["rank", "trainer_node", "server_node"])
+def test_a_run_outlives(cluster, model, tmp_path, dies):
+    """The script requeues a job of which a rank is gone; Slurm one of which a node is, and gives it the other three."""
+    folder, steps = tmp_path / "run", 12
+    settings = ["cluster.nodes=3", "trainer.data_parallel=2", "server.count=1", f"trainer.steps={steps}", "trainer.save_every=2"]
+    (job,) = submit(cluster, model, folder, *settings, "eval.problems=0")
+    wait_for(lambda: complete(folder / "checkpoints"), folder)
+    _, second, third = cluster.nodes_of(job)
+    if dies == "rank":
+        (rank,) = (p for p in cluster.processes(second) if "areal_lite.trainer.loop" in p.cmdline() and "torch.distributed.run" not in p.cmdline())
+        rank.kill()
+        assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
+    else:
+        with cluster.without_node(second if dies == "trainer_node" else third):
+            assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
+    assert cluster.of(job, "Restarts") == "1"
+    check_nothing_lost_or_repeated(folder, steps)
+
+
+@pytest.mark.parametrize("nodes, gpus", [(1, {"trainer": "0,1", "servers": "2,3"}), (2, {"trainer": "0,1,2,3", "servers": "0,1,2,3"})])
+def test_gpus_of_the_roles(cluster, model, tmp_path, nodes, gpus):
+    """A command in the place of python, as there are no GPUs to use."""
+    folder, python = tmp_path / "run", tmp_path / "python"
+    python.write_text(
+        """#!/bin/bash
+        echo "$CUDA_VISIBLE_DEVICES"
+        case "$*" in
+          *launch.pool*) touch "$0.serves"; sleep 60 ;;
+          *launch.prepare*) ;;
+          *) until [ -e "$0.serves" ]; do sleep 0.1; done ;;
+        esac"""
+    )
+    python.chmod(0o755)
+    roles = {1: ["trainer.data_parallel=2", "server.count=2"], 2: ["trainer.data_parallel=4", "server.count=4"]}[nodes]
+    own = [f"cluster.nodes={nodes}", "cluster.trainer_nodes=null", f"cluster.gpus_per_node={GPUS}", f"cluster.python={python}"]
+    (job,) = submit(cluster, model, folder, *roles, *own)
+    assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
+    assert {role: next((folder / "logs").glob(f"{role}-*.log")).read_text().split("\n")[0] for role in gpus} == gpus
 
 
 def test_a_failing_role_ends_the_job(cluster, model, tmp_path):
     folder = tmp_path / "run"
-    broken = ["+server.args.no_such_flag=1", "trainer.data_parallel=2", "server.count=2"]
-    assert end_of(cluster, submit(cluster, model, folder, *broken), folder) == "FAILED", logs(folder)
+    broken = ["server.args.no_such_flag=1", "trainer.data_parallel=2", "server.count=2"]
+    (job,) = submit(cluster, model, folder, *broken)
+    assert end_of(cluster, job, folder) == "FAILED", logs(folder)
     assert left(folder) == []

@@ -13,6 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.unit import dashboard
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)
 
@@ -78,6 +80,7 @@ def check_common(run: Run, bound: int) -> None:
     assert run.summary["pushes"] == 5 and run.summary["trajectories_lost"] == 0
     assert run.summary["max_staleness"] <= run.summary["staleness_bound"] == bound
     assert all(m["grad_norm"] > 0 and m["skipped"] == 0 for m in run.metrics)
+    assert all(dashboard.of_steps() <= set(m) for m in run.metrics), "the dashboard that ships asks for nothing else"
     assert all(m["verified"] > 0 for m in run.metrics), "tensors read back from the server must equal the trainer's"
     assert all(m["logprob_diff"] < 1e-4 for m in run.metrics), "server and trainer must agree on log-probs under the same weights"
     assert len(run.used("1")) == 5 * 4 * 8, "every step trains on B whole groups, none twice"
@@ -169,3 +172,26 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
     assert run.summary["steps"] == 30 and run.summary["trajectories_lost"] == 0
     assert len(run.metrics) == 30 and all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics)
     assert len(run.used("1")) == 30 * 4 * 8
+
+
+def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_path):
+    """What was learned is saved, and the run ends at once, with an error that says so."""
+    folder = tmp_path / "run"
+    overrides = [*COMMON, "trainer.steps=1", "eval.problems=32", "eval.samples=0", "server.max_restarts=0"]
+    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *overrides]
+    with open(tmp_path / "output", "wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_bytes():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.02)
+        os.killpg(json.loads((folder / "servers" / "server-0.json").read_text())["pid"], signal.SIGKILL)
+        assert process.wait(60) == 1, (tmp_path / "output").read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert "the evaluation at version 1 is lost: no server is left" in (text := (tmp_path / "output").read_text()), text
+    assert "Training is complete" in text and "server-0 is given up" in text
+    assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and (folder / "checkpoints" / "step-1").exists()
+    assert Run(folder).summary["steps"] == 1 and processes_of(folder) == []

@@ -1,5 +1,6 @@
 """Every shipped configuration composes and validates; every mistake is one clear line."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -165,6 +166,20 @@ def test_config_comes_back_from_a_run_directory(tmp_path):
     assert load_config(tmp_path) == config
     with pytest.raises(ValueError, match="config.yaml"):
         load_config(tmp_path, SftConfig)
+
+
+@pytest.mark.parametrize("safe_path", [False, True])
+def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(model, tmp_path, safe_path):
+    (tmp_path / "my_flow.py").write_text("async def flow(episode): ...")
+    script = tmp_path / "bin" / "areal-lite"
+    script.parent.mkdir()
+    script.write_text("import sys; from areal_lite.cli import main; sys.exit(main())")
+    arguments = ["prepare", f"model={model}", f"run_dir={tmp_path / 'run'}", "rollout.workflow=my_flow:flow"]
+    path = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = path | {"PYTHONPATH": str(config_dir().parent)} | ({"PYTHONSAFEPATH": "1"} if safe_path else {})
+    done = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == (2 if safe_path else 0), done.stderr
+    assert ("cannot import my_flow" in done.stderr) == safe_path
 
 
 def test_a_mistake_shows_before_torch_is_imported():

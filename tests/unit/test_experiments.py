@@ -64,6 +64,16 @@ def test_what_an_experiment_says_can_be_overridden(where):
     assert config.trainer.data_parallel == 2 and config.algo.eps_high == 0.28
 
 
+def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_plus(where):
+    config = _checked("slurm", [*where, "cluster.options.partition=x", "cluster.options={account: a, qos: 1}", "+server.args.a=2", "server.args.b.c=3"])
+    assert config.cluster.options == {"partition": "x", "account": "a", "qos": 1} and config.server.args == {"a": 2, "b": {"c": 3}}
+    tools = ["+experiment=tools_gsm8k", *where]
+    of_the_file = _checked("train", tools).rollout.workflow_args
+    assert _checked("train", [*tools, "rollout.workflow_args.max_turns=9"]).rollout.workflow_args == {**of_the_file, "max_turns": 9}
+    swept = sweep(["rollout.workflow_args.max_turns=2,3", *tools], None)
+    assert [_checked("train", one).rollout.workflow_args["max_turns"] for one in swept] == [2, 3]
+
+
 @pytest.mark.parametrize(
     "args, message",
     [
@@ -73,7 +83,11 @@ def test_what_an_experiment_says_can_be_overridden(where):
         (["train", "+trainer.stepps=3"], "unknown key trainer.stepps; did you mean trainer.steps?"),
         (["train", "schedule=asink"], "unknown schedule=asink; did you mean async? there are async, one_step, sync"),
         (["train", "+task=gsm8"], "did you mean gsm8k? there are gsm8k, jsonl, math"),
-        (["slurm", "cluster.options.partition=x"], "write +cluster.options.partition=…"),
+        (["slurm", "cluster.option.partition=x"], "unknown key cluster.option; did you mean cluster.options?"),
+        (["train", "rollout.workflow_arg.max_turns=3"], "unknown key rollout.workflow_arg; did you mean rollout.workflow_args?"),
+        (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
+        (["train", "server.args.a"], "Error parsing override 'server.args.a'"),
+        (["train", "server.args=3"], "override server.args=3 Cannot assign int"),
         (["slurm", "cluster.container=docker"], "cluster.container=docker: choose one of none, pyxis, apptainer"),
         (["slurm", "cluster.container=pyxis"], "set cluster.image"),
         (["slurm", "server.host=127.0.0.1", "cluster.nodes=2"], "other nodes cannot reach that"),

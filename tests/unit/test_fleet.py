@@ -159,6 +159,36 @@ def test_without_a_server_it_waits_for_one() -> None:
     asyncio.run(run())
 
 
+def test_it_is_stranded_while_something_waits_for_a_server_that_is_not_there() -> None:
+    async def run() -> None:
+        client, servers = OneToken(), [A]
+        fleet = Fleet(client, lambda: servers, lambda: None)
+        await looked(fleet)
+        server = await fleet.reserve(1)
+        client.dead.add(A)
+        assert not fleet.stranded
+        moving = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
+        await until(lambda: fleet.stranded)
+        client.versions[B] = 3
+        servers.append(B)  # has other weights than the trainer
+        await looked(fleet)
+        assert fleet.stranded
+        client.dead.clear()
+        servers.append(C)
+        await looked(fleet)
+        await moving
+        assert not fleet.stranded
+        fleet.begin_push([C])
+        fleet.resume(1, ["c"])
+        assert not fleet.stranded, "nothing waits"
+        waiting = asyncio.create_task(fleet.reserve(1))
+        await until(lambda: fleet.stranded)
+        waiting.cancel()
+        await until(lambda: not fleet.stranded)
+
+    asyncio.run(run())
+
+
 def test_drain_waits_for_what_is_in_flight() -> None:
     async def run() -> None:
         fleet = Fleet(OneToken(), lambda: [A], lambda: None)

@@ -63,7 +63,7 @@ def loss_in_parts(t: StepTensors, batch: TrainBatch, logprobs, entropy, config: 
         mode = "sequence" if config.algo.loss == "tb" else config.algo.reduction
         minibatch = Minibatch(where, objective.denominator(t, where, mode, lambda x: x))
         if config.algo.loss == "tb":
-            minibatch.log_z = objective.log_z(t, logprobs.detach(), config.algo)
+            minibatch.log_z = objective.log_z(t, logprobs.detach(), config.algo, VERSION)
         for mb in make_microbatches(batch.select(indices), budget):
             at = where[mb.where]
             share, sums = objective.policy_loss(t, minibatch, logprobs[at], entropy[at], mb, config, VERSION)
@@ -168,7 +168,8 @@ def test_gradients_do_not_depend_on_packing(loss, num):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), budget=st.integers(3, 40))
 def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
-    config = TrainConfig(model="", algo=AlgoConfig(loss="tb", tb_beta=0.3))
+    # Half-way from 0.4 to 0.2: at VERSION it is 0.3.
+    config = TrainConfig(model="", algo=AlgoConfig(loss="tb", tb_beta=0.4, tb_beta_end=0.2, tb_beta_steps=2 * VERSION))
     batch = make_batch(seed)
     t, logprobs, entropy = tensors_of(batch, config, seed)
     got, _ = loss_in_parts(t, batch, logprobs, entropy, config, budget)
@@ -179,6 +180,12 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
         residuals.setdefault(int(batch.group_ids[s]), []).append(log_ratio - float(batch.rewards[s]) / 0.3)
     squares = sum((d - np.mean(group)) ** 2 for group in residuals.values() for d in group)
     assert float(got.detach()) == pytest.approx(squares / batch.num_sequences, rel=1e-5)
+
+
+def test_beta_falls_in_a_straight_line_and_stays():
+    falling = AlgoConfig(tb_beta=0.014, tb_beta_end=0.004, tb_beta_steps=500)
+    assert [objective.tb_beta(falling, v) for v in (0, 250, 500, 700)] == pytest.approx([0.014, 0.009, 0.004, 0.004])
+    assert objective.tb_beta(AlgoConfig(tb_beta=0.1), 100) == 0.1
 
 
 def test_kl_in_the_reward_of_groups():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from areal_lite.config import ClusterConfig, ServerConfig, SlurmConfig, TrainerC
 from areal_lite.launch.placement import deal
 from areal_lite.launch.prepare import write
 from areal_lite.launch.slurm import layout, script
+from areal_lite.resume import MARKER
 
 RUN, WORK = Path("/shared/runs/it's one"), Path("/shared/code")
 
@@ -80,13 +82,10 @@ def test_a_stopped_run_goes_back_to_the_queue(tmp_path):
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
-def test_a_chain_and_a_run_that_just_ends_do_not_requeue():
-    assert (
-        "requeue 7" not in (chain := script(config(2, 8, 8, chain=3), RUN, WORK))
-        and "scontrol requeue" not in chain
-        and "USR1@600" in chain
-    )
-    assert "USR1@" not in (plain := script(config(2, 8, 8, stop_before_s=0), RUN, WORK)) and "scontrol requeue" not in plain
+def test_a_chain_does_not_requeue():
+    chain = script(config(2, 8, 8, chain=3), RUN, WORK)
+    assert "scontrol requeue" not in chain and "#SBATCH --no-requeue\n" in chain and "USR1@600" in chain
+    assert "USR1" not in script(config(2, 8, 8, stop_before_s=0), RUN, WORK).replace("138 says that SIGUSR1 came", "")
 
 
 def test_one_node_shares_its_gpus():
@@ -95,14 +94,21 @@ def test_one_node_shares_its_gpus():
     assert "CUDA_VISIBLE_DEVICES" not in script(config(2, 8, 8), RUN, WORK)
 
 
-def test_a_failed_step_fails_the_job(tmp_path):
-    text = script(config(2, 8, 8), RUN, WORK)
-    (tmp_path / "srun").write_text('#!/bin/bash\n[[ "$*" == *prepare* ]] && exit 0; [[ "$*" == *controller* ]] && exit 3\nsleep 1\n')
-    (tmp_path / "scontrol").write_text("#!/bin/bash\necho first\n")
+@pytest.mark.parametrize("further", [False, True])
+def test_a_failed_step_fails_the_job_or_starts_it_again_when_it_came_further(tmp_path, further):
+    text = script(config(2, 8, 8), run := tmp_path / "run", WORK)
+    old, new = (run / "checkpoints" / f"step-{step}" for step in (9, 10))
+    old.mkdir(parents=True)
+    (old / MARKER).touch()
+    save = f"mkdir {new}; touch {new / MARKER}; " if further else f"mkdir {new}; "  # without its marker it is not complete
+    fails = f'[[ "$*" == *prepare* ]] && exit 0; [[ "$*" == *controller* ]] && {{ {save}exit 3; }}'
+    (tmp_path / "srun").write_text(f"#!/bin/bash\n{fails}\nsleep 1\n")
+    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n')
     for tool in ("srun", "scontrol"):
         (tmp_path / tool).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
     assert subprocess.run(["bash", "-c", text], env=environment, capture_output=True, timeout=20).returncode == 3
+    assert (tmp_path / "requeued").exists() == further
 
 
 @pytest.mark.parametrize(
@@ -133,6 +139,8 @@ def test_the_site_says_what_is_its_own():
         config(2, 8, 8, options={"partition": "big", "mem_per_gpu": "8G", "exclusive": False}, setup=["module load x"]), RUN, WORK
     )
     assert "#SBATCH --partition=big\n#SBATCH --mem-per-gpu=8G\n" in text and "--exclusive" not in text and "\nmodule load x\n" in text
+    assert "--mem=" not in text and "#SBATCH --mem=0\n" in script(config(2, 8, 8), RUN, WORK), "one or the other"
+    assert f"#SBATCH --job-name={shlex.quote(f'areal_lite:{RUN}')}\n" in text, "sbatch reads it as a shell does"
 
 
 def test_containers(tmp_path):

@@ -32,6 +32,12 @@ async def handler(request):
             await asyncio.Event().wait()
         case Batch(step=8):
             raise ValueError("no such step")
+        case Batch(step=6):
+            return {"reward_mean": np.float32(0.5)}, a_batch(0).to_frames()
+        case Batch(step=5):
+            return {}, [object()]
+        case Batch(step=4, rank=9):
+            raise KeyError("a bug")
         case Batch(step=7):
             await asyncio.sleep(0.3)
             return {"step": 7}, a_batch(0).to_frames()
@@ -49,7 +55,7 @@ async def handler(request):
 
 @pytest.fixture
 def wire(tmp_path):
-    """Serves in a thread; the fixture's value is its run directory."""
+    """Serves in a thread; the fixture's value is its run directory, what ends it, and a list whose last element is then its error."""
     started, ended = threading.Event(), threading.Event()
     stop: list = []
 
@@ -59,6 +65,7 @@ def wire(tmp_path):
         stop.extend([asyncio.get_running_loop(), task])
         started.set()
         await asyncio.wait([task])
+        stop.append(None if task.cancelled() else task.exception())
         await server.close("it is over")
         ended.set()
 
@@ -71,7 +78,7 @@ def wire(tmp_path):
             stop[0].call_soon_threadsafe(stop[1].cancel)
         thread.join(5)
 
-    yield tmp_path, end
+    yield tmp_path, end, stop
     end()
 
 
@@ -102,6 +109,19 @@ def test_errors_come_in_the_controllers_words(client: ControllerClient) -> None:
     with pytest.raises(RuntimeError, match=r"5 \['s1'\]"):
         client.pushed(5, failed=["s1"])
     assert client.batch(1, 0, 1)[1]["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "rank", "words"),
+    [(6, 0, "cannot send the batch of step 6.*TypeError.*numpy.float32"), (5, 0, "cannot send.*TypeError"), (4, 9, "KeyError: 'a bug'")],
+)
+def test_an_answer_that_fails_is_heard_of_at_once_and_ends_the_server(wire, client: ControllerClient, step, rank, words) -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=words):
+        client.batch(step, rank, 1)
+    assert time.monotonic() - started < 2
+    wire[1]()
+    assert isinstance(wire[2][-1], ExceptionGroup), "whoever runs it must hear of it"
 
 
 def test_a_timeout_names_what_it_waited_for_and_its_late_answer_is_not_mistaken(wire) -> None:
