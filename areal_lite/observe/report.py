@@ -38,6 +38,8 @@ _STYLE = {
     "legend.fontsize": 10,
 }
 
+_HEADLINE_CHARACTERS = 165  # of 12.5 points fit on the page
+
 
 def write_report(run_dir: Path) -> Path:
     """Draw the run as far as it got, 1600 x 1200 pixels. Raises ValueError when there is no such directory."""
@@ -47,7 +49,8 @@ def write_report(run_dir: Path) -> Path:
         figure = Figure(figsize=(16, 12), dpi=100)
         grid = figure.add_gridspec(2, 3, height_ratios=(1, 2.1), left=0.05, right=0.985, top=0.875, bottom=0.05, hspace=0.27, wspace=0.17)
         figure.text(0.05, 0.955, run.run_dir.resolve().name, fontsize=18, fontweight="bold")
-        figure.text(0.05, 0.925, _headline(run), fontsize=12.5, color=_GREY)
+        headline = _headline(run)
+        figure.text(0.05, 0.925, headline, fontsize=12.5 * min(1.0, _HEADLINE_CHARACTERS / len(headline)), color=_GREY)
         _draw_reward(figure.add_subplot(grid[0, 0]), run)
         _draw_staleness(figure.add_subplot(grid[0, 1]), run)
         _draw_throughput(figure.add_subplot(grid[0, 2]), run)
@@ -65,7 +68,7 @@ def _headline(run: RunData) -> str:
     if run.used:
         parts.append(f"{np.mean([interrupted(t) for t in run.used]):.0%} sampled from more than one weight version")
     if correct := [m["replay_distinct_correct"] for m in run.metrics if "replay_distinct_correct" in m]:
-        parts.append(f"{correct[-1]:.1f} distinct correct completions of a prompt in the replay buffer")
+        parts.append(f"{correct[-1]:.1f} distinct correct completions per prompt in replay")
     if pauses := [pause_s for _, pause_s in run.pushes.values()]:
         parts.append(f"pause per weight push {_seconds(np.mean(pauses))} (longest {_seconds(max(pauses))})")
     return "   ·   ".join(parts)
