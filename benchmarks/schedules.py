@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from staleness import ROOT, areal_lite
+from staleness import ROOT, areal_lite, warm_up
 
 SCHEDULES = ["sync", "one_step", "async"]
 DIGITS = "data.max_digits=8"
@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     records = []
     for seed in args.seeds:
-        warm_up(args.work, seed)
+        warm_up(args.work, seed, MODEL, WARM_UP.split())
         for schedule in SCHEDULES:
             records.append(train(args.work, seed, schedule, args.steps))
             print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
@@ -44,14 +44,6 @@ def main() -> None:
     (args.out / "schedules.json").write_text(json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n")
     (args.out / "schedules.md").write_text(table(records, args.steps))
     print(table(records, args.steps))
-
-
-def warm_up(work: Path, seed: int) -> None:
-    cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
-    if not warm.exists():
-        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}"]
-        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *MODEL)
-        areal_lite(work / f"warm-{seed}.log", "sft", *own, *WARM_UP.split())
 
 
 def train(work: Path, seed: int, schedule: str, steps: int) -> dict:

@@ -20,7 +20,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from staleness import ROOT, areal_lite
+from staleness import ROOT, areal_lite, warm_up
 
 from areal_lite.data import addition
 
@@ -56,7 +56,7 @@ def main() -> None:
     for forget in args.forget:
         for seed in args.seeds:
             work = args.work / f"forget-{forget:g}"
-            warm_up(work, seed, forget)
+            warm_up(work, seed, MODEL, [*WARM_UP.split(), f"forget_carry={forget}"])
             for arm in ARMS:
                 records.append({"forget": forget, **train(args.work, work, seed, arm, args.steps)})
                 print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
@@ -75,14 +75,6 @@ def problems(split: addition.Split, count: int) -> list[addition.Problem]:
             found.append(problem)
         index += 1
     return found
-
-
-def warm_up(work: Path, seed: int, forget: float) -> None:
-    cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
-    if not warm.exists():
-        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"forget_carry={forget}"]
-        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *MODEL)
-        areal_lite(work / f"warm-{seed}.log", "sft", *own, *WARM_UP.split())
 
 
 def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:

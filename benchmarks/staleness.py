@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     runs = [(seed, staleness, arm) for seed in args.seeds for staleness in args.staleness for arm in ARMS]
     with ThreadPoolExecutor(args.parallel) as pool:
-        list(pool.map(lambda seed: warm_up(args.work, seed), args.seeds))
+        list(pool.map(lambda seed: warm_up(args.work, seed, MODEL, WARM_UP.split()), args.seeds))
         records = []
         for record in pool.map(lambda run: train(args.work, *run, args.steps), runs):
             records.append(record)
@@ -66,14 +66,13 @@ def areal_lite(log: Path, *arguments: str) -> None:
         subprocess.run([sys.executable, "-m", "areal_lite", *arguments], env=environment, stdout=file, stderr=file, check=True)
 
 
-def warm_up(work: Path, seed: int) -> None:
+def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> None:
+    """<work>/warm-<seed>, a model of that shape after `sft` with these settings, unless it is there."""
     cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
     if not warm.exists():
-        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *MODEL)
-        run_dir = work / f"sft-{seed}"
-        areal_lite(
-            work / f"warm-{seed}.log", "sft", f"model={cold}", f"out={warm}", f"run_dir={run_dir}", f"seed={seed}", f"data.seed={seed}", *WARM_UP.split()
-        )
+        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}"]
+        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *model)
+        areal_lite(work / f"warm-{seed}.log", "sft", *own, *settings)
 
 
 def train(work: Path, seed: int, staleness: int, arm: str, steps: int) -> dict:
