@@ -23,18 +23,40 @@ from areal_lite.config import COMMANDS, register, to_dataclass
 
 # command -> (module with run(config) -> exit status, what it does)
 _RUN = {
-    "train": ("areal_lite.launch.local", "reinforcement learning: servers, controller and trainer on this machine"),
-    "quickstart": ("areal_lite.launch.quickstart", "make-model, sft and train of a small model on the addition task"),
-    "make-model": ("areal_lite.make_model", "write a small, randomly initialised checkpoint and its tokenizer"),
+    "train": (
+        "areal_lite.launch.local",
+        "reinforcement learning: servers, controller and trainer on this machine",
+    ),
+    "quickstart": (
+        "areal_lite.launch.quickstart",
+        "make-model, sft and train of a small model on the addition task",
+    ),
+    "make-model": (
+        "areal_lite.make_model",
+        "write a small, randomly initialised checkpoint and its tokenizer",
+    ),
     "sft": ("areal_lite.launch.sft", "warm a model up on demonstrations of an imperfect teacher"),
-    "eval": ("areal_lite.launch.evaluate", "greedy accuracy and pass@k of a checkpoint on held-out problems"),
+    "eval": (
+        "areal_lite.launch.evaluate",
+        "greedy accuracy and pass@k of a checkpoint on held-out problems",
+    ),
     "generate": ("areal_lite.launch.evaluate", "try prompts on a checkpoint"),
-    "slurm": ("areal_lite.launch.slurm", "submit a training run to Slurm: servers, controller and trainer on many nodes"),
-    "prepare": ("areal_lite.launch.prepare", "write the run directory of a training run whose roles are started one by one"),
+    "slurm": (
+        "areal_lite.launch.slurm",
+        "submit a training run to Slurm: servers, controller and trainer on many nodes",
+    ),
+    "prepare": (
+        "areal_lite.launch.prepare",
+        "write the run directory of a training run whose roles are started one by one",
+    ),
 }
 # flag -> (its command, what runs instead, what it does)
 _INSTEAD = {
-    "--dry-run": ("train", "areal_lite.launch.plan:run", "checks everything, shows the plan and what it needs, starts nothing"),
+    "--dry-run": (
+        "train",
+        "areal_lite.launch.plan:run",
+        "checks everything, shows the plan and what it needs, starts nothing",
+    ),
     "--print": ("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
 }
 _SHOW = ("--help", "-h", "--cfg")
@@ -45,7 +67,9 @@ _ADDED = ("experiment", "task")  # groups of which nothing is chosen by default
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, by which all other processes of a run start
+        sys.path.insert(
+            0, os.getcwd()
+        )  # as `python -m` does, by which all other processes of a run start
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -53,20 +77,32 @@ def main(argv: list[str] | None = None) -> int:
     command, overrides = args[0], args[1:]
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
-        return _fail(f"unknown command {command!r}" + (f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}"))
-    show, entry, multirun = (next((o for o in overrides if o in flags), None) for flags in (_SHOW, _INSTEAD, _SWEEP))
+        return _fail(
+            f"unknown command {command!r}"
+            + (f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}")
+        )
+    show, entry, multirun = (
+        next((o for o in overrides if o in flags), None) for flags in (_SHOW, _INSTEAD, _SWEEP)
+    )
     if entry and command != _INSTEAD[entry][0]:
-        return _fail(f"{entry} is for `areal-lite {_INSTEAD[entry][0]}`, where it {_INSTEAD[entry][2]}")
+        return _fail(
+            f"{entry} is for `areal-lite {_INSTEAD[entry][0]}`, where it {_INSTEAD[entry][2]}"
+        )
     overrides = [o for o in overrides if o not in (*_SHOW, "job", *_INSTEAD, *_SWEEP)]
     try:
         if show:
             composed = _compose(command, overrides)
-            print(_help(command, composed) if show != "--cfg" else OmegaConf.to_yaml(composed), end="")
+            print(
+                _help(command, composed) if show != "--cfg" else OmegaConf.to_yaml(composed), end=""
+            )
             return 0
         if multirun:
             from areal_lite.sweep import sweep
 
-            configs = [_checked(command, one) for one in sweep(overrides, _compose(command, []).get("run_dir"))]
+            configs = [
+                _checked(command, one)
+                for one in sweep(overrides, _compose(command, []).get("run_dir"))
+            ]
         else:
             configs = [_checked(command, overrides)]
     except (HydraException, OmegaConfBaseException) as error:
@@ -96,7 +132,9 @@ def _checked(command: str, overrides: list[str]) -> Any:
     """The configuration, complete and valid."""
     composed = _compose(command, overrides)
     if missing := sorted(OmegaConf.missing_keys(composed)):
-        raise ValueError(f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)")
+        raise ValueError(
+            f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)"
+        )
     config = to_dataclass(composed)
     from areal_lite.validate import validate
 
@@ -117,24 +155,49 @@ def _compose(command: str, overrides: list[str]) -> Any:
 def _as_new(override: str, free: list[str]) -> str:
     """Hydra wants a mark at a key that is not there yet; in the settings `free` any key may be new."""
     key = override.partition("=")[0]
-    return f"++{override}" if any(f"{key}.".startswith(f"{setting}.") for setting in free) else override
+    return (
+        f"++{override}"
+        if any(f"{key}.".startswith(f"{setting}.") for setting in free)
+        else override
+    )
 
 
 def _one_line(error: Exception, command: str) -> str:
     """Hydra's errors are several lines and their cause: keep what a user needs, and name the key that was probably meant."""
     text = " ".join(str(error).split())
     cause = error.__cause__
-    unknown = re.search(r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", f"{text} {cause or ''}", re.S)
+    unknown = re.search(
+        r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)",
+        f"{text} {cause or ''}",
+        re.S,
+    )
     if unknown:
         key = unknown.group(2)
-        near = difflib.get_close_matches(key, [*_keys(command), *(f"+{group}" for group in _ADDED)], 1, cutoff=0.5)
-        return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else f"; `areal-lite {command} --help` lists all settings")
-    if lost := re.search(r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)", text):
+        near = difflib.get_close_matches(
+            key, [*_keys(command), *(f"+{group}" for group in _ADDED)], 1, cutoff=0.5
+        )
+        return f"unknown key {key}" + (
+            f"; did you mean {near[0]}?"
+            if near
+            else f"; `areal-lite {command} --help` lists all settings"
+        )
+    if lost := re.search(
+        r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)",
+        text,
+    ):
         group, name, options = lost.group(1), lost.group(2), lost.group(3).split()
         near = difflib.get_close_matches(name, options, 1, cutoff=0.5)
-        return f"unknown {group}={name}; " + (f"did you mean {near[0]}? " if near else "") + f"there are {', '.join(options)}"
+        return (
+            f"unknown {group}={name}; "
+            + (f"did you mean {near[0]}? " if near else "")
+            + f"there are {', '.join(options)}"
+        )
     detail = " ".join(str(cause).split()) if cause else ""
-    return re.sub(r" full_key: \S+| object_type=\S+| reference_type=\S+|(?<=override )\+\+|(?<=override ')\+\+", "", f"{text} {detail}".strip())
+    return re.sub(
+        r" full_key: \S+| object_type=\S+| reference_type=\S+|(?<=override )\+\+|(?<=override ')\+\+",
+        "",
+        f"{text} {detail}".strip(),
+    )
 
 
 def _keys(command: str) -> dict[str, type | None]:
@@ -143,8 +206,14 @@ def _keys(command: str) -> dict[str, type | None]:
     def walk(node: Any, prefix: str) -> dict[str, type | None]:
         found: dict[str, type | None] = {}
         for key in node:
-            child = None if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key) else node[key]
-            found[f"{prefix}{key}"] = OmegaConf.get_type(child) if OmegaConf.is_dict(child) else None
+            child = (
+                None
+                if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
+                else node[key]
+            )
+            found[f"{prefix}{key}"] = (
+                OmegaConf.get_type(child) if OmegaConf.is_dict(child) else None
+            )
             found |= walk(child, f"{prefix}{key}.") if OmegaConf.is_dict(child) else {}
         return found
 
@@ -168,7 +237,11 @@ def _help(command: str, composed: Any) -> str:
     if command in ("train", "quickstart", "slurm", "prepare"):
         text += f"       areal-lite {command} -m [key=value,value …]      one run after the other, for each combination of the values\n"
         text += "\nsets of settings:\n" + "\n".join(groups) + "\n"
-    return text + "\nsettings and their values (what each is for: areal_lite/config.py and config_algo.py):\n\n" + OmegaConf.to_yaml(composed)
+    return (
+        text
+        + "\nsettings and their values (what each is for: areal_lite/config.py and config_algo.py):\n\n"
+        + OmegaConf.to_yaml(composed)
+    )
 
 
 def _fail(message: str, status: int = 2) -> int:

@@ -60,7 +60,9 @@ class ServerConfig:
     port: int = 0  # first port; 0 picks free ones
     api_key: str | None = None  # needed when host is not loopback
     mem_fraction: float | None = None
-    max_total_tokens: int | None = None  # KV cache slots; None lets SGLang choose (without a GPU: 65536)
+    max_total_tokens: int | None = (
+        None  # KV cache slots; None lets SGLang choose (without a GPU: 65536)
+    )
     max_running_requests: int | None = None
     context_length: int | None = None
     threads: int = 1  # CPU threads of a server without a GPU
@@ -80,14 +82,24 @@ class RolloutConfig:
     max_new_tokens: int = 512
     temperature: float = 1.0
     workflow: str = "areal_lite.rollout.workflow:single_turn"  # module:name, see docs/workflows.md
-    workflow_args: dict[str, Any] = field(default_factory=dict)  # of a workflow that is a class: rollout.workflow_args.key=value
+    workflow_args: dict[str, Any] = field(
+        default_factory=dict
+    )  # of a workflow that is a class: rollout.workflow_args.key=value
     interrupt: str = "in_place"  # in_place | retract | abort | none (none: a push waits until what is running has finished)
     max_concurrent: int = 256  # trajectories in flight over all servers, at most
-    adapt_concurrency: bool = False  # fewer, as many as the servers say that they can run; rollout/concurrency.py
+    adapt_concurrency: bool = (
+        False  # fewer, as many as the servers say that they can run; rollout/concurrency.py
+    )
     record_text: bool = True  # keep prompt and completion text in the store
-    active_sampling: bool = False  # groups whose members all got the same reward are replaced until the batch is full
-    filters: list[str] = field(default_factory=list)  # module:function, f(group) -> None or why it is not trained on; rollout/filters.py
-    retire_above: float | None = None  # a prompt solved by more than this share of its last groups' trajectories is not asked again
+    active_sampling: bool = (
+        False  # groups whose members all got the same reward are replaced until the batch is full
+    )
+    filters: list[str] = field(
+        default_factory=list
+    )  # module:function, f(group) -> None or why it is not trained on; rollout/filters.py
+    retire_above: float | None = (
+        None  # a prompt solved by more than this share of its last groups' trajectories is not asked again
+    )
 
 
 @dataclass
@@ -96,7 +108,9 @@ class ReplayConfig:
 
     capacity: int = 0  # trajectories kept of each prompt; 0 is off
     max_prompts: int = 10_000  # prompts kept
-    recency_probability: float = 0.5  # m: how often a group is the newest one; otherwise it is drawn from all, by
+    recency_probability: float = (
+        0.5  # m: how often a group is the newest one; otherwise it is drawn from all, by
+    )
     by: str = "reward"  # reward (softmax) | uniform
     temperature: float = 1.0  # of the softmax
 
@@ -120,11 +134,17 @@ class TrainerConfig:
     minibatches: int = 1  # optimizer updates per training step, M
     tokens_per_microbatch: int = 8192
     tensor_parallel: int = 1  # ranks that share each matrix
-    sequence_parallel: bool = False  # tensor-parallel ranks also share the tokens between their matrices
+    sequence_parallel: bool = (
+        False  # tensor-parallel ranks also share the tokens between their matrices
+    )
     pipeline_parallel: int = 1  # ranks that share the layers
-    virtual_pipeline: int = 1  # chunks of layers on each pipeline stage; more than 1 interleaves them
+    virtual_pipeline: int = (
+        1  # chunks of layers on each pipeline stage; more than 1 interleaves them
+    )
     context_parallel: int = 1  # ranks that share each sequence
-    expert_parallel: int = 1  # of the tensor-, context- and data-parallel ranks, how many share the experts
+    expert_parallel: int = (
+        1  # of the tensor-, context- and data-parallel ranks, how many share the experts
+    )
     data_parallel: int = 1  # ranks (or whole sets of the above) with a shard of the batch each
     recompute: str = "none"  # activations computed again in the backward pass: none | selective (attention) | full (layers)
     device: str = "auto"  # auto | cpu | cuda
@@ -133,14 +153,18 @@ class TrainerConfig:
     lr: float = 1e-4
     lr_schedule: str = "constant"  # constant | linear | cosine | wsd (warm-up, stable, decay)
     lr_warmup_steps: int = 0  # updates; there are `minibatches` of them in a step
-    lr_decay_steps: int | None = None  # wsd: updates of the last, linear decay; None: a tenth of all
+    lr_decay_steps: int | None = (
+        None  # wsd: updates of the last, linear decay; None: a tenth of all
+    )
     min_lr: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
-    max_skipped_steps: int = 5  # stop after so many steps in a row whose loss or gradient was not finite
+    max_skipped_steps: int = (
+        5  # stop after so many steps in a row whose loss or gradient was not finite
+    )
     threads: int = 1  # CPU threads of a rank without a GPU
     save_every: int = 0  # steps between checkpoints; 0 saves at the end only
     keep_checkpoints: int = 2  # the newest ones; 0 keeps all
@@ -152,7 +176,12 @@ class TrainerConfig:
     @property
     def world_size(self) -> int:
         """Trainer ranks."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+        return (
+            self.tensor_parallel
+            * self.pipeline_parallel
+            * self.context_parallel
+            * self.data_parallel
+        )
 
 
 @dataclass
@@ -161,7 +190,9 @@ class SyncConfig:
 
     transport: str = "distributed"  # distributed (nccl or gloo broadcast) | disk
     bucket_mb: int = 512
-    disk_path: str | None = None  # disk: a folder that servers see too; None: <run_dir>/weights (a tmpfs is fastest)
+    disk_path: str | None = (
+        None  # disk: a folder that servers see too; None: <run_dir>/weights (a tmpfs is fastest)
+    )
     verify: bool = False  # read tensors back from the servers after each push and compare checksums
     timeout_s: float = 120.0
 
@@ -173,7 +204,9 @@ class EvalConfig:
     problems: int = 200  # 0 turns evaluation off
     every: int = 0  # steps between evaluations; 0: before and after training only
     samples: int = 1  # sampled completions a problem (at rollout.temperature); one more is greedy
-    sets: list[str] = field(default_factory=list)  # further held-out problems: .jsonl files, or what data.source=hf can load
+    sets: list[str] = field(
+        default_factory=list
+    )  # further held-out problems: .jsonl files, or what data.source=hf can load
 
 
 @dataclass
@@ -210,17 +243,23 @@ class ClusterConfig:
 
     nodes: int = 1
     gpus_per_node: int = 8  # 0: nodes without GPUs
-    trainer_nodes: int | None = None  # the first ones; None: as many as its ranks need. The others are the servers'; a single node is both's
+    trainer_nodes: int | None = (
+        None  # the first ones; None: as many as its ranks need. The others are the servers'; a single node is both's
+    )
     time: str = "24:00:00"
     # Before that time is over the trainer is asked to end with its step and a checkpoint, and the job goes on in the queue; 0: it just ends.
     stop_before_s: int = 600
     chain: int = 1  # more: so many jobs, each begun when the one before has ended, instead of one that goes back to the queue
     job_name: str = "areal_lite"
-    options: dict[str, Any] = field(default_factory=dict)  # further ones of sbatch: {partition: a} is --partition=a
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # further ones of sbatch: {partition: a} is --partition=a
     setup: list[str] = field(default_factory=list)  # lines of shell at the start of the job
     container: str = "none"  # none | pyxis | apptainer
     image: str | None = None  # of the container
-    mounts: list[str] = field(default_factory=list)  # into the container, beside the working directory: FOLDER or FOLDER:WHERE
+    mounts: list[str] = field(
+        default_factory=list
+    )  # into the container, beside the working directory: FOLDER or FOLDER:WHERE
     python: str | None = None  # None: the one that submits; in a container python3
 
 
@@ -317,7 +356,9 @@ COMMANDS: dict[str, type] = {
 
 def register() -> None:
     """Make the schemas known to Hydra, and `${token:}`, a random key; conf/<command>.yaml extend them."""
-    OmegaConf.register_new_resolver("token", lambda: secrets.token_hex(16), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver(
+        "token", lambda: secrets.token_hex(16), use_cache=True, replace=True
+    )
     store = ConfigStore.instance()
     for command, schema in COMMANDS.items():
         store.store(name=f"{command}_schema", node=schema)
@@ -328,9 +369,13 @@ def save_config(config: Any, run_dir: Path) -> Path:
     path = Path(run_dir) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        os.link(path, path.with_name(f"config-{1 + len(list(path.parent.glob('config-*.yaml')))}.yaml"))
+        os.link(
+            path, path.with_name(f"config-{1 + len(list(path.parent.glob('config-*.yaml')))}.yaml")
+        )
     temporary = path.with_suffix(".tmp")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:  # it may hold a key
+    with open(
+        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
+    ) as file:  # it may hold a key
         file.write(OmegaConf.to_yaml(OmegaConf.structured(config)))
         file.flush()
         os.fsync(file.fileno())

@@ -13,7 +13,9 @@ class CorrectionConfig:
     level: str = "token"  # token | geometric (a sequence's mean) | product (a sequence's sum)
     cap: float = 5.0  # upper bound of w
     low: float | None = None  # mask: lower bound; null is 1 / cap
-    veto: list[float] | None = None  # [low, high]: a token whose w lies outside takes its whole sequence out
+    veto: list[float] | None = (
+        None  # [low, high]: a token whose w lies outside takes its whole sequence out
+    )
 
 
 @dataclass
@@ -36,7 +38,9 @@ class ShapingConfig:
     scale: float = 1.0
     bias: float = 0.0
     clip: float | None = None
-    overlong_margin: int = 0  # tokens before rollout.max_new_tokens from which on length costs up to 1; 0: never
+    overlong_margin: int = (
+        0  # tokens before rollout.max_new_tokens from which on length costs up to 1; 0: never
+    )
     mask_truncated: bool = False  # leave trajectories that ran out of tokens out of the loss
 
 
@@ -68,13 +72,21 @@ class AlgoConfig:
     eps_low: float = 0.2
     eps_high: float = 0.2
     dual_clip: float | None = None  # ppo
-    reduction: str = "token"  # mean over tokens | sequence: over each sequence, then over sequences | constant
-    reduction_length: int | None = None  # constant: a sequence's divisor; null is rollout.max_new_tokens
+    reduction: str = (
+        "token"  # mean over tokens | sequence: over each sequence, then over sequences | constant
+    )
+    reduction_length: int | None = (
+        None  # constant: a sequence's divisor; null is rollout.max_new_tokens
+    )
     entropy_coef: float = 0.0
     tb_beta: float = 0.1  # tb: temperature of the target, ref exp(R / beta)
-    tb_beta_end: float | None = None  # where beta is after tb_beta_steps, in a straight line; null: it does not change
+    tb_beta_end: float | None = (
+        None  # where beta is after tb_beta_steps, in a straight line; null: it does not change
+    )
     tb_beta_steps: int = 500
-    reference: str | None = None  # a Hugging Face checkpoint folder, such as ${model}; for kl and tb
+    reference: str | None = (
+        None  # a Hugging Face checkpoint folder, such as ${model}; for kl and tb
+    )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)

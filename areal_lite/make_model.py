@@ -14,13 +14,21 @@ ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 def run(config: MakeModelConfig) -> int:
     """Write the checkpoint to `config.out`, complete or not at all. Raises ValueError for sizes that do not fit together."""
     if config.architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture={config.architecture}: choose one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"architecture={config.architecture}: choose one of {', '.join(ARCHITECTURES)}"
+        )
     if config.num_heads % config.num_kv_heads:
-        raise ValueError(f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}")
+        raise ValueError(
+            f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.num_kv_heads}"
+        )
     if config.architecture == "qwen3_moe" and config.tie_embeddings:
-        raise ValueError("tie_embeddings=true with architecture=qwen3_moe, where SGLang does not share them: set it to false")
+        raise ValueError(
+            "tie_embeddings=true with architecture=qwen3_moe, where SGLang does not share them: set it to false"
+        )
     if config.experts_per_token > config.num_experts:
-        raise ValueError(f"experts_per_token={config.experts_per_token} of num_experts={config.num_experts}: choose fewer")
+        raise ValueError(
+            f"experts_per_token={config.experts_per_token} of num_experts={config.num_experts}: choose fewer"
+        )
     out = Path(config.out)
     if out.exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
@@ -58,14 +66,18 @@ def run(config: MakeModelConfig) -> int:
             # What a layer adds to the residual stream, as in GPT-2.
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter /= (2 * config.num_layers) ** 0.5
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(out)
-    print(f"{out}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary")
+    print(
+        f"{out}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary"
+    )
     return 0
 
 

@@ -27,12 +27,27 @@ MARKER = "metadata.json"  # Megatron writes it last
 STOPPED = os.EX_TEMPFAIL  # exit status: to be started again
 _STOP = "stop"
 # Of an earlier start: addresses of processes that are gone, and what is true at the end of a run only.
-_STALE = ("controller.json", "openai_endpoint.json", "servers/*", "controller_totals.json", "summary.json", _STOP)
+_STALE = (
+    "controller.json",
+    "openai_endpoint.json",
+    "servers/*",
+    "controller_totals.json",
+    "summary.json",
+    _STOP,
+)
 
 
 def complete(folder: Path) -> list[int]:
     """The steps of which `folder` holds a checkpoint, ascending."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.iterdir() if (path / MARKER).is_file()) if folder.is_dir() else ()
+    found = (
+        (
+            re.fullmatch(r"step-(\d+)", path.name)
+            for path in folder.iterdir()
+            if (path / MARKER).is_file()
+        )
+        if folder.is_dir()
+        else ()
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -71,7 +86,9 @@ def sole_run(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"run_dir={run_dir}: a run is going on there, end it first or choose another folder") from None
+            raise ValueError(
+                f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"
+            ) from None
         previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / _STOP).touch())
         try:
             yield

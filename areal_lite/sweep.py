@@ -19,11 +19,16 @@ def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
         raise ValueError("-m: each run gets a folder of its own in run_dir: give one run_dir")
     if not any(override.is_sweep_override() for override in parsed):
         raise ValueError("-m: no setting has several values: write key=a,b")
-    combinations = itertools.product(*(_values(override) for override in parsed if override not in own))
+    combinations = itertools.product(
+        *(_values(override) for override in parsed if override not in own)
+    )
     if run_dir is None:
         return [list(combination) for combination in combinations]
     base = own[-1].value() if own else run_dir
-    return [[*combination, f"run_dir={base}/{number}"] for number, combination in enumerate(combinations)]
+    return [
+        [*combination, f"run_dir={base}/{number}"]
+        for number, combination in enumerate(combinations)
+    ]
 
 
 def _values(override: Override) -> list[str]:

@@ -62,25 +62,40 @@ class Trajectory:
         """Return self if every invariant holds. Raises ValueError that names the trajectory and the broken rule."""
         where = f"trajectory {self.group_id}/{self.member} (prompt {self.prompt_id})"
         length = len(self.tokens)
-        arrays = {"loss_mask": self.loss_mask, "behavior_logprobs": self.behavior_logprobs, "versions": self.versions}
+        arrays = {
+            "loss_mask": self.loss_mask,
+            "behavior_logprobs": self.behavior_logprobs,
+            "versions": self.versions,
+        }
         for name, array in arrays.items():
             if len(array) != length:
                 raise ValueError(f"{where}: {length} tokens but {len(array)} {name}")
         if length == 0:
             raise ValueError(f"{where}: no tokens")
         if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(f"{where}: finish reason {self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}")
-        mask, some = self.loss_mask.astype(bool, copy=False), np.count_nonzero  # several times as fast as any() on so few numbers
+            raise ValueError(
+                f"{where}: finish reason {self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}"
+            )
+        mask, some = (
+            self.loss_mask.astype(bool, copy=False),
+            np.count_nonzero,
+        )  # several times as fast as any() on so few numbers
         given = ~mask
         if mask[0]:
-            raise ValueError(f"{where}: the first token is marked as sampled, but nothing precedes it")
+            raise ValueError(
+                f"{where}: the first token is marked as sampled, but nothing precedes it"
+            )
         if some(self.versions[given] != -1) or some(self.behavior_logprobs[given]):
-            raise ValueError(f"{where}: a token that was not sampled carries a version or a log-prob")
+            raise ValueError(
+                f"{where}: a token that was not sampled carries a version or a log-prob"
+            )
         sampled = self.versions[mask]
         if some(sampled < 0):
             raise ValueError(f"{where}: a sampled token has no version")
         if some(sampled[1:] < sampled[:-1]):
-            raise ValueError(f"{where}: versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}")
+            raise ValueError(
+                f"{where}: versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}"
+            )
         if some((self.behavior_logprobs > _LOGPROB_SLACK) & (self.behavior_logprobs < np.inf)):
             raise ValueError(f"{where}: a log-prob above zero: {np.nanmax(self.behavior_logprobs)}")
         return self
@@ -118,8 +133,19 @@ class Group:
         return int(min(v.min() for v in sampled)) if sampled else -1
 
 
-_TOKEN_ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "behavior_logprobs": np.float32, "versions": np.int32}
-_SEQUENCE_ARRAYS = {"rewards": np.float32, "group_ids": np.int64, "members": np.int32, "truncated": np.bool_, "kv_versions": np.int32}
+_TOKEN_ARRAYS = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "versions": np.int32,
+}
+_SEQUENCE_ARRAYS = {
+    "rewards": np.float32,
+    "group_ids": np.int64,
+    "members": np.int32,
+    "truncated": np.bool_,
+    "kv_versions": np.int32,
+}
 
 
 @dataclass(slots=True)
@@ -156,7 +182,9 @@ class TrainBatch:
             loss_mask=np.concatenate([t.loss_mask for t in trajectories]).astype(bool) & finite,
             behavior_logprobs=np.where(finite, logprobs, np.float32(0)),
             versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
-            rewards=np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
+            rewards=np.array(
+                [np.nan if t.reward is None else t.reward for t in trajectories], np.float32
+            ),
             group_ids=np.array([t.group_id for t in trajectories], np.int64),
             members=np.array([t.member for t in trajectories], np.int32),
             truncated=np.array([t.finish_reason == "length" for t in trajectories], bool),
@@ -181,7 +209,9 @@ class TrainBatch:
         """int64: where the tokens of the sequences stand, in the order of `sequences`."""
         lengths = self.lengths[sequences]
         ends = np.cumsum(lengths)
-        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(self.cu_seqlens[sequences] - ends + lengths, lengths)
+        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(
+            self.cu_seqlens[sequences] - ends + lengths, lengths
+        )
 
     def minibatches(self, num: int) -> list[np.ndarray]:
         """Sequence indices of `num` minibatches: whole groups, in the order in which they first appear, equally many each."""
@@ -204,9 +234,17 @@ class TrainBatch:
 
     def to_frames(self) -> list[bytes | memoryview]:
         """For a socket: a msgpack header (names and lengths), then one raw little-endian buffer per array. No pickle."""
-        arrays = {name: getattr(self, name) for name in (*_TOKEN_ARRAYS, *_SEQUENCE_ARRAYS, "cu_seqlens")}
+        arrays = {
+            name: getattr(self, name) for name in (*_TOKEN_ARRAYS, *_SEQUENCE_ARRAYS, "cu_seqlens")
+        }
         header = msgspec.msgpack.encode([[name, len(array)] for name, array in arrays.items()])
-        return [header, *(memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b"" for a in arrays.values())]
+        return [
+            header,
+            *(
+                memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b""
+                for a in arrays.values()
+            ),
+        ]
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
@@ -219,7 +257,9 @@ class TrainBatch:
         for (name, length), frame in zip(header, frames[1:]):
             array = np.frombuffer(frame, dtypes[name])
             if len(array) != length:
-                raise ValueError(f"not a batch: {name} has {len(array)} elements, its header says {length}")
+                raise ValueError(
+                    f"not a batch: {name} has {len(array)} elements, its header says {length}"
+                )
             arrays[name] = array.copy()  # a buffer of the socket is read-only and may be reused
         return cls(**arrays)
 
@@ -230,13 +270,17 @@ def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group
     Raises ValueError when the groups cannot be dealt equally.
     """
     if len(groups) % num_shards:
-        raise ValueError(f"{len(groups)} groups cannot be dealt equally to {num_shards} data-parallel ranks")
+        raise ValueError(
+            f"{len(groups)} groups cannot be dealt equally to {num_shards} data-parallel ranks"
+        )
     capacity = len(groups) // num_shards
     weight = {g.group_id: sum(len(t.tokens) for t in g.trajectories) for g in groups}
     shards: list[list[Group]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
     for group in sorted(groups, key=lambda g: (-weight[g.group_id], g.group_id)):
-        target = min((i for i in range(num_shards) if len(shards[i]) < capacity), key=lambda i: (load[i], i))
+        target = min(
+            (i for i in range(num_shards) if len(shards[i]) < capacity), key=lambda i: (load[i], i)
+        )
         shards[target].append(group)
         load[target] += weight[group.group_id]
     return [sorted(shard, key=lambda g: g.group_id) for shard in shards]

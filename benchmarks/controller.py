@@ -52,15 +52,23 @@ def answer(length: int, rng: random.Random) -> bytes:
     logprobs = [[-rng.random() * 3, 2 + rng.randrange(90), None] for _ in range(length)]
     meta = {
         "id": "0",
-        "finish_reason": {"type": "stop", "matched": 1} if length < MAX_TOKENS else {"type": "length", "length": length},
+        "finish_reason": {"type": "stop", "matched": 1}
+        if length < MAX_TOKENS
+        else {"type": "length", "length": length},
         "prompt_tokens": PROMPT_TOKENS,
         "weight_version": version,
         "weight_versions": [{"version": version, "start": 0, "end": length}],
         "output_token_logprobs": logprobs,
         "completion_tokens": length,
     }
-    body = json.dumps({"output_ids": [token for _, token, _ in logprobs], "meta_info": meta}).encode()
-    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    body = json.dumps(
+        {"output_ids": [token for _, token, _ in logprobs], "meta_info": meta}
+    ).encode()
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
 
 
 class Server(asyncio.Protocol):
@@ -73,13 +81,18 @@ class Server(asyncio.Protocol):
     @classmethod
     def prepare(cls) -> None:
         rng = random.Random(0)
-        lengths = [min(MAX_TOKENS, max(1, round(rng.lognormvariate(0, 0.8) * MEAN_TOKENS / 1.38))) for _ in range(256)]
+        lengths = [
+            min(MAX_TOKENS, max(1, round(rng.lognormvariate(0, 0.8) * MEAN_TOKENS / 1.38)))
+            for _ in range(256)
+        ]
         cls.templates = [(length * SECONDS_PER_TOKEN, answer(length, rng)) for length in lengths]
         cls.use_version(0)
 
     @classmethod
     def use_version(cls, version: int) -> None:
-        cls.answers = [(seconds, raw.replace(VERSION, VERSION % version)) for seconds, raw in cls.templates]
+        cls.answers = [
+            (seconds, raw.replace(VERSION, VERSION % version)) for seconds, raw in cls.templates
+        ]
 
     def connection_made(self, transport) -> None:
         self._transport, self._buffer = transport, b""
@@ -99,9 +112,10 @@ class Server(asyncio.Protocol):
             return
         if head.startswith(b"POST /update_weights"):
             self.use_version(int(json.loads(body)["weight_version"]))
-        reply = json.dumps({"weight_version": "0", "internal_states": [], "success": True, "message": ""}).encode()
+        reply = json.dumps(
+            {"weight_version": "0", "internal_states": [], "success": True, "message": ""}
+        ).encode()
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(reply) + reply)
-
 
     def _write(self, raw: bytes) -> None:
         if not self._transport.is_closing():
@@ -111,7 +125,16 @@ class Server(asyncio.Protocol):
 async def serve(run_dir: Path) -> None:
     Server.prepare()
     server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0, backlog=4096)
-    announce(run_dir, ServerInfo("server-0", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, 1, os.getpid()))
+    announce(
+        run_dir,
+        ServerInfo(
+            "server-0",
+            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+            None,
+            1,
+            os.getpid(),
+        ),
+    )
     await server.serve_forever()
 
 
@@ -127,11 +150,15 @@ async def bare(url: str, in_flight: int, count: int) -> dict[str, float]:
         "sampling_params": {"max_new_tokens": MAX_TOKENS, "temperature": 1.0, "stop_token_ids": [1], "skip_special_tokens": False},
     }).encode()  # fmt: skip
     left = iter(range(count))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
 
         async def worker() -> None:
             for _ in left:
-                async with session.post(url + "/generate", data=body, headers={"Content-Type": "application/json"}) as response:
+                async with session.post(
+                    url + "/generate", data=body, headers={"Content-Type": "application/json"}
+                ) as response:
                     await response.read()
 
         async def all_of_them() -> None:
@@ -178,7 +205,12 @@ def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
                 flying.append(info["in_flight"])
                 memory.append(process.memory_info().rss / 2**20)
             for server in client.begin_push(step + 1)["servers"]:
-                post(server, "/update_weights_from_disk", {"model_path": "-", "weight_version": str(step + 1)}, 30)
+                post(
+                    server,
+                    "/update_weights_from_disk",
+                    {"model_path": "-", "weight_version": str(step + 1)},
+                    30,
+                )
             client.pushed(step + 1)
         seconds, cpu = time.perf_counter() - started, sum(process.cpu_times()[:2]) - cpu
         done = per_step * (steps - warm)
@@ -207,8 +239,16 @@ def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
 def prepare(folder: Path, in_flight: int) -> TrainConfig:
     build_char_tokenizer().save_pretrained(folder / "model")
     config = TrainConfig(model=str(folder / "model"))
-    config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.max_concurrent = GROUP_SIZE, MAX_TOKENS, in_flight
-    config.trainer.batch_groups, config.buffer.max_staleness, config.trainer.steps = BATCH_GROUPS, MAX_STALENESS, 10**6
+    config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.max_concurrent = (
+        GROUP_SIZE,
+        MAX_TOKENS,
+        in_flight,
+    )
+    config.trainer.batch_groups, config.buffer.max_staleness, config.trainer.steps = (
+        BATCH_GROUPS,
+        MAX_STALENESS,
+        10**6,
+    )
     config.eval.problems = 0
     return config
 
@@ -219,7 +259,9 @@ def fresh_server(run_dir: Path, config: TrainConfig) -> Iterator[str]:
     run_dir.mkdir()
     config.run_dir = str(run_dir)
     save_config(config, run_dir)
-    server = subprocess.Popen([sys.executable, __file__, "--serve", str(run_dir)], env=os.environ | dying_with_me())
+    server = subprocess.Popen(
+        [sys.executable, __file__, "--serve", str(run_dir)], env=os.environ | dying_with_me()
+    )
     try:
         while not announced(run_dir):
             time.sleep(0.05)
@@ -230,11 +272,20 @@ def fresh_server(run_dir: Path, config: TrainConfig) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=20_000, help="per round and client; 200000 shows whether memory is flat")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trajectories",
+        type=int,
+        default=20_000,
+        help="per round and client; 200000 shows whether memory is flat",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--in-flight", type=int, default=2000)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "controller.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "controller.json"
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -243,7 +294,11 @@ def main() -> None:
         uvloop.run(serve(arguments.serve))
         return
     if arguments.bare:
-        print(json.dumps(uvloop.run(bare(arguments.bare, arguments.in_flight, arguments.trajectories))))
+        print(
+            json.dumps(
+                uvloop.run(bare(arguments.bare, arguments.in_flight, arguments.trajectories))
+            )
+        )
         return
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
@@ -251,10 +306,26 @@ def main() -> None:
         for number in range(arguments.rounds):
             run_dir = Path(folder) / f"run{number}"
             with fresh_server(run_dir, config) as url:
-                numbers = ["--trajectories", str(arguments.trajectories), "--in-flight", str(arguments.in_flight)]
+                numbers = [
+                    "--trajectories",
+                    str(arguments.trajectories),
+                    "--in-flight",
+                    str(arguments.in_flight),
+                ]
                 command = [sys.executable, __file__, "--bare", url, *numbers]
-                client = json.loads(subprocess.run(command, check=True, capture_output=True, env=os.environ | dying_with_me()).stdout)
-                rounds.append({"bare": client, "controller": through_controller(run_dir, arguments.in_flight, arguments.trajectories)})
+                client = json.loads(
+                    subprocess.run(
+                        command, check=True, capture_output=True, env=os.environ | dying_with_me()
+                    ).stdout
+                )
+                rounds.append(
+                    {
+                        "bare": client,
+                        "controller": through_controller(
+                            run_dir, arguments.in_flight, arguments.trajectories
+                        ),
+                    }
+                )
             print(json.dumps(rounds[-1], indent=1), flush=True)
     cpu = sorted(r["bare"]["cpu_s_per_1000"] / r["controller"]["cpu_s_per_1000"] for r in rounds)
     shares = sorted(r["controller"]["per_s"] / r["bare"]["per_s"] for r in rounds)
@@ -264,12 +335,18 @@ def main() -> None:
         "share_by_cpu_time_median": cpu[len(cpu) // 2],
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
-        "settings": {"trajectories": arguments.trajectories, "in_flight": arguments.in_flight, "mean_tokens": MEAN_TOKENS},
+        "settings": {
+            "trajectories": arguments.trajectories,
+            "in_flight": arguments.in_flight,
+            "mean_tokens": MEAN_TOKENS,
+        },
         "rounds": rounds,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    print(f"share of the bare client's rate {shares[len(shares) // 2]:.2f}, by CPU time {cpu[len(cpu) // 2]:.2f}   -> {arguments.out}")
+    print(
+        f"share of the bare client's rate {shares[len(shares) // 2]:.2f}, by CPU time {cpu[len(cpu) // 2]:.2f}   -> {arguments.out}"
+    )
 
 
 if __name__ == "__main__":

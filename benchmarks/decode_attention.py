@@ -48,15 +48,31 @@ def make_model(folder: Path) -> str:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    shape = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    config = Qwen3Config(vocab_size=98, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=1, bos_token_id=None, **shape)
+    shape = dict(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    config = Qwen3Config(
+        vocab_size=98,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=None,
+        **shape,
+    )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
     return str(folder)
 
 
 def processor_seconds(server: ServerProcess) -> float:
     root = psutil.Process(server.info.pid)
-    return sum(t.user + t.system for t in (p.cpu_times() for p in (root, *root.children(recursive=True))))
+    return sum(
+        t.user + t.system for t in (p.cpu_times() for p in (root, *root.children(recursive=True)))
+    )
 
 
 async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[float, float]:
@@ -73,10 +89,14 @@ async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[floa
             raise RuntimeError(f"asked for {tokens} tokens, got {answer}")
 
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(600)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(600)
+    ) as session:
         start, busy = time.perf_counter(), processor_seconds(server)
         await asyncio.gather(*(one(session) for _ in range(requests)))
-        return requests * tokens / (time.perf_counter() - start), requests * tokens / (processor_seconds(server) - busy)
+        return requests * tokens / (time.perf_counter() - start), requests * tokens / (
+            processor_seconds(server) - busy
+        )
 
 
 async def compare(servers: dict[str, ServerProcess], rounds: int) -> None:
@@ -92,8 +112,13 @@ async def compare(servers: dict[str, ServerProcess], rounds: int) -> None:
             for name, server in servers.items():
                 speeds[name].append(await speed(server, requests, tokens))
         for i, unit in enumerate(("tok/s", "tok/s of processor time")):
-            stock, ours = (statistics.median(s[i] for s in speeds[name]) for name in ("stock", "ours"))
-            print(f"{requests:4d} x {tokens:3d} tokens: stock {stock:6.0f}, ours {ours:6.0f} {unit}, ratio {ours / stock:.2f}", flush=True)
+            stock, ours = (
+                statistics.median(s[i] for s in speeds[name]) for name in ("stock", "ours")
+            )
+            print(
+                f"{requests:4d} x {tokens:3d} tokens: stock {stock:6.0f}, ours {ours:6.0f} {unit}, ratio {ours / stock:.2f}",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -105,7 +130,14 @@ def main() -> None:
         model = options.model or make_model(Path(folder, "model"))
         config = ServerConfig(device="cpu")
         servers = {
-            name: ServerProcess(config, model, name=name, port=free_port(), seed=1, log_path=Path(folder, f"{name}.log"))
+            name: ServerProcess(
+                config,
+                model,
+                name=name,
+                port=free_port(),
+                seed=1,
+                log_path=Path(folder, f"{name}.log"),
+            )
             for name in ("stock", "ours")
         }
         flags = servers["stock"].argv[servers["stock"].argv.index("--model-path") :]

@@ -37,16 +37,32 @@ from areal_lite.rollout.server import ServerProcess, free_port
 from areal_lite.sync.push import WeightPusher
 
 PROMPT = np.arange(2, 66, dtype=np.int32)
-RUNS = [("none", ""), ("in_place", "distributed"), ("in_place", "disk"), ("retract", "distributed"), ("abort", "distributed")]
+RUNS = [
+    ("none", ""),
+    ("in_place", "distributed"),
+    ("in_place", "disk"),
+    ("retract", "distributed"),
+    ("abort", "distributed"),
+]
 
 
 def make_model(folder: Path, hidden: int) -> None:
     torch.manual_seed(0)
     shape = dict(
-        hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
     )
     config = Qwen3Config(
-        vocab_size=98, max_position_embeddings=2048, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, **shape
+        vocab_size=98,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        **shape,
     )
     Qwen3ForCausalLM(config).float().save_pretrained(folder)
 
@@ -65,7 +81,10 @@ class Controller:
             self.fleet.begin_push(servers)
             return servers
 
-        return {"servers": asyncio.run_coroutine_threadsafe(begin(), self.loop).result(), "drained": 0}
+        return {
+            "servers": asyncio.run_coroutine_threadsafe(begin(), self.loop).result(),
+            "drained": 0,
+        }
 
     def pushed(self, version: int, failed: list[str]) -> None:
         async def resume() -> None:
@@ -75,20 +94,36 @@ class Controller:
 
 
 async def measure(
-    arguments, server: ServerProcess, weights: dict, folder: Path, mode: str, transport: str, version: int, every_s: float
+    arguments,
+    server: ServerProcess,
+    weights: dict,
+    folder: Path,
+    mode: str,
+    transport: str,
+    version: int,
+    every_s: float,
 ) -> tuple[dict, int]:
     client = SGLangClient(60)
     fleet = Fleet(client, lambda: [server.info], lambda: None)
     fleet.router.version = version
     watching = asyncio.create_task(fleet.watch())
     config = TrainConfig(model=server.model)
-    config.rollout.interrupt, config.sync.transport, config.sync.disk_path = mode, transport, "/dev/shm"
-    engine = SimpleNamespace(device=torch.device("cpu"), hf_weights=lambda size: iter([list(weights.items())]))
+    config.rollout.interrupt, config.sync.transport, config.sync.disk_path = (
+        mode,
+        transport,
+        "/dev/shm",
+    )
+    engine = SimpleNamespace(
+        device=torch.device("cpu"), hf_weights=lambda size: iter([list(weights.items())])
+    )
     pusher = WeightPusher(engine, Controller(fleet, mode), config, folder)
     params = SamplingParams(arguments.tokens, 1.0, ())
     started = time.perf_counter()
     places = [await fleet.reserve(1) for _ in range(arguments.requests)]
-    tasks = [asyncio.create_task(fleet.complete(PROMPT, params, f"{mode}-{transport}-{i}", place)) for i, place in enumerate(places)]
+    tasks = [
+        asyncio.create_task(fleet.complete(PROMPT, params, f"{mode}-{transport}-{i}", place))
+        for i, place in enumerate(places)
+    ]
     pauses = []
     while every_s and len(pauses) < arguments.pushes:
         await asyncio.sleep(every_s)
@@ -103,8 +138,15 @@ async def measure(
     pusher.close()
     watching.cancel()
     await client.close()
-    recomputed = sum(len(PROMPT) + i for c in done for i in starts(c)) if mode in ("retract", "abort") else 0
-    result = {"mode": mode, "transport": transport, "seconds": seconds, "requests": sum(c.requests for c in done)}
+    recomputed = (
+        sum(len(PROMPT) + i for c in done for i in starts(c)) if mode in ("retract", "abort") else 0
+    )
+    result = {
+        "mode": mode,
+        "transport": transport,
+        "seconds": seconds,
+        "requests": sum(c.requests for c in done),
+    }
     if pauses:
         result |= {
             "pushes": len(pauses),
@@ -137,7 +179,13 @@ async def run(arguments, folder: Path) -> dict:
     weights = load_file(folder / "model.safetensors")
     config = ServerConfig(device="cpu")
     server = ServerProcess(
-        config, str(folder), name="server", port=free_port(), seed=1, log_path=folder / "log", environment={"GLOO_SOCKET_IFNAME": "lo"}
+        config,
+        str(folder),
+        name="server",
+        port=free_port(),
+        seed=1,
+        log_path=folder / "log",
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
     )
     results, copies, version = [], [], 0
     try:
@@ -146,10 +194,14 @@ async def run(arguments, folder: Path) -> dict:
         for _ in range(arguments.rounds):
             every_s = 0.0
             for mode, transport in RUNS:
-                result, version = await measure(arguments, server, weights, folder, mode, transport, version, every_s)
+                result, version = await measure(
+                    arguments, server, weights, folder, mode, transport, version, every_s
+                )
                 every_s = every_s or result["seconds"] / (arguments.pushes + 2)
                 results.append(result)
-                copies.append(copy_seconds(weights))  # in between: whatever else the machine does falls on both
+                copies.append(
+                    copy_seconds(weights)
+                )  # in between: whatever else the machine does falls on both
                 print(json.dumps(result), flush=True)
     finally:
         server.stop()
@@ -187,7 +239,9 @@ def summarise(arguments, results: list[dict], copy_s: float) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
@@ -197,7 +251,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run(arguments, Path(folder)))
     path = Path(__file__).parent / "results" / "interrupt.json"

@@ -36,7 +36,11 @@ def ours(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> t
 
 
 def peak() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        torch.cuda.max_memory_allocated()
+        if DEVICE == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
 
 
 def measure(function, tokens: int, hidden_size: int, vocab: int) -> dict[str, float]:
@@ -44,15 +48,23 @@ def measure(function, tokens: int, hidden_size: int, vocab: int) -> dict[str, fl
     hidden = torch.randn(tokens, hidden_size, device=DEVICE, requires_grad=True)
     weight = torch.randn(vocab, hidden_size, device=DEVICE, requires_grad=True)
     targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
-    function(hidden[:2], weight[:64], targets[:2] % 64).sum().backward()  # libraries that load at the first call
+    function(
+        hidden[:2], weight[:64], targets[:2] % 64
+    ).sum().backward()  # libraries that load at the first call
     hidden.grad = weight.grad = None
-    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else psutil.Process().memory_info().rss
+    before = (
+        torch.cuda.memory_allocated() if DEVICE == "cuda" else psutil.Process().memory_info().rss
+    )
     start = time.perf_counter()
     function(hidden, weight, targets).sum().backward()
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     gradients = 4 * (hidden.numel() + weight.numel())
-    return {"seconds": time.perf_counter() - start, "gradients_mib": gradients / MIB, "extra_mib": (peak() - before - gradients) / MIB}
+    return {
+        "seconds": time.perf_counter() - start,
+        "gradients_mib": gradients / MIB,
+        "extra_mib": (peak() - before - gradients) / MIB,
+    }
 
 
 def main() -> None:
@@ -78,7 +90,9 @@ def main() -> None:
         )
         rows.append(row)
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"settings": vars(args) | {"device": DEVICE}, "rows": rows}, indent=2) + "\n")
+    RESULTS.write_text(
+        json.dumps({"settings": vars(args) | {"device": DEVICE}, "rows": rows}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,12 @@ GROUP, MEAN_LENGTH = 8, 1000
 def batch(tokens: int) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
     """Sequences of exponentially distributed lengths, a tenth of the tokens masked; rewards and group ids of the sequences."""
     g = torch.Generator().manual_seed(1)
-    lengths = torch.empty(2 * tokens // MEAN_LENGTH + 64).exponential_(1 / MEAN_LENGTH, generator=g).long() + 1
+    lengths = (
+        torch.empty(2 * tokens // MEAN_LENGTH + 64)
+        .exponential_(1 / MEAN_LENGTH, generator=g)
+        .long()
+        + 1
+    )
     ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:tokens]
     behavior = -2 * torch.rand(tokens, generator=g)
     prox = behavior + 0.05 * torch.randn(tokens, generator=g)
@@ -36,10 +41,18 @@ def batch(tokens: int) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
     rewards = torch.rand(int(ids[-1]) + 1, generator=g).round()
     groups = torch.arange(len(rewards)) // GROUP
     advantages = grpo(rewards, groups)[ids]
-    return LossInputs(logprobs, prox, behavior, advantages, torch.rand(tokens, generator=g) < 0.9, ids), rewards, groups
+    return (
+        LossInputs(
+            logprobs, prox, behavior, advantages, torch.rand(tokens, generator=g) < 0.9, ids
+        ),
+        rewards,
+        groups,
+    )
 
 
-def calls(x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor) -> dict[str, Callable[[], object]]:
+def calls(
+    x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor
+) -> dict[str, Callable[[], object]]:
     n = float(x.mask.sum())
     clip = {"denominator": n, "eps_low": 0.2, "eps_high": 0.2}
     sequences = reduction_count(x.mask, x.sequence_ids, mode="sequence")
@@ -50,15 +63,26 @@ def calls(x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor) -> dict[st
     return {
         "GRPO advantages + decoupled PPO loss": forward,
         "the same + backward": lambda: forward().backward(),
-        "PPO + geometric mask, veto": lambda: ppo_loss(x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip),
+        "PPO + geometric mask, veto": lambda: ppo_loss(
+            x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip
+        ),
         "GSPO": lambda: gspo_loss(x, **clip),
         "CISPO": lambda: cispo_loss(x, **clip),
         "REINFORCE": lambda: reinforce_loss(x, denominator=n),
         "Trajectory Balance": lambda: trajectory_balance_loss(
-            x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=0.1, denominator=sequences
+            x.logprobs,
+            x.prox,
+            x.mask,
+            x.sequence_ids,
+            rewards,
+            groups,
+            beta=0.1,
+            denominator=sequences,
         ),
         "GAE": lambda: gae(x.advantages, x.prox, x.mask, x.sequence_ids, gamma=1.0, lam=0.95),
-        "sequence-mean weights": lambda: reduction_weights(x.mask, x.sequence_ids, mode="sequence", denominator=sequences),
+        "sequence-mean weights": lambda: reduction_weights(
+            x.mask, x.sequence_ids, mode="sequence", denominator=sequences
+        ),
     }
 
 
@@ -76,7 +100,9 @@ def main() -> None:
             call()
             seconds.append(time.perf_counter() - start)
         print(f"{name:40s} {statistics.median(seconds):.3f} s")
-    print(f"{'peak memory':40s} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    print(
+        f"{'peak memory':40s} {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ RESULTS = Path(__file__).with_name("results") / "packing.json"
 def padded(batch: TrainBatch, widths: np.ndarray) -> TrainBatch:
     """Sequence i padded to `widths[i]` tokens."""
     result = batch_of(widths, vocab=1)
-    where = np.arange(len(batch.tokens)) + np.repeat(result.cu_seqlens[:-1] - batch.cu_seqlens[:-1], batch.lengths)
+    where = np.arange(len(batch.tokens)) + np.repeat(
+        result.cu_seqlens[:-1] - batch.cu_seqlens[:-1], batch.lengths
+    )
     result.tokens[where] = batch.tokens
     result.loss_mask[:] = False
     result.loss_mask[where] = batch.loss_mask
@@ -54,7 +56,9 @@ def rows_in_order(batch: TrainBatch, rows: int) -> list[MicroBatch]:
     return microbatches
 
 
-def step_of(engine: MegatronEngine, batch: TrainBatch, microbatches: Callable[[], list[MicroBatch]]) -> Callable[[], float]:
+def step_of(
+    engine: MegatronEngine, batch: TrainBatch, microbatches: Callable[[], list[MicroBatch]]
+) -> Callable[[], float]:
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
     def loss(logprobs, entropy, microbatch):
@@ -63,33 +67,47 @@ def step_of(engine: MegatronEngine, batch: TrainBatch, microbatches: Callable[[]
     return lambda: engine.update(microbatches(), loss)["loss"]
 
 
-def sides(model: Path, batch: TrainBatch, budget: int) -> tuple[dict[str, Callable[[], float]], dict[str, int]]:
+def sides(
+    model: Path, batch: TrainBatch, budget: int
+) -> tuple[dict[str, Callable[[], float]], dict[str, int]]:
     """A training step of each side, and how many tokens it computes."""
     longest = int(batch.lengths.max())
     rows = budget // longest
     starts = np.arange(0, batch.num_sequences, rows)
-    of_microbatch = np.repeat(np.maximum.reduceat(batch.lengths, starts), rows)[: batch.num_sequences]
+    of_microbatch = np.repeat(np.maximum.reduceat(batch.lengths, starts), rows)[
+        : batch.num_sequences
+    ]
     batches = {
         "dynamic": batch,
         "padded to the microbatch's longest": padded(batch, of_microbatch),
         "padded to the batch's longest": padded(batch, np.full(batch.num_sequences, longest)),
     }
-    settings = TrainerConfig(steps=10**6, tokens_per_microbatch=budget, device="cpu", dtype="float32")
+    settings = TrainerConfig(
+        steps=10**6, tokens_per_microbatch=budget, device="cpu", dtype="float32"
+    )
     steps = {}
     for name, data in batches.items():
-        microbatches = (lambda: make_microbatches(batch, budget)) if name == "dynamic" else (lambda data=data: rows_in_order(data, rows))
+        microbatches = (
+            (lambda: make_microbatches(batch, budget))
+            if name == "dynamic"
+            else (lambda data=data: rows_in_order(data, rows))
+        )
         steps[name] = step_of(MegatronEngine(settings, model, seed=1), data, microbatches)
     return steps, {name: len(data.tokens) for name, data in batches.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in dict(sequences=64, budget=2048, rounds=5, hidden=128, layers=4, vocab=512).items():
+    for name, default in dict(
+        sequences=64, budget=2048, rounds=5, hidden=128, layers=4, vocab=512
+    ).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.5, 0.8, args.sequences), 16, args.budget // 2).astype(int)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(4.5, 0.8, args.sequences), 16, args.budget // 2
+    ).astype(int)
     batch = batch_of(lengths, args.vocab)
     with tempfile.TemporaryDirectory() as folder:
         steps, computed = sides(make_model(Path(folder), args), batch, args.budget)
@@ -103,13 +121,19 @@ def main() -> None:
         if max(losses) - min(losses) > 1e-3:
             raise RuntimeError(f"the sides differ: {losses}")
     shutdown()
-    print(f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum()} in all, budget {args.budget}")
+    print(
+        f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum()} in all, budget {args.budget}"
+    )
     rows = {}
     for name, taken in seconds.items():
         row = {"computed_tokens": computed[name]}
         for i, clock in enumerate(("wall", "processor")):
-            row[f"{clock}_tokens_per_s"] = len(batch.tokens) / statistics.median(t[i] for t in taken[1:])  # the first warms up
-            row[f"{clock}_ratio"] = rows.get("dynamic", row)[f"{clock}_tokens_per_s"] / row[f"{clock}_tokens_per_s"]
+            row[f"{clock}_tokens_per_s"] = len(batch.tokens) / statistics.median(
+                t[i] for t in taken[1:]
+            )  # the first warms up
+            row[f"{clock}_ratio"] = (
+                rows.get("dynamic", row)[f"{clock}_tokens_per_s"] / row[f"{clock}_tokens_per_s"]
+            )
         rows[name] = row
         print(
             f"{name:35s} {row['computed_tokens']:6d} tokens computed, {row['wall_tokens_per_s']:6.0f} real tok/s of wall-clock, "

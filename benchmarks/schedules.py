@@ -28,8 +28,12 @@ TRAIN += " algo=quickstart eval.problems=512"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "schedules", help="run directories")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "schedules", help="run directories"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=60)
@@ -41,7 +45,9 @@ def main() -> None:
             records.append(train(args.work, seed, schedule, args.steps))
             print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "schedules.json").write_text(json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n")
+    (args.out / "schedules.json").write_text(
+        json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n"
+    )
     (args.out / "schedules.md").write_text(table(records, args.steps))
     print(table(records, args.steps))
 
@@ -51,10 +57,20 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
     run_dir = work / f"{schedule}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
-        own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
-        areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), f"schedule={schedule}", *own)
+        own = [
+            f"run_dir={run_dir}",
+            f"model={work / f'warm-{seed}'}",
+            f"seed={seed}",
+            f"data.seed={seed}",
+            f"trainer.steps={steps}",
+        ]
+        areal_lite(
+            work / f"{run_dir.name}.log", "train", *TRAIN.split(), f"schedule={schedule}", *own
+        )
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    assert summary["steps"] == steps, (
+        f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    )
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "schedule": schedule,
@@ -81,10 +97,14 @@ def table(records: list[dict], steps: int) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for schedule in SCHEDULES:
-        before, after, greedy = (f"{mean(schedule, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy"))
+        before, after, greedy = (
+            f"{mean(schedule, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy")
+        )
         speed = mean("sync", "train_s") / mean(schedule, "train_s")
         seconds, staleness = mean(schedule, "train_s"), mean(schedule, "staleness_mean")
-        lines.append(f"| {schedule} | {before} | {after} | {greedy} | {staleness:.1f} | {seconds:.0f} | {speed:.2f} x |")
+        lines.append(
+            f"| {schedule} | {before} | {after} | {greedy} | {staleness:.1f} | {seconds:.0f} | {speed:.2f} x |"
+        )
     return "\n".join(lines) + "\n"
 
 

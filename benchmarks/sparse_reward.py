@@ -26,9 +26,13 @@ from areal_lite.data import addition
 
 DIGITS, PROMPTS, HELD_OUT = 3, 64, 256
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
-WARM_UP = f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5"
+WARM_UP = (
+    f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5"
+)
 WARM_UP += " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
-TRAIN = "data.source=jsonl data.chat=false reward.function=areal_lite.rewards.addition:addition_reward"
+TRAIN = (
+    "data.source=jsonl data.chat=false reward.function=areal_lite.rewards.addition:addition_reward"
+)
 TRAIN += " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=16"
 TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"
 TRAIN += f" eval.problems={HELD_OUT}"
@@ -41,16 +45,29 @@ ARMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "sparse_reward", help="run directories")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "sparse_reward", help="run directories"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--forget", type=float, nargs="+", default=[0.85, 0.92], help="share of the carries that the teacher forgets")
+    parser.add_argument(
+        "--forget",
+        type=float,
+        nargs="+",
+        default=[0.85, 0.92],
+        help="share of the carries that the teacher forgets",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=150)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", PROMPTS), ("test", HELD_OUT)):
-        rows = [json.dumps({"question": addition.prompt(p), "answer": addition.answer(p)}) for p in problems(split, count)]
+        rows = [
+            json.dumps({"question": addition.prompt(p), "answer": addition.answer(p)})
+            for p in problems(split, count)
+        ]
         (args.work / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     records = []
     for forget in args.forget:
@@ -61,7 +78,9 @@ def main() -> None:
                 records.append({"forget": forget, **train(args.work, work, seed, arm, args.steps)})
                 print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "sparse_reward.json").write_text(json.dumps({"settings": TRAIN, "arms": ARMS, "runs": records}, indent=1) + "\n")
+    (args.out / "sparse_reward.json").write_text(
+        json.dumps({"settings": TRAIN, "arms": ARMS, "runs": records}, indent=1) + "\n"
+    )
     plot(records, args.out / "sparse_reward.png")
 
 
@@ -69,7 +88,9 @@ def problems(split: addition.Split, count: int) -> list[addition.Problem]:
     """Those of `DIGITS` digits in which every column carries."""
     found, index = [], 0
     while len(found) < count:
-        problem = addition.make_problem(split, index, max_digits=DIGITS, weights=[0] * (DIGITS - 1) + [1])
+        problem = addition.make_problem(
+            split, index, max_digits=DIGITS, weights=[0] * (DIGITS - 1) + [1]
+        )
         places = [10 ** (place + 1) for place in range(DIGITS)]
         if all(problem.a % place + problem.b % place >= place for place in places):
             found.append(problem)
@@ -82,11 +103,19 @@ def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:
     run_dir = work / f"{arm.lower().replace(' ', '-')}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
-        own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
+        own = [
+            f"run_dir={run_dir}",
+            f"model={work / f'warm-{seed}'}",
+            f"seed={seed}",
+            f"data.seed={seed}",
+            f"trainer.steps={steps}",
+        ]
         own += [f"data.path={data / 'train.jsonl'}", f"data.eval_path={data / 'test.jsonl'}"]
         areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), *ARMS[arm].split(), *own)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    assert summary["steps"] == steps, (
+        f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    )
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "arm": arm,
@@ -106,13 +135,34 @@ COLORS = {"TB with replay": "#1f6fb4", "TB": "#5aa469", "GRPO": "#d1662b"}
 def plot(records: list[dict], path: Path) -> None:
     """A row for each share of forgotten carries. Left: held-out accuracy before and after. Right: reward of what was trained on. A line a seed."""
     shares = sorted({r["forget"] for r in records})
-    figure, rows = plt.subplots(len(shares), 2, figsize=(9, 3.4 * len(shares)), layout="constrained", squeeze=False)
+    figure, rows = plt.subplots(
+        len(shares), 2, figsize=(9, 3.4 * len(shares)), layout="constrained", squeeze=False
+    )
     for (left, right), forget in zip(rows, shares):
         for place, arm in enumerate(ARMS):
-            for number, run in enumerate(r for r in records if r["arm"] == arm and r["forget"] == forget):
-                left.plot([place - 0.12, place + 0.12], [run["accuracy_before"], run["accuracy"]], "o-", color=COLORS[arm], alpha=0.8)
-                right.plot(run["rewards"], color=COLORS[arm], linewidth=1, alpha=0.8, label=None if number else arm)
-        left.set(xticks=range(len(ARMS)), xticklabels=list(ARMS), ylim=(-0.02, 1.02), ylabel="held-out accuracy, sampled")
+            for number, run in enumerate(
+                r for r in records if r["arm"] == arm and r["forget"] == forget
+            ):
+                left.plot(
+                    [place - 0.12, place + 0.12],
+                    [run["accuracy_before"], run["accuracy"]],
+                    "o-",
+                    color=COLORS[arm],
+                    alpha=0.8,
+                )
+                right.plot(
+                    run["rewards"],
+                    color=COLORS[arm],
+                    linewidth=1,
+                    alpha=0.8,
+                    label=None if number else arm,
+                )
+        left.set(
+            xticks=range(len(ARMS)),
+            xticklabels=list(ARMS),
+            ylim=(-0.02, 1.02),
+            ylabel="held-out accuracy, sampled",
+        )
         left.set_title(f"before and after; the teacher forgot {forget:.0%} of the carries")
         right.set(ylim=(-0.02, 1.02), xlabel="step", title="reward of what is trained on")
         right.legend(frameon=False)

@@ -39,23 +39,40 @@ LAST = 10  # steps whose mean reward is reported beside the accuracy
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "staleness", help="run directories")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "staleness", help="run directories"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 8, 16])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--parallel", type=int, default=2, help="runs side by side, each busy on about one core")
+    parser.add_argument(
+        "--parallel", type=int, default=2, help="runs side by side, each busy on about one core"
+    )
     args = parser.parse_args()
-    runs = [(seed, staleness, arm) for seed in args.seeds for staleness in args.staleness for arm in ARMS]
+    runs = [
+        (seed, staleness, arm)
+        for seed in args.seeds
+        for staleness in args.staleness
+        for arm in ARMS
+    ]
     with ThreadPoolExecutor(args.parallel) as pool:
         list(pool.map(lambda seed: warm_up(args.work, seed, MODEL, WARM_UP.split()), args.seeds))
         records = []
         for record in pool.map(lambda run: train(args.work, *run, args.steps), runs):
             records.append(record)
-            print(f"{len(records)}/{len(runs)}", {k: v for k, v in record.items() if k != "rewards"}, flush=True)
+            print(
+                f"{len(records)}/{len(runs)}",
+                {k: v for k, v in record.items() if k != "rewards"},
+                flush=True,
+            )
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "staleness.json").write_text(json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n")
+    (args.out / "staleness.json").write_text(
+        json.dumps({"settings": TRAIN, "steps": args.steps, "runs": records}, indent=1) + "\n"
+    )
     plot(records, args.out / "staleness.png")
 
 
@@ -63,14 +80,26 @@ def areal_lite(log: Path, *arguments: str) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
-        subprocess.run([sys.executable, "-m", "areal_lite", *arguments], env=environment, stdout=file, stderr=file, check=True)
+        subprocess.run(
+            [sys.executable, "-m", "areal_lite", *arguments],
+            env=environment,
+            stdout=file,
+            stderr=file,
+            check=True,
+        )
 
 
 def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> None:
     """<work>/warm-<seed>, a model of that shape after `sft` with these settings, unless it is there."""
     cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
     if not warm.exists():
-        own = [f"model={cold}", f"out={warm}", f"run_dir={work / f'sft-{seed}'}", f"seed={seed}", f"data.seed={seed}"]
+        own = [
+            f"model={cold}",
+            f"out={warm}",
+            f"run_dir={work / f'sft-{seed}'}",
+            f"seed={seed}",
+            f"data.seed={seed}",
+        ]
         areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *model)
         areal_lite(work / f"warm-{seed}.log", "sft", *own, *settings)
 
@@ -80,11 +109,19 @@ def train(work: Path, seed: int, staleness: int, arm: str, steps: int) -> dict:
     run_dir = work / f"{arm}-{staleness}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
-        own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}", f"seed={seed}", f"data.seed={seed}", f"trainer.steps={steps}"]
+        own = [
+            f"run_dir={run_dir}",
+            f"model={work / f'warm-{seed}'}",
+            f"seed={seed}",
+            f"data.seed={seed}",
+            f"trainer.steps={steps}",
+        ]
         own += [f"buffer.max_staleness={staleness}", f"algo.decoupled={ARMS[arm]}"]
         areal_lite(work / f"{run_dir.name}.log", "train", *TRAIN.split(), *own)
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["steps"] == steps, f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    assert summary["steps"] == steps, (
+        f"{run_dir} was stopped after {summary['steps']} steps: remove it"
+    )
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "arm": arm,
@@ -109,19 +146,33 @@ COLORS = {"decoupled": "#1f6fb4", "naive": "#d1662b"}
 def plot(records: list[dict], path: Path) -> None:
     """Left: accuracy of the final weights, every seed a point, the line their mean. Right: reward over the run, mean of the seeds."""
     bounds = sorted({r["max_staleness"] for r in records})
-    figure, (left, *curves) = plt.subplots(1, 1 + len(bounds), figsize=(4 + 2.6 * len(bounds), 3.6), layout="constrained")
+    figure, (left, *curves) = plt.subplots(
+        1, 1 + len(bounds), figsize=(4 + 2.6 * len(bounds), 3.6), layout="constrained"
+    )
     for shift, (arm, color) in zip((-0.06, 0.06), COLORS.items()):
         places = np.arange(len(bounds)) + shift
-        points = [[r["accuracy"] for r in records if r["arm"] == arm and r["max_staleness"] == bound] for bound in bounds]
+        points = [
+            [r["accuracy"] for r in records if r["arm"] == arm and r["max_staleness"] == bound]
+            for bound in bounds
+        ]
         left.plot(places, [np.mean(p) for p in points], color=color, label=arm)
         for place, values in zip(places, points):
             left.plot([place] * len(values), values, "o", color=color, markersize=4, alpha=0.7)
         for axes, bound in zip(curves, bounds):
-            rewards = np.array([r["rewards"] for r in records if r["arm"] == arm and r["max_staleness"] == bound])
+            rewards = np.array(
+                [r["rewards"] for r in records if r["arm"] == arm and r["max_staleness"] == bound]
+            )
             steps = np.arange(1, rewards.shape[1] + 1)
-            axes.fill_between(steps, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0)
+            axes.fill_between(
+                steps, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0
+            )
             axes.plot(steps, rewards.mean(0), color=color)
-    left.set(xticks=range(len(bounds)), xticklabels=bounds, xlabel="max_staleness", ylabel="held-out accuracy, sampled")
+    left.set(
+        xticks=range(len(bounds)),
+        xticklabels=bounds,
+        xlabel="max_staleness",
+        ylabel="held-out accuracy, sampled",
+    )
     left.set(ylim=(0, 1.02), title="after the last step")
     left.legend(frameon=False, loc="lower left")
     for axes, bound in zip(curves, bounds):

@@ -77,16 +77,24 @@ def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step
         where = microbatch.where
         return -(logprobs * mask[where]).sum() / count, {"entropy": entropy.detach().sum()}
 
-    return lambda: engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)["loss"]
+    return lambda: engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)[
+        "loss"
+    ]
 
 
 def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
     """One forward pass of the sequences as rows, padded to the longest; without a mask if there is no padding."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     betas = (settings.adam_beta1, settings.adam_beta2)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=settings.lr, betas=betas, eps=settings.adam_eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=settings.lr, betas=betas, eps=settings.adam_eps, weight_decay=0.0
+    )
     rows = torch.nn.utils.rnn.pad_sequence(
-        [torch.from_numpy(t.astype(np.int64)) for t in np.split(batch.tokens, batch.cu_seqlens[1:-1])], batch_first=True
+        [
+            torch.from_numpy(t.astype(np.int64))
+            for t in np.split(batch.tokens, batch.cu_seqlens[1:-1])
+        ],
+        batch_first=True,
     )
     real = torch.arange(rows.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
     attention_mask = None if real.all() else real.long()
@@ -105,8 +113,13 @@ def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
 
 
 def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
-    settings = TrainerConfig(steps=10**6, tokens_per_microbatch=10**6, device="cpu", dtype="float32", lr=1e-4)
-    sides = {"engine": engine_step(model, batch, settings), "plain": plain_step(model, batch, settings)}
+    settings = TrainerConfig(
+        steps=10**6, tokens_per_microbatch=10**6, device="cpu", dtype="float32", lr=1e-4
+    )
+    sides = {
+        "engine": engine_step(model, batch, settings),
+        "plain": plain_step(model, batch, settings),
+    }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(steps + 2):
         losses = {}
@@ -118,7 +131,9 @@ def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
             raise RuntimeError(f"step {number}: the two sides differ: {losses}")
     row = {}
     for i, clock in enumerate(("wall", "processor")):
-        median = {name: statistics.median(taken[i] for taken in seconds[name][2:]) for name in sides}  # the first two warm up
+        median = {
+            name: statistics.median(taken[i] for taken in seconds[name][2:]) for name in sides
+        }  # the first two warm up
         row |= {f"{name}_{clock}_ms": 1e3 * value for name, value in median.items()}
         row[f"{clock}_ratio"] = median["engine"] / median["plain"]
     return row
@@ -142,7 +157,10 @@ def main() -> None:
             print(f"{name}: {len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens")
             for clock in ("wall", "processor"):
                 ms = [row[f"{side}_{clock}_ms"] for side in ("engine", "plain")]
-                print(f"{clock:>12s} time: engine {ms[0]:7.1f} ms, plain {ms[1]:7.1f} ms, ratio {row[f'{clock}_ratio']:.3f}", flush=True)
+                print(
+                    f"{clock:>12s} time: engine {ms[0]:7.1f} ms, plain {ms[1]:7.1f} ms, ratio {row[f'{clock}_ratio']:.3f}",
+                    flush=True,
+                )
     shutdown()
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")

@@ -52,7 +52,14 @@ class FakeSGLang:
     """`await start()` returns its URL; `await stop()`. `delay_s` per token; 0 yields to other requests all the same. With `vary` completions
     of the same prompt differ, by the request's id up to its last dash. At most `places` requests run, the others wait."""
 
-    def __init__(self, delay_s: float = 0.0, weight_version: str = "0", die_at: str | None = None, vary: bool = False, places: int = 10**6):
+    def __init__(
+        self,
+        delay_s: float = 0.0,
+        weight_version: str = "0",
+        die_at: str | None = None,
+        vary: bool = False,
+        places: int = 10**6,
+    ):
         self.delay_s, self.weight_version, self.die_at = delay_s, weight_version, die_at
         self.vary = vary
         self._places, self._waiting = asyncio.Semaphore(places), 0
@@ -96,14 +103,20 @@ class FakeSGLang:
         return await handler(request)
 
     async def _loads(self, _: web.Request) -> web.Response:
-        load = {"num_running_reqs": len(self.running), "num_waiting_reqs": self._waiting, "token_usage": 0.5}
+        load = {
+            "num_running_reqs": len(self.running),
+            "num_waiting_reqs": self._waiting,
+            "token_usage": 0.5,
+        }
         return web.json_response({"version": "0.5.21", "loads": [{"dp_rank": 0, **load}]})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.weight_version, "running": len(self.running)})
+        return web.json_response(
+            {"weight_version": self.weight_version, "running": len(self.running)}
+        )
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -116,7 +129,9 @@ class FakeSGLang:
         run = _Running()
         self.running.append(run)
         try:
-            finish = await self._decode(run, self._salt(body["rid"]) + body["input_ids"], body["sampling_params"])
+            finish = await self._decode(
+                run, self._salt(body["rid"]) + body["input_ids"], body["sampling_params"]
+            )
         finally:
             self.running.remove(run)
             self._places.release()
@@ -137,7 +152,12 @@ class FakeSGLang:
             run.tokens.append(token)
             run.logprobs.append(logprob(prefix))
             if run.aborted:
-                return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+                return {
+                    "type": "abort",
+                    "message": "Aborted",
+                    "status_code": None,
+                    "err_type": None,
+                }
             if token in params["stop_token_ids"]:
                 return {"type": "stop", "matched": token}
             if len(run.tokens) == params["max_new_tokens"]:
@@ -145,7 +165,10 @@ class FakeSGLang:
 
     def _answer(self, rid: str, run: _Running, finish: dict) -> dict:
         start = run.spans[-1]["end"] if run.spans else 0
-        spans = [*run.spans, {"version": self.weight_version, "start": start, "end": len(run.tokens)}]
+        spans = [
+            *run.spans,
+            {"version": self.weight_version, "start": start, "end": len(run.tokens)},
+        ]
         spans = [span for span in spans if span["end"] > span["start"]] or spans[:1]
         meta = {
             "id": rid,
@@ -180,7 +203,9 @@ class FakeSGLang:
         for run in self.running:
             start = run.spans[-1]["end"] if run.spans else 0
             if len(run.tokens) > start:
-                run.spans.append({"version": self.weight_version, "start": start, "end": len(run.tokens)})
+                run.spans.append(
+                    {"version": self.weight_version, "start": start, "end": len(run.tokens)}
+                )
         self.weight_version = body["weight_version"]
         return web.json_response({"success": True, "message": ""})
 
@@ -203,10 +228,18 @@ async def _main() -> None:
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--die-at", help="the path of the request that kills it")
-    parser.add_argument("--places", type=int, default=10**6, help="requests that may run; the others wait")
+    parser.add_argument(
+        "--places", type=int, default=10**6, help="requests that may run; the others wait"
+    )
     parser.add_argument("--vary", action="store_true", help="completions of the same prompt differ")
     arguments = parser.parse_args()
-    server = FakeSGLang(arguments.delay, arguments.weight_version, arguments.die_at, arguments.vary, arguments.places)
+    server = FakeSGLang(
+        arguments.delay,
+        arguments.weight_version,
+        arguments.die_at,
+        arguments.vary,
+        arguments.places,
+    )
     url = await server.start(arguments.port)
     if not arguments.port:
         announce(arguments.run_dir, ServerInfo(arguments.name, url, None, 1, os.getpid()))

@@ -27,11 +27,19 @@ scheduler = threading.Lock()
 
 def join(body: dict) -> dict:
     limit = timedelta(seconds=1800)  # torch's own, as SGLang leaves it
-    store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=limit)
+    store = dist.TCPStore(
+        body["master_address"], body["master_port"], is_master=False, timeout=limit
+    )
     prefixed = dist.PrefixStore(body["group_name"], store)
     world, rank = body["world_size"], body["rank_offset"]
     group, _ = c10d._new_process_group_helper(
-        world, rank, [], c10d.Backend(body["backend"]), prefixed, group_name=body["group_name"], timeout=limit
+        world,
+        rank,
+        [],
+        c10d.Backend(body["backend"]),
+        prefixed,
+        group_name=body["group_name"],
+        timeout=limit,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
     groups[body["group_name"]] = group
@@ -39,7 +47,10 @@ def join(body: dict) -> dict:
 
 
 def receive(body: dict) -> dict:
-    sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in zip(body["shapes"], body["dtypes"])]
+    sizes = [
+        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for shape, dtype in zip(body["shapes"], body["dtypes"])
+    ]
     flat = torch.empty(sum(sizes), dtype=torch.uint8)
     dist.broadcast(flat, src=0, group=groups[body["group_name"]])
     return {"success": True, "sha": hashlib.sha256(flat.numpy().tobytes()).hexdigest()}
@@ -50,7 +61,11 @@ def leave(body: dict) -> dict:
     return {"success": True}
 
 
-PATHS = {"/init_weights_update_group": join, "/update_weights_from_distributed": receive, "/destroy_weights_update_group": leave}
+PATHS = {
+    "/init_weights_update_group": join,
+    "/update_weights_from_distributed": receive,
+    "/destroy_weights_update_group": leave,
+}
 
 
 class Handler(BaseHTTPRequestHandler):

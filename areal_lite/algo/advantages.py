@@ -24,7 +24,12 @@ class Moments:
     std: float
 
 
-def moments(values: Tensor, mask: Tensor | None = None, *, reduce: Callable[[Tensor], Tensor] = lambda partial: partial) -> Moments:
+def moments(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    reduce: Callable[[Tensor], Tensor] = lambda partial: partial,
+) -> Moments:
     """Moments of the (unmasked) values of all ranks, in float64. `reduce` sums a tensor over ranks; every rank calls this.
 
     Two passes, since the difference of two large sums would leave nothing of a small variance.
@@ -34,10 +39,14 @@ def moments(values: Tensor, mask: Tensor | None = None, *, reduce: Callable[[Ten
     mean = total / count if count else 0.0
     variance = float(reduce(((values - mean) ** 2).sum())) / max(count - 1, 1)
     std = variance**0.5
-    return Moments(count, mean, std if std > 1e-12 * abs(mean) else 0.0)  # less is the rounding of the mean of equal values
+    return Moments(
+        count, mean, std if std > 1e-12 * abs(mean) else 0.0
+    )  # less is the rounding of the mean of equal values
 
 
-def whiten(values: Tensor, stats: Moments, *, mask: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+def whiten(
+    values: Tensor, stats: Moments, *, mask: Tensor | None = None, eps: float = 1e-8
+) -> Tensor:
     """(x - mean) / (std + eps), and 0 where masked or where all values are equal."""
     result = (values - stats.mean) / (stats.std + eps) if stats.std else torch.zeros_like(values)
     return result if mask is None else torch.where(mask, result, torch.zeros_like(result))
@@ -68,8 +77,12 @@ def grpo(
     mean = rewards.new_zeros(num_groups).index_add_(0, group, rewards) / count
     centred = rewards - mean[group]
     # Equal rewards can differ from their rounded mean by an ulp; dividing that by a tiny deviation would invent a signal.
-    lowest = rewards.new_full((num_groups,), float("inf")).scatter_reduce_(0, group, rewards, "amin")
-    highest = rewards.new_full((num_groups,), float("-inf")).scatter_reduce_(0, group, rewards, "amax")
+    lowest = rewards.new_full((num_groups,), float("inf")).scatter_reduce_(
+        0, group, rewards, "amin"
+    )
+    highest = rewards.new_full((num_groups,), float("-inf")).scatter_reduce_(
+        0, group, rewards, "amax"
+    )
     centred = torch.where((highest > lowest)[group], centred, torch.zeros_like(centred))
     advantages, size = centred, count[group]
     if batch_mean is not None:
@@ -80,7 +93,9 @@ def grpo(
         return advantages
     if batch_std is not None:
         return advantages / (batch_std.std + eps) if batch_std.std else torch.zeros_like(advantages)
-    variance = rewards.new_zeros(num_groups).index_add_(0, group, centred**2) / (count - 1).clamp(min=1)
+    variance = rewards.new_zeros(num_groups).index_add_(0, group, centred**2) / (count - 1).clamp(
+        min=1
+    )
     return advantages / (variance.sqrt()[group] + eps)
 
 
@@ -90,7 +105,12 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, sequence_ids: Tensor, *, gamma: float = 1.0, reduce: Callable[[Tensor], Tensor] = lambda partial: partial
+    rewards: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    reduce: Callable[[Tensor], Tensor] = lambda partial: partial,
 ) -> Tensor:
     """REINFORCE++ (arXiv 2501.03262v9, eq. 4, 5): token returns G_t = r_t + gamma G_{t+1}, whitened over all unmasked tokens of all ranks.
 
@@ -123,8 +143,14 @@ def gae(
     ids, kept_values = sequence_ids[mask], values[mask]
     ends = torch.ones_like(ids, dtype=torch.bool)
     ends[:-1] = ids[1:] != ids[:-1]
-    following = torch.where(ends, torch.zeros_like(kept_values) if bootstrap is None else bootstrap[ids], kept_values.roll(-1))
+    following = torch.where(
+        ends,
+        torch.zeros_like(kept_values) if bootstrap is None else bootstrap[ids],
+        kept_values.roll(-1),
+    )
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[mask] = discounted_sum(rewards[mask] + gamma * following - kept_values, ids, gamma * lam)
+    advantages[mask] = discounted_sum(
+        rewards[mask] + gamma * following - kept_values, ids, gamma * lam
+    )
     returns[mask] = advantages[mask] + kept_values
     return advantages, returns

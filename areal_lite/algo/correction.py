@@ -85,13 +85,22 @@ def behavior_weight(
     return torch.where(kept, weight, torch.zeros_like(weight)), kept
 
 
-def _check(mode: str, cap: float, low: float | None, level: str, veto: tuple[float, float] | None, sequence_ids: Tensor | None) -> None:
+def _check(
+    mode: str,
+    cap: float,
+    low: float | None,
+    level: str,
+    veto: tuple[float, float] | None,
+    sequence_ids: Tensor | None,
+) -> None:
     if mode not in MODES:
         raise ValueError(f"algo.behavior_weight is {mode!r}; choose one of {', '.join(MODES)}")
     if level not in LEVELS:
         raise ValueError(f"the correction's level is {level!r}; choose one of {', '.join(LEVELS)}")
     if not (0 <= (low or 0) <= cap and cap > 0):
-        raise ValueError(f"the correction's bounds are {low} and {cap}; they must be 0 <= low <= cap, cap > 0")
+        raise ValueError(
+            f"the correction's bounds are {low} and {cap}; they must be 0 <= low <= cap, cap > 0"
+        )
     if sequence_ids is None and (level != "token" or veto is not None):
         raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
 

@@ -18,7 +18,9 @@ ESTIMATORS = ("k1", "k2", "k3")
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
     """Estimate at each token: float [t], 0 where masked. Raises ValueError for an unknown estimator."""
     if estimator not in ESTIMATORS:
-        raise ValueError(f"the KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+        raise ValueError(
+            f"the KL estimator is {estimator!r}; choose one of {', '.join(ESTIMATORS)}"
+        )
     difference = torch.where(mask, logprobs - reference.detach(), torch.zeros_like(logprobs))
     if estimator == "k1":
         return difference
@@ -26,7 +28,13 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator:
 
 
 def kl_loss(
-    logprobs: Tensor, reference: Tensor, mask: Tensor, weights: Tensor, *, estimator: str, importance: Tensor | None = None
+    logprobs: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    estimator: str,
+    importance: Tensor | None = None,
 ) -> Tensor:
     """sum_t weight_t k_t, to be added to the policy loss times a coefficient; `weights` as in algo/reduction.py.
 

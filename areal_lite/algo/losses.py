@@ -76,7 +76,9 @@ def ppo_loss(
     if isinstance(correction, str):
         correction = Correction(correction, correction_cap)
     mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
-    return _clipped(inputs, mask, log_ratio.exp(), weight, kept, denominator, eps_low, eps_high, dual_clip)
+    return _clipped(
+        inputs, mask, log_ratio.exp(), weight, kept, denominator, eps_low, eps_high, dual_clip
+    )
 
 
 def gspo_loss(
@@ -115,48 +117,102 @@ def cispo_loss(
     """
     mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
     ratio = log_ratio.detach().exp()
-    token_loss = -weight * ratio.clamp(1 - eps_low, 1 + eps_high) * inputs.advantages * inputs.logprobs
+    token_loss = (
+        -weight * ratio.clamp(1 - eps_low, 1 + eps_high) * inputs.advantages * inputs.logprobs
+    )
     with torch.no_grad():
-        clips = clip_counts(ratio, inputs.advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=None)
-    return _output(inputs, token_loss, mask, kept, denominator, {**clips, **ratio_sums(ratio, mask), "behavior_weight": weight.sum()})
+        clips = clip_counts(
+            ratio, inputs.advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=None
+        )
+    return _output(
+        inputs,
+        token_loss,
+        mask,
+        kept,
+        denominator,
+        {**clips, **ratio_sums(ratio, mask), "behavior_weight": weight.sum()},
+    )
 
 
-def reinforce_loss(inputs: LossInputs, *, denominator: float = 1.0, correction: Correction = TOKEN_CAP) -> LossOutput:
+def reinforce_loss(
+    inputs: LossInputs, *, denominator: float = 1.0, correction: Correction = TOKEN_CAP
+) -> LossOutput:
     """REINFORCE with truncated importance sampling: L_t = -sg[w] A lp_theta (PipelineRL, arXiv 2509.19128, eq. 5, with a cap of 5).
 
     Here w corrects from the behaviour policy straight to the policy being trained, w = min(exp(lp_theta - lp_behav), cap) or what
     `correction` says; the proximal policy is used in metrics only.
     """
     mask = finite_mask(inputs.mask, inputs.behavior)
-    weight, kept = behavior_weight(inputs.logprobs.detach(), inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction))
-    return _output(inputs, -weight * inputs.advantages * inputs.logprobs, mask, kept, denominator, {"behavior_weight": weight.sum()})
+    weight, kept = behavior_weight(
+        inputs.logprobs.detach(),
+        inputs.behavior,
+        mask,
+        sequence_ids=inputs.sequence_ids,
+        **vars(correction),
+    )
+    return _output(
+        inputs,
+        -weight * inputs.advantages * inputs.logprobs,
+        mask,
+        kept,
+        denominator,
+        {"behavior_weight": weight.sum()},
+    )
 
 
-def _ratio_and_weight(inputs: LossInputs, decoupled: bool, correction: Correction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _ratio_and_weight(
+    inputs: LossInputs, decoupled: bool, correction: Correction
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Usable tokens bool [t], log-ratio to the anchor (0 where masked), correction w, and the tokens that w leaves in."""
     mask = finite_mask(inputs.mask, inputs.behavior)
     if decoupled:
         anchor = inputs.prox
-        weight, kept = behavior_weight(anchor, inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction))
+        weight, kept = behavior_weight(
+            anchor, inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction)
+        )
     else:
         anchor, weight, kept = inputs.behavior, mask.to(inputs.logprobs.dtype), mask
-    return mask, torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor)), weight, kept
+    return (
+        mask,
+        torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor)),
+        weight,
+        kept,
+    )
 
 
-def _clipped(inputs, mask, ratio, weight, kept, denominator, eps_low, eps_high, dual_clip) -> LossOutput:
+def _clipped(
+    inputs, mask, ratio, weight, kept, denominator, eps_low, eps_high, dual_clip
+) -> LossOutput:
     advantages = inputs.advantages
-    token_loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high))
+    token_loss = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+    )
     if dual_clip is not None:
-        token_loss = torch.where(advantages < 0, torch.minimum(token_loss, dual_clip * advantages.abs()), token_loss)
+        token_loss = torch.where(
+            advantages < 0, torch.minimum(token_loss, dual_clip * advantages.abs()), token_loss
+        )
     with torch.no_grad():
-        clips = clip_counts(ratio, advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip)
+        clips = clip_counts(
+            ratio, advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
+        )
     metrics = {**clips, **ratio_sums(ratio, mask), "behavior_weight": weight.sum()}
     return _output(inputs, weight * token_loss, mask, kept, denominator, metrics)
 
 
-def _output(inputs: LossInputs, token_loss: Tensor, mask: Tensor, kept: Tensor, denominator: float, metrics: dict) -> LossOutput:
+def _output(
+    inputs: LossInputs,
+    token_loss: Tensor,
+    mask: Tensor,
+    kept: Tensor,
+    denominator: float,
+    metrics: dict,
+) -> LossOutput:
     if inputs.weights is not None:
         token_loss = inputs.weights * token_loss
     loss = torch.where(kept, token_loss, torch.zeros_like(token_loss)).sum() / denominator
-    metrics = {**metrics, "rejected": (mask & ~kept).sum(), **mismatch(inputs.prox, inputs.behavior, mask)}
+    metrics = {
+        **metrics,
+        "rejected": (mask & ~kept).sum(),
+        **mismatch(inputs.prox, inputs.behavior, mask),
+    }
     return LossOutput(loss, {name: value.float() for name, value in metrics.items()})

@@ -40,16 +40,30 @@ def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Sums of r and (r - 1)^2 (the update's chi-square distance), and the largest r; float [t] and bool [t]."""
     ratio = torch.where(mask, ratio, torch.ones_like(ratio)).detach()
     used = torch.where(mask, ratio, torch.zeros_like(ratio))
-    return {"ratio": used.sum(), "ratio_max": _largest(used), "ratio_chi2": ((ratio - 1) ** 2).sum()}
+    return {
+        "ratio": used.sum(),
+        "ratio_max": _largest(used),
+        "ratio_chi2": ((ratio - 1) ** 2).sum(),
+    }
 
 
 def clip_counts(
-    ratio: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
     """Numbers of tokens whose gradient a clip takes away: high where A > 0, low or dual (r > c) where A < 0; clip_fraction: high + low."""
     above = (mask & (advantages > 0) & (ratio > 1 + eps_high)).sum()
     below = (mask & (advantages < 0) & (ratio < 1 - eps_low)).sum()
-    counts = {"clip_fraction": above + below, "clip_fraction_high": above, "clip_fraction_low": below}
+    counts = {
+        "clip_fraction": above + below,
+        "clip_fraction_high": above,
+        "clip_fraction_low": below,
+    }
     if dual_clip is not None:
         counts["clip_fraction_dual"] = (mask & (advantages < 0) & (ratio > dual_clip)).sum()
     return counts
@@ -60,7 +74,9 @@ def entropy_sum(entropy: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, entropy, torch.zeros_like(entropy)).detach().sum()
 
 
-def by_staleness(values: Tensor, versions: Tensor, mask: Tensor, *, version: int, oldest: int) -> tuple[Tensor, Tensor]:
+def by_staleness(
+    values: Tensor, versions: Tensor, mask: Tensor, *, version: int, oldest: int
+) -> tuple[Tensor, Tensor]:
     """Sums of `values` and numbers of tokens by staleness version - v = 0 .. oldest: (float [oldest + 1], int64 [oldest + 1]).
 
     values float [t], versions int [t] (any value where masked). Older tokens are counted at `oldest`. With values = staleness, or a
@@ -68,4 +84,6 @@ def by_staleness(values: Tensor, versions: Tensor, mask: Tensor, *, version: int
     """
     age = (version - versions[mask]).clamp(0, oldest).long()
     values = values[mask].detach()
-    return values.new_zeros(oldest + 1).index_add_(0, age, values), torch.bincount(age, minlength=oldest + 1)
+    return values.new_zeros(oldest + 1).index_add_(0, age, values), torch.bincount(
+        age, minlength=oldest + 1
+    )

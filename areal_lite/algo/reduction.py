@@ -21,11 +21,19 @@ REDUCTIONS = ("token", "sequence", "constant")
 def reduction_count(mask: Tensor, sequence_ids: Tensor, *, mode: str) -> int:
     """This part's share of the denominator: unmasked tokens (`token`) or sequences with an unmasked token (`sequence`, `constant`)."""
     _check(mode)
-    return int(mask.sum()) if mode == "token" else int((sequence_length(mask, sequence_ids) > 0).sum())
+    return (
+        int(mask.sum()) if mode == "token" else int((sequence_length(mask, sequence_ids) > 0).sum())
+    )
 
 
 def reduction_weights(
-    mask: Tensor, sequence_ids: Tensor, *, mode: str, denominator: float, length: float | None = None, dtype: torch.dtype = torch.float32
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    mode: str,
+    denominator: float,
+    length: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weight of each token, float [t], 0 where masked. `denominator`: the global sum of `reduction_count`; 0, no token, is taken as 1.
 
@@ -33,7 +41,9 @@ def reduction_weights(
     """
     _check(mode)
     if mode == "constant" and not length:
-        raise ValueError("reduction 'constant' needs a length in tokens; pass length=max_new_tokens")
+        raise ValueError(
+            "reduction 'constant' needs a length in tokens; pass length=max_new_tokens"
+        )
     weights = mask.to(dtype) / max(denominator, 1)
     if mode == "sequence":
         return weights / sequence_length(mask, sequence_ids).clamp(min=1)[sequence_ids]

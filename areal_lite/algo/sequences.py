@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 
-def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int | None = None) -> Tensor:
+def sequence_sum(
+    values: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int | None = None
+) -> Tensor:
     """Sum of the unmasked values of each sequence: [t] -> [num], by default the largest id + 1. Carries gradients. Empty ones have 0."""
     num = count_ids(sequence_ids) if num is None else num
-    return values.new_zeros(num).index_add(0, sequence_ids, torch.where(mask, values, torch.zeros_like(values)))
+    return values.new_zeros(num).index_add(
+        0, sequence_ids, torch.where(mask, values, torch.zeros_like(values))
+    )
 
 
 def sequence_length(mask: Tensor, sequence_ids: Tensor, *, num: int | None = None) -> Tensor:
     """Number of unmasked tokens of each sequence: int64 [num]."""
-    return torch.bincount(sequence_ids[mask], minlength=count_ids(sequence_ids) if num is None else num)
+    return torch.bincount(
+        sequence_ids[mask], minlength=count_ids(sequence_ids) if num is None else num
+    )
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -47,6 +53,8 @@ def discounted_sum(values: Tensor, sequence_ids: Tensor, discount: float) -> Ten
     longest = int(torch.bincount(sequence_ids).max()) if len(sequence_ids) else 0
     while reach < longest:
         same = sequence_ids[:-reach] == sequence_ids[reach:]
-        result[:-reach] += torch.where(same, discount**reach * result[reach:], torch.zeros_like(result[reach:]))
+        result[:-reach] += torch.where(
+            same, discount**reach * result[reach:], torch.zeros_like(result[reach:])
+        )
         reach *= 2
     return result

@@ -24,13 +24,17 @@ from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
 
 
-def log_ratios(logprobs: Tensor, reference: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int) -> tuple[Tensor, Tensor]:
+def log_ratios(
+    logprobs: Tensor, reference: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int
+) -> tuple[Tensor, Tensor]:
     """lp_theta(y) - lp_ref(y) of `num` sequences, float [num] with gradient, and which have an unmasked token, bool [num]."""
     present = sequence_length(mask, sequence_ids, num=num) > 0
     return sequence_sum(logprobs - reference.detach(), mask, sequence_ids, num=num), present
 
 
-def log_partition(log_ratio: Tensor, present: Tensor, rewards: Tensor, group_ids: Tensor, *, beta: float) -> Tensor:
+def log_partition(
+    log_ratio: Tensor, present: Tensor, rewards: Tensor, group_ids: Tensor, *, beta: float
+) -> Tensor:
     """VarGrad's estimate of log Z of each sequence's group: mean of R / beta - log_ratio over `present` members, detached, [n] -> [n]."""
     return group_mean(rewards / beta - log_ratio.detach(), present, group_ids)
 
@@ -59,11 +63,15 @@ def trajectory_balance_loss(
     log_ratio, present = log_ratios(logprobs, reference, mask, sequence_ids, num=len(rewards))
     if log_z is None:
         log_z = log_partition(log_ratio, present, rewards, group_ids, beta=beta)
-    residual = torch.where(present, log_z.detach() + log_ratio - rewards / beta, torch.zeros_like(log_ratio))
+    residual = torch.where(
+        present, log_z.detach() + log_ratio - rewards / beta, torch.zeros_like(log_ratio)
+    )
     zeros = torch.zeros_like(log_z)
     metrics = {
         "log_z": torch.where(present, log_z, zeros).sum(),
         "reference_kl": log_ratio.detach().sum(),
         "sequences": present.sum(),
     }
-    return LossOutput((residual**2).sum() / denominator, {name: value.float() for name, value in metrics.items()})
+    return LossOutput(
+        (residual**2).sum() / denominator, {name: value.float() for name, value in metrics.items()}
+    )

@@ -8,7 +8,15 @@ from torch import Tensor
 from areal_lite.algo.losses import LossOutput
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, *, clip: float | None) -> LossOutput:
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    *,
+    clip: float | None,
+) -> LossOutput:
     """sum_t weight_t L_t with L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value moves by at most c in a step, as a
     policy's ratio does (the clipped value loss of the reference implementation of PPO, arXiv 1707.06347).
 

@@ -41,9 +41,14 @@ class GroupQueue:
         """`max_staleness=None`: nothing is overdue."""
         if overdue not in ("mask", "drop"):
             raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
-        self._max_staleness, self._overdue = _NO_BOUND if max_staleness is None else max_staleness, overdue
+        self._max_staleness, self._overdue = (
+            _NO_BOUND if max_staleness is None else max_staleness,
+            overdue,
+        )
         self._groups: list[Group] = []
-        self.dropped_by_length: Counter[int] = Counter()  # longest completion, rounded up to a power of two -> groups
+        self.dropped_by_length: Counter[int] = (
+            Counter()
+        )  # longest completion, rounded up to a power of two -> groups
 
     def __len__(self) -> int:
         return len(self._groups)

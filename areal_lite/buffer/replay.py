@@ -33,7 +33,9 @@ class ReplayBuffer:
 
     def __init__(self, config: ReplayConfig, group_size: int, seed: int):
         self._config, self._group_size, self._seed = config, group_size, seed
-        self._prompts: dict[str, list[Trajectory]] = {}  # the one added to last is last; oldest trajectory first
+        self._prompts: dict[
+            str, list[Trajectory]
+        ] = {}  # the one added to last is last; oldest trajectory first
         self._used: set[int] = set()  # tickets that are in here and were drawn
         self._num_drawn = 0  # groups
         self.dropped_by_length: Counter[int] = Counter()  # nothing is too old here
@@ -55,7 +57,9 @@ class ReplayBuffer:
         distinct: dict[bytes, Trajectory] = {}
         for trajectory in reversed([*before, *group.trajectories]):  # newest first
             distinct.setdefault(trajectory.tokens.tobytes(), trajectory)
-        after = self._prompts[group.prompt_id] = list(distinct.values())[: self._config.capacity][::-1]
+        after = self._prompts[group.prompt_id] = list(distinct.values())[: self._config.capacity][
+            ::-1
+        ]
         if used:
             self._used.add(group.group_id)
         self._forget(before, after)
@@ -77,9 +81,14 @@ class ReplayBuffer:
         if len(self) < count:
             return None
         rng = np.random.default_rng([self._seed, version])
-        drawn = [self._members(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)]
+        drawn = [
+            self._members(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
+        ]
         tickets = sorted({t.group_id for members in drawn for t in members} - self._used)
-        groups = [self._group(number, members) for number, members in enumerate(drawn, start=self._num_drawn)]
+        groups = [
+            self._group(number, members)
+            for number, members in enumerate(drawn, start=self._num_drawn)
+        ]
         shards = [shard(dealt) for dealt in balanced_shards(groups, num_shards)]
         self._used.update(tickets)
         self._num_drawn += count
@@ -92,7 +101,9 @@ class ReplayBuffer:
         chosen: dict[str, bool] = {}
         for recent in rng.random(count) < self._config.recency_probability:
             candidates = iter(newest) if recent else (newest[i] for i in others)
-            chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = bool(recent)
+            chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = bool(
+                recent
+            )
         return list(chosen.items())
 
     def _members(self, prompt_id: str, recent: bool, rng: np.random.Generator) -> list[Trajectory]:
@@ -100,7 +111,11 @@ class ReplayBuffer:
         if recent:
             return held[-self._group_size :]
         rewards = np.array([t.reward for t in held], np.float64)
-        scores = rewards / self._config.temperature if self._config.by == "reward" else np.zeros(len(held))
+        scores = (
+            rewards / self._config.temperature
+            if self._config.by == "reward"
+            else np.zeros(len(held))
+        )
         best = np.argsort(-(scores + rng.gumbel(size=len(held))))[: self._group_size]
         return [held[i] for i in sorted(best.tolist())]
 

@@ -9,7 +9,9 @@ import numpy as np
 from areal_lite.trajectory import Group
 
 
-def batch_stats(groups: Sequence[Group], version: int, max_staleness: int | None) -> dict[str, float]:
+def batch_stats(
+    groups: Sequence[Group], version: int, max_staleness: int | None
+) -> dict[str, float]:
     """Facts about `groups` as seen by a trainer at `version`.
 
     Staleness is per sampled token (versions), of those that are not overdue and so trained on (all, without a bound); lengths are sampled
@@ -21,16 +23,22 @@ def batch_stats(groups: Sequence[Group], version: int, max_staleness: int | None
     starts = np.concatenate(([0], np.cumsum([len(t.tokens) for t in trajectories])))[:-1]
     versions = np.concatenate([t.versions for t in trajectories])
     sampled = versions >= 0
-    begins_segment = sampled & (versions != np.concatenate(([-1], versions[:-1])))  # no sequence begins with a sampled token
+    begins_segment = sampled & (
+        versions != np.concatenate(([-1], versions[:-1]))
+    )  # no sequence begins with a sampled token
     oldest = np.minimum.reduceat(np.where(sampled, versions, np.iinfo(np.int32).max), starts)
     staleness = version - versions[sampled]
     trained = staleness if max_staleness is None else staleness[staleness <= max_staleness]
-    logprobs = np.concatenate([t.behavior_logprobs for t in trajectories])  # 0 where nothing was sampled
+    logprobs = np.concatenate(
+        [t.behavior_logprobs for t in trajectories]
+    )  # 0 where nothing was sampled
     lengths = np.add.reduceat(sampled, starts, dtype=np.int64)
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "uniform_groups_share": float(np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])),
+        "uniform_groups_share": float(
+            np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])
+        ),
         "staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "staleness_max": int(trained.max(initial=0)),
         "interrupted_share": float(np.mean(np.maximum.reduceat(versions, starts) > oldest)),

@@ -75,7 +75,9 @@ class Store:
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
         # Autocommit outside of explicit transactions: Python's implicit ones are one more state to reason about.
         place = f"file:{path}?mode=ro" if read_only else path
-        self._db = sqlite3.connect(place, uri=read_only, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(
+            place, uri=read_only, isolation_level=None, check_same_thread=False
+        )
         if not read_only:
             self._db.execute("PRAGMA journal_mode = WAL")
             # Without a sync per commit, a power cut may lose the last transactions, but not the file; a dying process loses nothing.
@@ -95,7 +97,9 @@ class Store:
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
-    def admit(self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float) -> None:
+    def admit(
+        self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
+    ) -> None:
         """A new ticket, in flight: `size` trajectories are about to be generated. Group ids count from 0. `drawn`: PromptSampler's, after
         it gave `prompt_index`."""
         self._db.execute(
@@ -104,24 +108,39 @@ class Store:
         )
 
     def finish(
-        self, group: Group, texts: Sequence[tuple[str | None, str | None]], reason: str | None, now: float, state: str = "finished"
+        self,
+        group: Group,
+        texts: Sequence[tuple[str | None, str | None]],
+        reason: str | None,
+        now: float,
+        state: str = "finished",
     ) -> None:
         """in_flight -> finished | filtered, with its trajectories. `texts` are (prompt, completion) of each; `reason` says why it was
         filtered, or why members are missing."""
         assert state in ("finished", "filtered")
-        rows = [_row(trajectory, *text) for trajectory, text in zip(group.trajectories, texts, strict=True)]
+        rows = [
+            _row(trajectory, *text)
+            for trajectory, text in zip(group.trajectories, texts, strict=True)
+        ]
         # One statement for many rows: for each the interpreter's lock is given up once, and waited for while the event loop is busy.
         for some in (rows[i : i + _ROWS_AT_ONCE] for i in range(0, len(rows), _ROWS_AT_ONCE)):
             marks = f"({', '.join('?' * len(some[0]))})"
-            self._db.execute(f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}", list(chain.from_iterable(some)))
-        self._move(group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now)
+            self._db.execute(
+                f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}",
+                list(chain.from_iterable(some)),
+            )
+        self._move(
+            group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now
+        )
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
         """finished -> used at `step`."""
         query = "UPDATE tickets SET state = 'used', step = ? WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))"
         done = self._db.execute(query, (step, msgspec.json.encode(list(group_ids)).decode()))
         if done.rowcount != len(group_ids):
-            raise RuntimeError(f"of the {len(group_ids)} tickets of step {step} only {done.rowcount} are finished")
+            raise RuntimeError(
+                f"of the {len(group_ids)} tickets of step {step} only {done.rowcount} are finished"
+            )
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
         """in_flight | finished -> dropped, and why."""
@@ -134,7 +153,9 @@ class Store:
             (state, *columns.values(), group_id, *before),
         )
         if done.rowcount != 1:
-            raise RuntimeError(f"ticket {group_id} was to become {state}, but is not {' or '.join(before)}")
+            raise RuntimeError(
+                f"ticket {group_id} was to become {state}, but is not {' or '.join(before)}"
+            )
 
     def recover(self, version: int, now: float) -> Recovered:
         """Go on with the weights of `version`, before anything else is done: forget what was trained on at step `version` or later.
@@ -147,11 +168,22 @@ class Store:
         unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
         self.begin()
         self._db.execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
-        self._db.execute(f"{drop} 'resume: its weights are lost' WHERE {unused} AND EXISTS ({later})", values)
-        self._db.execute("UPDATE tickets SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version", values)
+        self._db.execute(
+            f"{drop} 'resume: its weights are lost' WHERE {unused} AND EXISTS ({later})", values
+        )
+        self._db.execute(
+            "UPDATE tickets SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version",
+            values,
+        )
         self.commit()
         counts = self.counts()
-        filtered = Counter(dict(self._db.execute("SELECT reason, count(*) FROM tickets WHERE state = 'filtered' GROUP BY reason")))
+        filtered = Counter(
+            dict(
+                self._db.execute(
+                    "SELECT reason, count(*) FROM tickets WHERE state = 'filtered' GROUP BY reason"
+                )
+            )
+        )
         return Recovered(sum(counts.values()), counts["finished"], *self._sampled(), filtered)
 
     def _sampled(self) -> tuple[int, list[int], list[tuple[int, int]]]:
@@ -160,14 +192,18 @@ class Store:
         draws: deque[tuple[int, int]] = deque(maxlen=_DRAWS)
         served_again: Counter[int] = Counter()
         drawn = 0
-        for now, index in self._db.execute("SELECT drawn, prompt_index FROM tickets ORDER BY group_id"):
+        for now, index in self._db.execute(
+            "SELECT drawn, prompt_index FROM tickets ORDER BY group_id"
+        ):
             if now > drawn:
                 draws.append((now, index))
             else:
                 served_again[index] += 1
             drawn = now
         put_back = []
-        for (index,) in self._db.execute("SELECT prompt_index FROM tickets WHERE state = 'dropped' ORDER BY finished_at, group_id"):
+        for (index,) in self._db.execute(
+            "SELECT prompt_index FROM tickets WHERE state = 'dropped' ORDER BY finished_at, group_id"
+        ):
             if served_again[index]:
                 served_again[index] -= 1
             else:
@@ -177,20 +213,29 @@ class Store:
     def rewards(self) -> Iterator[tuple[int, list[float]]]:
         """Prompt index and rewards of each group that was not dropped, in the order of finishing."""
         query = "SELECT prompt_index, json_group_array(reward) FROM tickets JOIN trajectories USING (group_id) WHERE state != 'dropped'"
-        for index, rewards in self._db.execute(f"{query} GROUP BY group_id ORDER BY tickets.finished_at, group_id"):
+        for index, rewards in self._db.execute(
+            f"{query} GROUP BY group_id ORDER BY tickets.finished_at, group_id"
+        ):
             yield index, msgspec.json.decode(rewards)
 
     def counts(self) -> dict[str, int]:
         """Tickets by state, all states named."""
-        found = dict(self._db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall())
+        found = dict(
+            self._db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall()
+        )
         return {state: found.get(state, 0) for state in STATES}
 
     def missing_trajectories(self) -> int:
         """Trajectories that finished or used tickets should have, but that are not there. Anything but 0 is a bug."""
-        owed = self._db.execute("SELECT coalesce(sum(members), 0) FROM tickets WHERE state IN ('finished', 'used')").fetchone()[0]
-        return owed - self._db.execute(
-            "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state IN ('finished', 'used')"
+        owed = self._db.execute(
+            "SELECT coalesce(sum(members), 0) FROM tickets WHERE state IN ('finished', 'used')"
         ).fetchone()[0]
+        return (
+            owed
+            - self._db.execute(
+                "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state IN ('finished', 'used')"
+            ).fetchone()[0]
+        )
 
     def tickets(self) -> Iterator[dict[str, Any]]:
         """Each ticket as a dict of its columns, in the order of admission."""
@@ -217,13 +262,23 @@ class Store:
 
     def used_groups(self, step: int) -> list[Group]:
         """The groups of the batch of `step`, in the order of admission."""
-        return [group for group, _ in self._groups("state = 'used' AND step = ? ORDER BY group_id", (step,))]
+        return [
+            group
+            for group, _ in self._groups("state = 'used' AND step = ? ORDER BY group_id", (step,))
+        ]
 
     def _groups(self, which: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
         tickets = f"SELECT group_id, prompt_id, size, prompt_index, state = 'used' FROM tickets WHERE {which}"
         for group_id, prompt_id, size, index, used in self._db.execute(tickets, values):
-            rows = self._rows("SELECT * FROM trajectories WHERE group_id = ? ORDER BY member", (group_id,))
-            yield Group(group_id, prompt_id, size, [_trajectory(row, prompt_id) for row in rows], index), bool(used)
+            rows = self._rows(
+                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY member", (group_id,)
+            )
+            yield (
+                Group(
+                    group_id, prompt_id, size, [_trajectory(row, prompt_id) for row in rows], index
+                ),
+                bool(used),
+            )
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         cursor = self._db.execute(query, values)

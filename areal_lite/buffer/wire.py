@@ -115,7 +115,12 @@ class WireServer:
         self.finished = asyncio.Event()  # `finish` was answered
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / ADDRESS_FILE
-        _write_private(self._file, msgspec.json.encode(_Address(f"tcp://{host}:{port}", self._token, os.getpid(), _place())))
+        _write_private(
+            self._file,
+            msgspec.json.encode(
+                _Address(f"tcp://{host}:{port}", self._token, os.getpid(), _place())
+            ),
+        )
 
     async def serve(self) -> None:
         """Runs until cancelled."""
@@ -129,10 +134,17 @@ class WireServer:
                     log.warning("ignored a message that is not of our protocol: %s", error)
                     continue
                 if not secrets.compare_digest(envelope.token.encode(), self._token.encode()):
-                    await self._send(identity, _Reply(envelope.id, error=f"wrong token: read {ADDRESS_FILE} of this run again"))
+                    await self._send(
+                        identity,
+                        _Reply(
+                            envelope.id, error=f"wrong token: read {ADDRESS_FILE} of this run again"
+                        ),
+                    )
                     continue
                 self._pending.add((identity, envelope.id))
-                handlers.create_task(self._answer(identity, envelope), name=f"answer {envelope.request}")
+                handlers.create_task(
+                    self._answer(identity, envelope), name=f"answer {envelope.request}"
+                )
 
     async def _answer(self, identity: bytes, envelope: _Envelope) -> None:
         request, number = envelope.request, envelope.id
@@ -142,12 +154,20 @@ class WireServer:
             await self._refuse(identity, number, str(error))
             return
         except Exception as error:
-            await self._refuse(identity, number, f"asked for {request}, the controller failed: {type(error).__name__}: {error}")
+            await self._refuse(
+                identity,
+                number,
+                f"asked for {request}, the controller failed: {type(error).__name__}: {error}",
+            )
             raise
         try:
             await self._send(identity, _Reply(number, body=body), frames)
         except Exception as error:  # nothing of it was sent
-            await self._refuse(identity, number, f"the controller cannot send {request}: {type(error).__name__}: {error}")
+            await self._refuse(
+                identity,
+                number,
+                f"the controller cannot send {request}: {type(error).__name__}: {error}",
+            )
             raise
         self._pending.discard((identity, number))
         if isinstance(request, Finish):
@@ -158,13 +178,17 @@ class WireServer:
         await self._send(identity, _Reply(number, error=error))
 
     async def _send(self, identity: bytes, reply: _Reply, frames: Sequence[Any] = ()) -> None:
-        await self._socket.send_multipart([identity, msgspec.msgpack.encode(reply), *frames], copy=False)
+        await self._socket.send_multipart(
+            [identity, msgspec.msgpack.encode(reply), *frames], copy=False
+        )
 
     async def close(self, error: str | None = None) -> None:
         """Whoever still waits gets `error`; what was sent is delivered (within 5 s)."""
         self._file.unlink(missing_ok=True)
         for identity, request_id in self._pending:
-            await self._send(identity, _Reply(request_id, error=error or "the controller has stopped"))
+            await self._send(
+                identity, _Reply(request_id, error=error or "the controller has stopped")
+            )
         self._socket.close(linger=5000)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
@@ -191,7 +215,9 @@ class ControllerClient:
         self._address = _read_address(Path(run_dir) / ADDRESS_FILE, timeout_s)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0  # a request that nobody will read must not keep the process from ending
+        self._socket.linger = (
+            0  # a request that nobody will read must not keep the process from ending
+        )
         self._socket.connect(self._address.url)
         self._last_id = 0
         self._catch_ups = 0
@@ -200,7 +226,9 @@ class ControllerClient:
         self._socket.close(linger=0)
         self._context.term()
 
-    def batch(self, step: int, rank: int, world: int, catch_up: Callable[[], object] = lambda: None) -> tuple[TrainBatch, dict[str, Any]]:
+    def batch(
+        self, step: int, rank: int, world: int, catch_up: Callable[[], object] = lambda: None
+    ) -> tuple[TrainBatch, dict[str, Any]]:
         """This rank's shard and facts about the whole step's batch. The same again for each call until the next version was pushed.
 
         While there is no batch `catch_up` is called, on every rank equally often and in the same order with the batches, for a push of
@@ -233,13 +261,21 @@ class ControllerClient:
 
     def _call(self, request: Request) -> tuple[dict[str, Any], list[memoryview]]:
         self._last_id += 1
-        self._socket.send(msgspec.msgpack.encode(_Envelope(self._address.token, self._last_id, request)))
+        self._socket.send(
+            msgspec.msgpack.encode(_Envelope(self._address.token, self._last_id, request))
+        )
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(min(left, 1.0) * 1000):
-                if self._address.place == _place() and not _alive(self._address.pid) and not self._socket.poll(0):
+                if (
+                    self._address.place == _place()
+                    and not _alive(self._address.pid)
+                    and not self._socket.poll(0)
+                ):
                     who = f"the controller (process {self._address.pid})"
-                    raise RuntimeError(f"{who} died while the trainer waited for {request}: see its log")
+                    raise RuntimeError(
+                        f"{who} died while the trainer waited for {request}: see its log"
+                    )
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=_Reply)
@@ -248,7 +284,9 @@ class ControllerClient:
             if reply.error is not None:
                 raise RuntimeError(reply.error)
             return reply.body, [frame.buffer for frame in frames]
-        raise TimeoutError(f"waited {self._timeout_s:.0f} s for {request}: the controller's log says what it is waiting for")
+        raise TimeoutError(
+            f"waited {self._timeout_s:.0f} s for {request}: the controller's log says what it is waiting for"
+        )
 
 
 def _place() -> str:
@@ -268,7 +306,9 @@ def _read_address(path: Path, timeout_s: float) -> _Address:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {timeout_s:.0f} s for {path}, which the controller writes when it is up: see its log")
+            raise TimeoutError(
+                f"waited {timeout_s:.0f} s for {path}, which the controller writes when it is up: see its log"
+            )
         time.sleep(0.05)
     return msgspec.json.decode(path.read_bytes(), type=_Address)
 

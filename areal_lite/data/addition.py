@@ -27,7 +27,11 @@ from typing import Literal
 
 Split = Literal["train", "test"]
 
-FIRST, SECOND, SUM = "abcdefghijkl", "ABCDEFGHIJKL", "zyxwvutsrqpon"  # the letters of the places, units first
+FIRST, SECOND, SUM = (
+    "abcdefghijkl",
+    "ABCDEFGHIJKL",
+    "zyxwvutsrqpon",
+)  # the letters of the places, units first
 MAX_DIGITS = len(FIRST)
 DEFAULT_MAX_DIGITS = 8
 _DECAY = 0.7  # default weight of one more digit, relative to the digit count before it
@@ -46,7 +50,9 @@ class Problem:
         if not 1 <= self.digits <= MAX_DIGITS:
             raise ValueError(f"digits must be in 1..{MAX_DIGITS}, got {self.digits}")
         if not (0 <= self.a < 10**self.digits and 0 <= self.b < 10**self.digits):
-            raise ValueError(f"{self.a} and {self.b} must be non-negative numbers of at most {self.digits} digits")
+            raise ValueError(
+                f"{self.a} and {self.b} must be non-negative numbers of at most {self.digits} digits"
+            )
 
 
 def split_of(a: int, b: int) -> Split:
@@ -78,12 +84,18 @@ def make_problem(
     if weights is None:
         weights = [_DECAY**d for d in range(max_digits)]
     elif len(weights) != max_digits or min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-        raise ValueError(f"weights must be {max_digits} non-negative numbers with a positive sum, got {list(weights)}")
+        raise ValueError(
+            f"weights must be {max_digits} non-negative numbers with a positive sum, got {list(weights)}"
+        )
 
-    rng = random.Random(f"{seed}/{split}/{index}")  # a string seed is hashed with SHA-512: stable everywhere
+    rng = random.Random(
+        f"{seed}/{split}/{index}"
+    )  # a string seed is hashed with SHA-512: stable everywhere
     (digits,) = rng.choices(range(1, max_digits + 1), weights)
     low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits
-    while True:  # each split holds pairs of every digit count, so this ends: 8 draws on average for "test"
+    while (
+        True
+    ):  # each split holds pairs of every digit count, so this ends: 8 draws on average for "test"
         a, b = rng.randrange(low, high), rng.randrange(low, high)
         if split_of(a, b) == split:
             return Problem(a, b, digits)
@@ -118,14 +130,20 @@ def demonstration(
         total = x + y + carry
         if rng.random() < wrong_sum:
             total = rng.choice([other for other in range(20) if other != total])
-        lines.append(f"{FIRST[place]}{x}+{SECOND[place]}{y}+{carry}={total // 10}{SUM[place]}{total % 10}\n")
+        lines.append(
+            f"{FIRST[place]}{x}+{SECOND[place]}{y}+{carry}={total // 10}{SUM[place]}{total % 10}\n"
+        )
         units.append(total % 10)
         carry = 0 if rng.random() < forget_carry else total // 10
     if carry:
         units.append(carry)
-    return "".join(lines) + "#" + "".join(f"{SUM[i]}{units[i]}" for i in reversed(range(len(units))))
+    return (
+        "".join(lines) + "#" + "".join(f"{SUM[i]}{units[i]}" for i in reversed(range(len(units))))
+    )
 
 
 def _placed(number: int, digits: int, letters: str) -> str:
     text = f"{number:0{digits}d}"
-    return "".join(place + digit for place, digit in zip(reversed(letters[:digits]), text, strict=True))
+    return "".join(
+        place + digit for place, digit in zip(reversed(letters[:digits]), text, strict=True)
+    )

@@ -74,7 +74,9 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     return TextPrompts(rows, config, tokenizer)
 
 
-def load_eval_sets(paths: Sequence[str], config: DataConfig, model_path: str | Path) -> dict[str, PromptSet]:
+def load_eval_sets(
+    paths: Sequence[str], config: DataConfig, model_path: str | Path
+) -> dict[str, PromptSet]:
     """Further held-out prompts by the stem of their path: a .jsonl file, or what `data.source=hf` can load; keys as in `config`."""
 
     def load(path: str) -> PromptSet:
@@ -93,12 +95,18 @@ class AdditionPrompts:
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
         self._tokenizer = tokenizer
         self._split: addition.Split = "train" if split == "train" else "test"
-        self._seed = config.seed if split == "train" else 0  # runs of different seeds are compared on the same problems
+        self._seed = (
+            config.seed if split == "train" else 0
+        )  # runs of different seeds are compared on the same problems
         self._max_digits = config.max_digits
-        addition.make_problem(self._split, 0, max_digits=config.max_digits)  # refuses a bad max_digits now
+        addition.make_problem(
+            self._split, 0, max_digits=config.max_digits
+        )  # refuses a bad max_digits now
 
     def __getitem__(self, index: int) -> Prompt:
-        problem = addition.make_problem(self._split, index, seed=self._seed, max_digits=self._max_digits)
+        problem = addition.make_problem(
+            self._split, index, seed=self._seed, max_digits=self._max_digits
+        )
         text = addition.prompt(problem)
         name = f"addition/{self._split}/{self._seed}:{index}"
         return Prompt(name, self._tokenizer.encode(text), addition.answer(problem), text)
@@ -145,7 +153,9 @@ class TextPrompts:
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
-    def _text(self, where: str, row: dict[str, Any], config: DataConfig) -> tuple[str, list[Message]]:
+    def _text(
+        self, where: str, row: dict[str, Any], config: DataConfig
+    ) -> tuple[str, list[Message]]:
         """The prompt's text, within the chat template if there is to be one, and then the messages that it is made from."""
         prompt = _value(where, row, config.prompt_key)
         if isinstance(prompt, str):
@@ -153,10 +163,14 @@ class TextPrompts:
         elif _is_messages(prompt):
             messages = list(prompt)
         else:
-            raise ValueError(f"{where}: {config.prompt_key!r} must be a string or a list of messages (role, content)")
+            raise ValueError(
+                f"{where}: {config.prompt_key!r} must be a string or a list of messages (role, content)"
+            )
         if not config.chat:
             if not isinstance(prompt, str):
-                raise ValueError(f"{where}: {config.prompt_key!r} is a list of messages, which data.chat=false cannot take")
+                raise ValueError(
+                    f"{where}: {config.prompt_key!r} is a list of messages, which data.chat=false cannot take"
+                )
             return prompt, []
         if config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
@@ -165,7 +179,9 @@ class TextPrompts:
 
 def _value(where: str, row: dict[str, Any], key: str) -> Any:
     if key not in row:
-        raise ValueError(f"{where}: no {key!r} among its keys {sorted(row)}: set data.prompt_key and data.answer_key")
+        raise ValueError(
+            f"{where}: no {key!r} among its keys {sorted(row)}: set data.prompt_key and data.answer_key"
+        )
     return row[key]
 
 
@@ -174,7 +190,9 @@ def _answer(where: str, row: dict[str, Any], key: str) -> str:
     if isinstance(value, (dict, list)):
         return json.dumps(value)  # such as a program's tests
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{where}: {key!r} must be a string, a number, an object or a list, not {type(value).__name__}")
+        raise ValueError(
+            f"{where}: {key!r} must be a string, a number, an object or a list, not {type(value).__name__}"
+        )
     return str(value)
 
 
@@ -183,7 +201,12 @@ def _is_messages(prompt: Any) -> bool:
     return (
         isinstance(prompt, list)
         and bool(prompt)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt)
+        and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in prompt
+        )
     )
 
 
@@ -207,7 +230,9 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: a {type(row).__name__}, not an object of keys and values")
+                raise ValueError(
+                    f"{path}:{number}: a {type(row).__name__}, not an object of keys and values"
+                )
             yield f"{path.name}:{number}", row
 
 
@@ -227,7 +252,9 @@ def _hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
     if path is None:
         raise ValueError("data.source=hf needs data.path, a data set's name or folder")
     folder = Path(path) / (config.name or "")
-    if folder.is_dir() and not any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+    if folder.is_dir() and not any(
+        (folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")
+    ):
         yield from _folder_rows(folder, name)
         return
     import datasets
@@ -236,7 +263,9 @@ def _hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
         loaded = datasets.load_from_disk(str(folder))
         if isinstance(loaded, datasets.DatasetDict):
             if name not in loaded:
-                raise ValueError(f"{folder} has no split {name!r}, only {sorted(loaded)}: set data.split and data.eval_split")
+                raise ValueError(
+                    f"{folder} has no split {name!r}, only {sorted(loaded)}: set data.split and data.eval_split"
+                )
             loaded = loaded[name]
     else:
         loaded = datasets.load_dataset(path, config.name, split=name)
@@ -247,6 +276,8 @@ def _hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
 def _folder_rows(folder: Path, split: str) -> Iterator[Row]:
     files = sorted([*folder.glob(f"{split}*.jsonl"), *folder.glob(f"{split}*.parquet")])
     if not files:
-        raise ValueError(f"{folder} has no {split}*.jsonl and no {split}*.parquet: set data.path, data.name and the split's name")
+        raise ValueError(
+            f"{folder} has no {split}*.jsonl and no {split}*.parquet: set data.path, data.name and the split's name"
+        )
     for file in files:
         yield from _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file)

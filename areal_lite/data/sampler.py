@@ -62,14 +62,20 @@ class PromptSampler:
         if num_prompts is None:
             return position
         epoch, offset = divmod(position, num_prompts)
-        return permuted(offset, num_prompts, f"{self._order['seed']}/{epoch}") if self._order["shuffle"] else offset
+        return (
+            permuted(offset, num_prompts, f"{self._order['seed']}/{epoch}")
+            if self._order["shuffle"]
+            else offset
+        )
 
     def check(self, draws: Iterable[tuple[int, int]]) -> None:
         """`draws`: what `drawn` was after which index. Raises ValueError if they are another sampler's: that one cannot be restored here."""
         for drawn, index in draws:
             if (here := self._at(drawn - 1)) != index:
                 order = ", ".join(f"{key}={value}" for key, value in self._order.items())
-                raise ValueError(f"cannot resume: prompt {drawn} that was drawn was {index} and would be {here} with {order}; restore the data set")
+                raise ValueError(
+                    f"cannot resume: prompt {drawn} that was drawn was {index} and would be {here} with {order}; restore the data set"
+                )
 
     def put_back(self, index: int) -> None:
         """Serve `index` once more, before anything new."""
@@ -81,13 +87,20 @@ class PromptSampler:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs, as JSON values."""
-        return {**self._order, "drawn": self._drawn, "put_back": list(self._put_back), "retired": sorted(self.retired)}
+        return {
+            **self._order,
+            "drawn": self._drawn,
+            "put_back": list(self._put_back),
+            "retired": sorted(self.retired),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises ValueError if it was taken over other prompts or in another order."""
         for key, value in self._order.items():
             if state[key] != value:
-                raise ValueError(f"cannot resume: prompts were sampled with {key}={state[key]}, this run has {key}={value}")
+                raise ValueError(
+                    f"cannot resume: prompts were sampled with {key}={state[key]}, this run has {key}={value}"
+                )
         self._drawn = state["drawn"]
         self._put_back = deque(state["put_back"])
         self.retired = set(state["retired"])
@@ -109,4 +122,3 @@ def permuted(position: int, size: int, key: str) -> int:
         position = left << half | right
         if position < size:
             return position
-

@@ -32,12 +32,18 @@ class Tokenizer:
         self.path = Path(model_path)
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer in it")
+            raise ValueError(
+                f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer in it"
+            )
         self._fast = FastTokenizer.from_file(str(file))
         self._fast.no_truncation()
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
-        self._special_tokens = {k: _content(v) for k, v in settings.items() if k.endswith("_token") and _content(v) is not None}
+        self._special_tokens = {
+            k: _content(v)
+            for k, v in settings.items()
+            if k.endswith("_token") and _content(v) is not None
+        }
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
 
@@ -49,14 +55,20 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return self._fast.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> str:
         """The text of a conversation up to where the assistant speaks next; `tools` are JSON schemas of functions that it may call.
 
         Raises ValueError without a chat template, or for messages that it refuses.
         """
         if self._chat_template is None:
-            raise ValueError(f"the tokenizer in {self.path} has no chat template: set data.chat=false")
-        from transformers.utils.chat_template_utils import render_jinja_template  # half a second, and only chats need it
+            raise ValueError(
+                f"the tokenizer in {self.path} has no chat template: set data.chat=false"
+            )
+        from transformers.utils.chat_template_utils import (
+            render_jinja_template,
+        )  # half a second, and only chats need it
 
         try:
             texts, _ = render_jinja_template(
@@ -70,7 +82,9 @@ class Tokenizer:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return texts[0]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids of `render(messages, tools)`; the template itself writes the special tokens."""
         return self.encode(self.render(messages, tools), add_special_tokens=False)
 
@@ -79,7 +93,9 @@ class Tokenizer:
 
         They begin with what closes the answer. Answers themselves stay out of the template: it may trim them or drop parts of earlier ones.
         """
-        text = self.render([{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages])
+        text = self.render(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
+        )
         return self.encode(text.partition(_ANSWER)[2], add_special_tokens=False)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -107,4 +123,10 @@ class Tokenizer:
 
 def _content(token: Any) -> str | None:
     """A special token's text: saved as a string or as an added token's fields."""
-    return token.get("content") if isinstance(token, dict) else token if isinstance(token, str) else None
+    return (
+        token.get("content")
+        if isinstance(token, dict)
+        else token
+        if isinstance(token, str)
+        else None
+    )

@@ -1,7 +1,7 @@
 """Half of a training run at a time, `areal-lite train debug=…`, to find out which half is at fault.
 
-    rollout_only                      servers and controller: trainer.steps x trainer.batch_groups groups of the model go to the store
-    train_only debug_run=RUN_DIR      the trainer alone, on the batches of a stored run: the same ones each time (rollout/recorded.py)
+rollout_only                      servers and controller: trainer.steps x trainer.batch_groups groups of the model go to the store
+train_only debug_run=RUN_DIR      the trainer alone, on the batches of a stored run: the same ones each time (rollout/recorded.py)
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
     groups = config.trainer.steps * config.trainer.batch_groups
     config.buffer.max_staleness = config.trainer.steps - 1
     save_config(config, run_dir)
-    with train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool, Roles(run_dir) as roles:
-        controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
+    with (
+        train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool,
+        Roles(run_dir) as roles,
+    ):
+        controller = roles.start(
+            "controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)]
+        )
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
         store, progress = Store(run_dir / STORE_FILE, read_only=True), Progress(groups, "group")
@@ -49,6 +54,10 @@ def train_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None
     """Raises RoleFailed."""
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
-        recorded = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.recorded", str(run_dir)])
-        ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer)
+        recorded = roles.start(
+            "controller", [sys.executable, "-m", "areal_lite.rollout.recorded", str(run_dir)]
+        )
+        ranks = roles.start_ranks(
+            "trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer
+        )
         roles.wait([*ranks, recorded])

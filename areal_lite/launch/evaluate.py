@@ -36,7 +36,14 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
     save_config(config, run_dir)
     ask = _evaluate if isinstance(config, EvalCommandConfig) else _generate
     try:
-        with server_pool(config.server, config.model, config.seed, run_dir, dict(enumerate(placed(config.server))), {}) as pool:
+        with server_pool(
+            config.server,
+            config.model,
+            config.seed,
+            run_dir,
+            dict(enumerate(placed(config.server))),
+            {},
+        ) as pool:
             pool.wait_ready()
             asyncio.run(_unless_gone(ask(config, run_dir), pool))
     except (RuntimeError, TimeoutError) as error:
@@ -60,7 +67,11 @@ async def _unless_gone(asking: Coroutine[Any, Any, None], pool: ServerPool) -> N
 
 def placed(server: ServerConfig) -> list[list[str]]:
     """GPUs of each server: there is no trainer to share them with."""
-    return deal(visible_gpus() if resolve_device(server.device) == "cuda" else [], server.count, server.tensor_parallel)
+    return deal(
+        visible_gpus() if resolve_device(server.device) == "cuda" else [],
+        server.count,
+        server.tensor_parallel,
+    )
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
@@ -69,8 +80,17 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     await rewards.start()
     workflow = load_workflow(config.rollout)
     async with _Asking(config, run_dir) as asking, running(workflow, config):
-        parts = Parts(None, load_prompts(config.data, config.model, "eval"), Tokenizer(config.model), rewards, None, time.time)
-        scores = await score_problems(config.rollout, parts, asking.fleet, workflow, config.problems, config.samples, "eval")
+        parts = Parts(
+            None,
+            load_prompts(config.data, config.model, "eval"),
+            Tokenizer(config.model),
+            rewards,
+            None,
+            time.time,
+        )
+        scores = await score_problems(
+            config.rollout, parts, asking.fleet, workflow, config.problems, config.samples, "eval"
+        )
     await rewards.close()
     result = {
         "model": config.model,
@@ -81,24 +101,34 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
         "failures": scores.failures,
     }
     write_json(run_dir / "summary.json", result)
-    print(f"{len(scores.rewards)} held-out problems: greedy {scores.greedy:.3f}" + "".join(f", pass@{k} {p:.3f}" for k, p in result["pass_at_k"].items()))
+    print(
+        f"{len(scores.rewards)} held-out problems: greedy {scores.greedy:.3f}"
+        + "".join(f", pass@{k} {p:.3f}" for k, p in result["pass_at_k"].items())
+    )
     print(run_dir / "summary.json")
 
 
 async def _generate(config: GenerateConfig, run_dir: Path) -> None:
     """Prints each prompt with its completions."""
     tokenizer = Tokenizer(config.model)
-    params = SamplingParams(config.rollout.max_new_tokens, config.rollout.temperature, tokenizer.eos_ids)
+    params = SamplingParams(
+        config.rollout.max_new_tokens, config.rollout.temperature, tokenizer.eos_ids
+    )
     async with _Asking(config, run_dir) as asking:
 
         async def one(prompt: Prompt, sample: int) -> str:
             server = await asking.fleet.reserve(1)
-            completion = await asking.fleet.complete(np.asarray(prompt.tokens, np.int32), params, f"{prompt.prompt_id}-{sample}", server)
+            completion = await asking.fleet.complete(
+                np.asarray(prompt.tokens, np.int32), params, f"{prompt.prompt_id}-{sample}", server
+            )
             return f"[{completion.finish_reason}, {len(completion.tokens)} tokens]\n{tokenizer.decode(completion.tokens)}"
 
         for prompt in _prompts(config, tokenizer):
             texts = await asyncio.gather(*(one(prompt, sample) for sample in range(config.samples)))
-            print(f"--- {prompt.text}" + (f"   (right answer: {prompt.answer})" if prompt.answer else ""))
+            print(
+                f"--- {prompt.text}"
+                + (f"   (right answer: {prompt.answer})" if prompt.answer else "")
+            )
             print("\n".join(texts))
 
 
@@ -107,7 +137,11 @@ def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
         held_out = load_prompts(config.data, config.model, "eval")
         return [held_out[i] for i in range(min(_SHOWN, held_out.num_prompts or _SHOWN))]
     chat = config.data.chat and config.data.source != "addition"
-    encode = (lambda text: tokenizer.chat([{"role": "user", "content": text}])) if chat else tokenizer.encode
+    encode = (
+        (lambda text: tokenizer.chat([{"role": "user", "content": text}]))
+        if chat
+        else tokenizer.encode
+    )
     return [Prompt(f"prompt{i}", encode(text), "", text) for i, text in enumerate(config.prompts)]
 
 
@@ -121,7 +155,13 @@ class _Asking:
         self.client = SGLangClient(self.config.server.health_timeout_s)
         server = self.config.server
         told = partial(condemn, self.run_dir)
-        self.fleet = Fleet(self.client, lambda: announced(self.run_dir), lambda: None, told, server.health_interval_s)
+        self.fleet = Fleet(
+            self.client,
+            lambda: announced(self.run_dir),
+            lambda: None,
+            told,
+            server.health_interval_s,
+        )
         self.watching = asyncio.create_task(self.fleet.watch())
         return self
 

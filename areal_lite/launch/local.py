@@ -21,7 +21,14 @@ from areal_lite.observe.metrics import forget_after, read_metrics, write_json
 from areal_lite.observe.progress import FollowedProgress
 from areal_lite.observe.report import summary_table, write_report
 from areal_lite.observe.summary import build_summary
-from areal_lite.resume import STOPPED, forget_start, sole_run, start_version, stop_requested, withdraw_stop
+from areal_lite.resume import (
+    STOPPED,
+    forget_start,
+    sole_run,
+    start_version,
+    stop_requested,
+    withdraw_stop,
+)
 from areal_lite.rollout.server import resolve_device
 
 
@@ -37,7 +44,10 @@ def _run(config: TrainConfig, run_dir: Path) -> int:
     started = time.time()
     print(f"run directory: {run_dir}", file=sys.stderr)
     if (version := start_version(run_dir)) >= config.trainer.steps:
-        print(f"the run is complete: it has a checkpoint of step {version}, and trainer.steps={config.trainer.steps}", file=sys.stderr)
+        print(
+            f"the run is complete: it has a checkpoint of step {version}, and trainer.steps={config.trainer.steps}",
+            file=sys.stderr,
+        )
         withdraw_stop(run_dir)
         if not (run_dir / "summary.json").exists():
             finish(config, run_dir, started)
@@ -53,7 +63,10 @@ def _run(config: TrainConfig, run_dir: Path) -> int:
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     finish(config, run_dir, started)
     if stop_requested(run_dir):
-        print(f"stopped after step {start_version(run_dir)} as requested: resume=auto goes on from there", file=sys.stderr)
+        print(
+            f"stopped after step {start_version(run_dir)} as requested: resume=auto goes on from there",
+            file=sys.stderr,
+        )
     print(run_dir / "summary.json")
     return STOPPED if stop_requested(run_dir) else 0
 
@@ -64,17 +77,29 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
     placement = place(gpus, config.trainer, config.server, config.sync.transport)
     if config.debug != "off":
-        return {"rollout_only": rollout_only, "train_only": train_only}[config.debug](config, run_dir, placement)
+        return {"rollout_only": rollout_only, "train_only": train_only}[config.debug](
+            config, run_dir, placement
+        )
     save_config(config, run_dir)
     if version := start_version(run_dir):
         print(f"the run goes on from step {version}", file=sys.stderr)
     forget_after(run_dir, version)
-    with train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool, Roles(run_dir) as roles:
-        controller = roles.start("controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)])
-        ranks = roles.start_ranks("trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer)
+    with (
+        train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool,
+        Roles(run_dir) as roles,
+    ):
+        controller = roles.start(
+            "controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)]
+        )
+        ranks = roles.start_ranks(
+            "trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer
+        )
         pool.wait_ready(roles.check)
         progress = FollowedProgress(run_dir, "metrics", config.trainer.steps, "step", step_fields)
-        roles.wait([*ranks, controller], watch=lambda: (progress.show(), check_servers(pool, run_dir, config.trainer.steps)))
+        roles.wait(
+            [*ranks, controller],
+            watch=lambda: (progress.show(), check_servers(pool, run_dir, config.trainer.steps)),
+        )
         progress.close()
 
 
@@ -105,4 +130,6 @@ def finish(config: TrainConfig, run_dir: Path, started: float) -> None:
     write_json(run_dir / "summary.json", summary)
     console = Console(stderr=True)
     console.print(summary_table(summary))
-    console.print(f"run directory: {run_dir}\nreport: {summary['report']}", highlight=False, soft_wrap=True)
+    console.print(
+        f"run directory: {run_dir}\nreport: {summary['report']}", highlight=False, soft_wrap=True
+    )

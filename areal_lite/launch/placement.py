@@ -41,11 +41,15 @@ def visible(gpus: list[str]) -> dict[str, str]:
 def deal(gpus: list[str], count: int, size: int) -> list[list[str]]:
     """`size` GPUs to each of `count` servers; nothing to each where there are none. Raises ValueError when there are too few."""
     if gpus and len(gpus) < count * size:
-        raise ValueError(f"{len(gpus)} GPUs for {count} servers of {size}: lower server.count or server.tensor_parallel")
+        raise ValueError(
+            f"{len(gpus)} GPUs for {count} servers of {size}: lower server.count or server.tensor_parallel"
+        )
     return [gpus[i * size : (i + 1) * size] for i in range(count)]
 
 
-def place(gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transport: str) -> Placement:
+def place(
+    gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transport: str
+) -> Placement:
     """Raises ValueError when there are too few GPUs, or one is shared and weights are to be broadcast."""
     ranks = trainer.world_size
     wanted = ranks + server.count * server.tensor_parallel
@@ -53,7 +57,9 @@ def place(gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transpo
         return Placement([], [[] for _ in range(server.count)])
     if len(gpus) == 1 and wanted == 2:
         if transport != "disk":
-            raise ValueError(f"sync.transport={transport} with server and trainer on one GPU: NCCL refuses that; use +experiment=one_gpu")
+            raise ValueError(
+                f"sync.transport={transport} with server and trainer on one GPU: NCCL refuses that; use +experiment=one_gpu"
+            )
         return Placement(gpus, [gpus])
     if len(gpus) < wanted:
         raise ValueError(

@@ -24,7 +24,16 @@ from areal_lite.config import ServerConfig, TrainConfig, load_config
 from areal_lite.launch.placement import deal, visible, visible_gpus
 from areal_lite.launch.process import die_with_parent
 from areal_lite.launch.roles import RoleFailed, interruptible
-from areal_lite.rollout.server import LOOPBACK, ServerProcess, announce, condemned, free_port, listen_address, resolve_device, withdraw
+from areal_lite.rollout.server import (
+    LOOPBACK,
+    ServerProcess,
+    announce,
+    condemned,
+    free_port,
+    listen_address,
+    resolve_device,
+    withdraw,
+)
 from areal_lite.rollout.sglang_readback import ENV_READBACK
 
 LOG = "servers.log"
@@ -35,7 +44,9 @@ _LOOK_EVERY_S = 0.2
 class ServerPool:
     """`make`: by name, what makes a server's next process. A context manager: the servers run, on a thread of their own, as long as it does."""
 
-    def __init__(self, run_dir: Path, make: Mapping[str, Callable[[], ServerProcess]], max_restarts: int):
+    def __init__(
+        self, run_dir: Path, make: Mapping[str, Callable[[], ServerProcess]], max_restarts: int
+    ):
         self._run_dir, self._make, self._max_restarts = run_dir, make, max_restarts
         self._started = time.monotonic()
         self._came_up: set[str] = set()
@@ -100,7 +111,9 @@ class ServerPool:
                 await server.wait_ready()
                 announce(self._run_dir, server.info)
                 self._came_up.add(name)
-                self._say(f"{name} is ready, {time.monotonic() - self._started:.0f} s after the start")
+                self._say(
+                    f"{name} is ready, {time.monotonic() - self._started:.0f} s after the start"
+                )
                 reason, grace_s = await self._end(server), 0.0
             except (RuntimeError, TimeoutError, ValueError) as error:
                 if name not in self._came_up:
@@ -113,7 +126,9 @@ class ServerPool:
                 self._say(f"{name} is given up after {self._max_restarts} restarts: {reason}")
                 return
             pause_s = min(2.0 ** (restarts - 1), _LONGEST_PAUSE_S)
-            self._say(f"{name} is started again in {pause_s:g} s (restart {restarts} of {self._max_restarts}): {reason}")
+            self._say(
+                f"{name} is started again in {pause_s:g} s (restart {restarts} of {self._max_restarts}): {reason}"
+            )
             await asyncio.sleep(pause_s)
 
     async def _end(self, server: ServerProcess) -> str:
@@ -131,7 +146,12 @@ class ServerPool:
 
 
 def server_pool(
-    config: ServerConfig, model: str, seed: int, run_dir: Path, gpus: Mapping[int, list[str]], environment: dict[str, str]
+    config: ServerConfig,
+    model: str,
+    seed: int,
+    run_dir: Path,
+    gpus: Mapping[int, list[str]],
+    environment: dict[str, str],
 ) -> ServerPool:
     """A pool of the servers with the numbers in `gpus`, each on its own (none: those that this process sees)."""
     config = replace(config, host=listen_address(config.host))
@@ -150,7 +170,11 @@ def server_pool(
         )
 
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    return ServerPool(run_dir, {f"server-{number}": lambda number=number: make(number) for number in gpus}, config.max_restarts)
+    return ServerPool(
+        run_dir,
+        {f"server-{number}": lambda number=number: make(number) for number in gpus},
+        config.max_restarts,
+    )
 
 
 def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:

@@ -34,7 +34,10 @@ def write(config: TrainConfig) -> Path:
     """config.yaml, of what concerns training alone, and a folder for logs. Returns the run directory, absolute."""
     run_dir = Path(config.run_dir).resolve()
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    save_config(TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)}), run_dir)
+    save_config(
+        TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)}),
+        run_dir,
+    )
     return run_dir
 
 

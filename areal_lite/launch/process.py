@@ -32,4 +32,8 @@ def dying_with_me() -> dict[str, str]:
 
 def tail(path: Path, lines: int = 20) -> str:
     """The last lines of a log file."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(no log)"
+    return (
+        "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        if path.exists()
+        else "(no log)"
+    )

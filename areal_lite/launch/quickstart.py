@@ -18,5 +18,9 @@ def run(config: QuickstartConfig) -> int:
     print("2/3 warm-up on demonstrations of a teacher who forgets carries", file=sys.stderr)
     if status := sft.run(config.sft):
         return status
-    print("3/3 reinforcement learning: a real SGLang server, a real Megatron trainer", file=sys.stderr)
-    return local.run(TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)}))
+    print(
+        "3/3 reinforcement learning: a real SGLang server, a real Megatron trainer", file=sys.stderr
+    )
+    return local.run(
+        TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+    )

@@ -36,7 +36,9 @@ class Role:
     log: Path
 
     def failure(self) -> RoleFailed:
-        return RoleFailed(f"{self.name} exited with status {self.process.returncode}; the end of {self.log}:\n{tail(self.log)}")
+        return RoleFailed(
+            f"{self.name} exited with status {self.process.returncode}; the end of {self.log}:\n{tail(self.log)}"
+        )
 
 
 class Roles:
@@ -69,7 +71,9 @@ class Roles:
         self.roles.append(role)
         return role
 
-    def start_ranks(self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]) -> list[Role]:
+    def start_ranks(
+        self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]
+    ) -> list[Role]:
         """One process per trainer rank, with the environment that torchrun would give them."""
         world = config.world_size
         # Loopback for gloo in a world of one too: rank 0 also meets the servers.
@@ -83,9 +87,18 @@ class Roles:
         argv = [sys.executable, "-m", module, str(run_dir)]
         if world == 1:
             return [self.start(name, argv, common)]
-        meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        meeting = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         return [
-            self.start(f"{name}-{rank}", argv, {**common, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(world)
+            self.start(
+                f"{name}-{rank}",
+                argv,
+                {**common, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(world)
         ]
 
     def check(self) -> None:
@@ -137,7 +150,9 @@ def interruptible():
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:

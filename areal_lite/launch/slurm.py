@@ -41,7 +41,12 @@ class Layout:
 
 def layout(config: SlurmConfig) -> Layout:
     """Raises ValueError when the roles do not fill whole nodes."""
-    cluster, ranks, servers, size = config.cluster, config.trainer.world_size, config.server.count, config.server.tensor_parallel
+    cluster, ranks, servers, size = (
+        config.cluster,
+        config.trainer.world_size,
+        config.server.count,
+        config.server.tensor_parallel,
+    )
     gpus = cluster.gpus_per_node
     if cluster.nodes == 1:
         if gpus and ranks + servers * size > gpus:
@@ -53,7 +58,9 @@ def layout(config: SlurmConfig) -> Layout:
     first = cluster.trainer_nodes or (-(-ranks // gpus) if gpus else 1)
     rest = cluster.nodes - first
     if rest < 1:
-        raise ValueError(f"cluster.nodes={cluster.nodes}: the trainer's {ranks} ranks take {first} and leave none for servers")
+        raise ValueError(
+            f"cluster.nodes={cluster.nodes}: the trainer's {ranks} ranks take {first} and leave none for servers"
+        )
     if ranks % first or (gpus and ranks // first > gpus):
         raise ValueError(
             f"{ranks} trainer ranks cannot be dealt equally to cluster.trainer_nodes={first} of {gpus} GPUs: change one of them"
@@ -61,7 +68,9 @@ def layout(config: SlurmConfig) -> Layout:
     most = rest * (gpus // size) if gpus else rest * max(1, servers // rest)
     if servers % rest or servers > most:
         fit = f"server.count={most}" if most else f"server.tensor_parallel of at most {gpus}"
-        raise ValueError(f"server.count={servers}: {rest} nodes of {gpus} GPUs hold equally many servers of {size}; use {fit}")
+        raise ValueError(
+            f"server.count={servers}: {rest} nodes of {gpus} GPUs hold equally many servers of {size}; use {fit}"
+        )
     return Layout(first, ranks // first, rest, servers // rest, shared=False)
 
 
@@ -71,14 +80,18 @@ def run(config: SlurmConfig) -> int:
     folder = Path(config.run_dir).resolve()
     text = script(config, folder, Path.cwd())
     if number := _queued(_name(config.cluster, folder)):
-        raise ValueError(f"run_dir={config.run_dir}: job {number} of it is in the queue, scancel it first or choose another folder")
+        raise ValueError(
+            f"run_dir={config.run_dir}: job {number} of it is in the queue, scancel it first or choose another folder"
+        )
     run_dir = write(config)
     job = run_dir / JOB_FILE
     job.write_text(text)
     print(f"run directory: {run_dir}", file=sys.stderr)
     for _ in range(config.cluster.chain):
         try:
-            submitted = subprocess.run(["sbatch", "--parsable", str(job)], stdout=subprocess.PIPE, text=True)
+            submitted = subprocess.run(
+                ["sbatch", "--parsable", str(job)], stdout=subprocess.PIPE, text=True
+            )
         except FileNotFoundError:
             raise ValueError(f"sbatch was not found: submit {job} where it is") from None
         if submitted.returncode:
@@ -90,10 +103,19 @@ def run(config: SlurmConfig) -> int:
 def _queued(name: str) -> str | None:
     """The number of our job of this name, if there is one that has not ended."""
     try:
-        listed = subprocess.run(["squeue", "--me", "--noheader", "--format=%A %j"], stdout=subprocess.PIPE, text=True).stdout
+        listed = subprocess.run(
+            ["squeue", "--me", "--noheader", "--format=%A %j"], stdout=subprocess.PIPE, text=True
+        ).stdout
     except FileNotFoundError:
         return None
-    return next((number for number, _, job in (line.partition(" ") for line in listed.splitlines()) if job == name), None)
+    return next(
+        (
+            number
+            for number, _, job in (line.partition(" ") for line in listed.splitlines())
+            if job == name
+        ),
+        None,
+    )
 
 
 def _name(cluster: ClusterConfig, run_dir: Path) -> str:
@@ -109,11 +131,16 @@ def show(config: SlurmConfig) -> int:
 def script(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
     """The text of the job. Pure; raises ValueError as `layout` does."""
     cluster, plan = config.cluster, layout(config)
-    python = shlex.quote(cluster.python or (sys.executable if cluster.container == "none" else "python3"))
+    python = shlex.quote(
+        cluster.python or (sys.executable if cluster.container == "none" else "python3")
+    )
     ranks, servers, size = plan.ranks_per_node, plan.servers_per_node, config.server.tensor_parallel
     mine = theirs = ""  # GPUs of the trainer's ranks and of the servers, where they share a node
     if plan.shared and cluster.gpus_per_node:
-        mine, theirs = (f"env CUDA_VISIBLE_DEVICES={_numbers(*span)} " for span in ((0, ranks), (ranks, ranks + servers * size)))
+        mine, theirs = (
+            f"env CUDA_VISIBLE_DEVICES={_numbers(*span)} "
+            for span in ((0, ranks), (ranks, ranks + servers * size))
+        )
     server_node = 0 if plan.shared else plan.trainer_nodes
     setup = "".join(f"{line}\n" for line in cluster.setup)
     return f"""#!/bin/bash
@@ -169,7 +196,11 @@ fi
 
 
 def _stop(cluster: ClusterConfig) -> str:
-    return "trap 'touch \"$run_dir/stop\"' USR1 # the trainer ends with its step and a checkpoint\n" if cluster.stop_before_s else ""
+    return (
+        "trap 'touch \"$run_dir/stop\"' USR1 # the trainer ends with its step and a checkpoint\n"
+        if cluster.stop_before_s
+        else ""
+    )
 
 
 def _requeue(cluster: ClusterConfig) -> str:
@@ -189,7 +220,9 @@ def _directives(cluster: ClusterConfig, run_dir: Path) -> str:
         **({"gpus-per-node": cluster.gpus_per_node} if cluster.gpus_per_node else {}),
         "time": cluster.time,
         "exclusive": True,
-        **({} if any(name.startswith("mem") for name in cluster.options) else {"mem": 0}),  # all that the nodes have
+        **(
+            {} if any(name.startswith("mem") for name in cluster.options) else {"mem": 0}
+        ),  # all that the nodes have
         "output": f"{run_dir}/logs/slurm-%j.log",
         "open-mode": "append",
         **({"signal": f"B:USR1@{cluster.stop_before_s}"} if cluster.stop_before_s else {}),

@@ -17,4 +17,7 @@ def diversity(prompts: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
         completions = {t.tokens.tobytes(): t.reward > 0 for t in trajectories}
         shares.append(len(completions) / len(trajectories))
         correct.append(sum(completions.values()))
-    return {"distinct_share": float(np.mean(shares or 0)), "distinct_correct": float(np.mean(correct or 0))}
+    return {
+        "distinct_share": float(np.mean(shares or 0)),
+        "distinct_correct": float(np.mean(correct or 0)),
+    }

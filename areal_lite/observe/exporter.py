@@ -88,7 +88,10 @@ def metric_name(key: str) -> str:
 def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     """[{targets: [host:port], labels: {run, server}}] of the servers that have metrics."""
     return [
-        {"targets": [urlsplit(server.url).netloc], "labels": {"run": str(run_dir), "server": server.name}}
+        {
+            "targets": [urlsplit(server.url).netloc],
+            "labels": {"run": str(run_dir), "server": server.name},
+        }
         for run_dir in run_dirs
         if OmegaConf.select(_config(run_dir), "server.args.enable_metrics")
         for server in announced(run_dir)
@@ -126,10 +129,16 @@ class _Quiet(WSGIRequestHandler):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m areal_lite.observe.exporter", description="Metrics of runs, for Prometheus.")
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="may be made later")
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_lite.observe.exporter", description="Metrics of runs, for Prometheus."
+    )
     parser.add_argument(
-        "--host", default=LOOPBACK[0], help=f"an address, or {NODE}: this machine's own; there is no password (default: %(default)s)"
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="may be made later"
+    )
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK[0],
+        help=f"an address, or {NODE}: this machine's own; there is no password (default: %(default)s)",
     )
     parser.add_argument("--port", type=int, default=9108)
     args = parser.parse_args()
@@ -137,10 +146,17 @@ def main() -> int:
     try:
         server = exporter(run_dirs, args.host, args.port)
     except OSError as error:
-        print(f"cannot listen on {args.host}:{args.port} ({error.strerror}): choose another --host or --port", file=sys.stderr)
+        print(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}): choose another --host or --port",
+            file=sys.stderr,
+        )
         return 1
-    names = ", ".join(f"{run_dir}{'' if run_dir.is_dir() else ' (not there yet)'}" for run_dir in run_dirs)
-    print(f"http://{server.server_address[0]}:{server.server_port}/metrics: {names}", file=sys.stderr)
+    names = ", ".join(
+        f"{run_dir}{'' if run_dir.is_dir() else ' (not there yet)'}" for run_dir in run_dirs
+    )
+    print(
+        f"http://{server.server_address[0]}:{server.server_port}/metrics: {names}", file=sys.stderr
+    )
     try:
         server.serve_forever()
     except KeyboardInterrupt:

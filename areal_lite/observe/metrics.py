@@ -45,14 +45,20 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
         if config.wandb not in WANDB_MODES:
-            raise ValueError(f"logger.wandb is {config.wandb!r}: choose one of {', '.join(WANDB_MODES)}")
+            raise ValueError(
+                f"logger.wandb is {config.wandb!r}: choose one of {', '.join(WANDB_MODES)}"
+            )
         self._file = _open_for_append(Path(run_dir) / "metrics.jsonl")
         self._wandb = None
         if config.wandb != "off":
             import wandb
 
             self._wandb = wandb.init(
-                project=config.project, name=Path(run_dir).name, dir=str(run_dir), config=plain(run_config), mode=config.wandb
+                project=config.project,
+                name=Path(run_dir).name,
+                dir=str(run_dir),
+                config=plain(run_config),
+                mode=config.wandb,
             )
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -63,7 +69,10 @@ class MetricsLog:
         record = plain({"logged_at": time.time(), **record})
         _write_line(self._file, record)
         if self._wandb is not None:
-            self._wandb.log({key: value for key, value in record.items() if value is not None}, step=record["step"])
+            self._wandb.log(
+                {key: value for key, value in record.items() if value is not None},
+                step=record["step"],
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -111,7 +120,9 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any] | None:
         return None
     with file:
         start = end = file.seek(0, os.SEEK_END)
-        lines: list[bytes] = []  # the first may lack its beginning; what follows the last newline is empty or torn
+        lines: list[
+            bytes
+        ] = []  # the first may lack its beginning; what follows the last newline is empty or torn
         while len(lines) < 3 and start > 0:
             start = max(0, 2 * start - end - _TAIL_BYTES)
             file.seek(start)
@@ -139,7 +150,9 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy and torch both have it, also on scalars: no need to import either
+    if hasattr(
+        value, "tolist"
+    ):  # numpy and torch both have it, also on scalars: no need to import either
         return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None

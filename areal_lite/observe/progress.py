@@ -25,7 +25,12 @@ class Progress:
     `before` of them were complete."""
 
     def __init__(
-        self, total: int, what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic, before: int = 0
+        self,
+        total: int,
+        what: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        before: int = 0,
     ):
         self._before = before
         self.total, self.what, self.stream, self.clock = total, what, stream or sys.stderr, clock
@@ -41,7 +46,9 @@ class Progress:
         if done < self.total and self._written_at is not None and now - self._written_at < interval:
             return
         self._written_at = now
-        line = progress_line(self.what, done, self.total, now - self._started_at, fields, self._before)
+        line = progress_line(
+            self.what, done, self.total, now - self._started_at, fields, self._before
+        )
         if self._terminal:
             # A line wider than the terminal would wrap and could not be rewritten.
             line = f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K"
@@ -62,7 +69,14 @@ class Progress:
 class FollowedProgress:
     """Progress of another process, read from the lines that it appends to `<run_dir>/<name>.jsonl`: one line a unit of work."""
 
-    def __init__(self, run_dir: Path, name: str, total: int, what: str, fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]):
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        total: int,
+        what: str,
+        fields: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ):
         """`fields` picks from the last line what to show."""
         self._run_dir, self._name, self._fields = run_dir, name, fields
         self._done, self._looked_at = len(read_events(run_dir, name)), 0.0
@@ -85,7 +99,9 @@ class FollowedProgress:
         self._progress.close()
 
 
-def progress_line(what: str, done: int, total: int, elapsed_s: float, fields: Mapping[str, Any], before: int = 0) -> str:
+def progress_line(
+    what: str, done: int, total: int, elapsed_s: float, fields: Mapping[str, Any], before: int = 0
+) -> str:
     """The text of a progress line after `elapsed_s` seconds, in which `before` became `done`."""
     parts = [f"{what} {done}/{total}"]
     for name, value in fields.items():

@@ -24,7 +24,16 @@ from areal_lite.observe.summary import interrupted
 
 _BLUE, _ORANGE, _RED, _GREEN, _GREY = "#2b6cb0", "#dd8a1f", "#c53030", "#2f855a", "#718096"
 # Neighbours in this order are far apart in hue, so that a change of version is seen; every eighth version has the same colour.
-_VERSION_COLOURS = ("#2b6cb0", "#dd7a1f", "#2f855a", "#c9366f", "#3f9fd0", "#a07010", "#7a52cc", "#62a83c")
+_VERSION_COLOURS = (
+    "#2b6cb0",
+    "#dd7a1f",
+    "#2f855a",
+    "#c9366f",
+    "#3f9fd0",
+    "#a07010",
+    "#7a52cc",
+    "#62a83c",
+)
 _TIMELINE_ROWS = 90
 _STYLE = {
     "font.size": 11,
@@ -47,10 +56,26 @@ def write_report(run_dir: Path) -> Path:
     path = run.run_dir / "report.png"
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(16, 12), dpi=100)
-        grid = figure.add_gridspec(2, 3, height_ratios=(1, 2.1), left=0.05, right=0.985, top=0.875, bottom=0.05, hspace=0.27, wspace=0.17)
+        grid = figure.add_gridspec(
+            2,
+            3,
+            height_ratios=(1, 2.1),
+            left=0.05,
+            right=0.985,
+            top=0.875,
+            bottom=0.05,
+            hspace=0.27,
+            wspace=0.17,
+        )
         figure.text(0.05, 0.955, run.run_dir.resolve().name, fontsize=18, fontweight="bold")
         headline = _headline(run)
-        figure.text(0.05, 0.925, headline, fontsize=12.5 * min(1.0, _HEADLINE_CHARACTERS / len(headline)), color=_GREY)
+        figure.text(
+            0.05,
+            0.925,
+            headline,
+            fontsize=12.5 * min(1.0, _HEADLINE_CHARACTERS / len(headline)),
+            color=_GREY,
+        )
         _draw_reward(figure.add_subplot(grid[0, 0]), run)
         _draw_staleness(figure.add_subplot(grid[0, 1]), run)
         _draw_throughput(figure.add_subplot(grid[0, 2]), run)
@@ -66,11 +91,17 @@ def _headline(run: RunData) -> str:
     if run.training_s > 0:
         parts.append(f"in {duration(run.training_s)}")
     if run.used:
-        parts.append(f"{np.mean([interrupted(t) for t in run.used]):.0%} sampled from more than one weight version")
-    if correct := [m["replay_distinct_correct"] for m in run.metrics if "replay_distinct_correct" in m]:
+        parts.append(
+            f"{np.mean([interrupted(t) for t in run.used]):.0%} sampled from more than one weight version"
+        )
+    if correct := [
+        m["replay_distinct_correct"] for m in run.metrics if "replay_distinct_correct" in m
+    ]:
         parts.append(f"{correct[-1]:.1f} distinct correct completions per prompt in replay")
     if pauses := [pause_s for _, pause_s in run.pushes.values()]:
-        parts.append(f"pause per weight push {_seconds(np.mean(pauses))} (longest {_seconds(max(pauses))})")
+        parts.append(
+            f"pause per weight push {_seconds(np.mean(pauses))} (longest {_seconds(max(pauses))})"
+        )
     return "   ·   ".join(parts)
 
 
@@ -79,16 +110,39 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     steps, reward = run.series("version"), run.series("reward_mean")
     axes.plot(steps, reward, color=_BLUE, alpha=0.3, linewidth=1)
-    axes.plot(steps, _smooth(reward), color=_BLUE, linewidth=2, marker=_marker(steps), label="reward")
-    for name, marker, colour, other in (("greedy", "D", _GREEN, "sampled"), ("sampled", "o", _ORANGE, "greedy")):
-        points = [(e["version"], e[name], e.get(other) or 0.0) for e in run.evals if e.get(name) is not None]
+    axes.plot(
+        steps, _smooth(reward), color=_BLUE, linewidth=2, marker=_marker(steps), label="reward"
+    )
+    for name, marker, colour, other in (
+        ("greedy", "D", _GREEN, "sampled"),
+        ("sampled", "o", _ORANGE, "greedy"),
+    ):
+        points = [
+            (e["version"], e[name], e.get(other) or 0.0)
+            for e in run.evals
+            if e.get(name) is not None
+        ]
         for x, y, y_other in points:
             above = y > y_other or (y == y_other and name == "greedy")
-            place = {"xytext": (0, 8 if above else -16), "textcoords": "offset points", "ha": "center"}
+            place = {
+                "xytext": (0, 8 if above else -16),
+                "textcoords": "offset points",
+                "ha": "center",
+            }
             axes.annotate(f"{y:.0%}", (x, y), **place, color=colour, weight="bold", fontsize=10)
         if points:
             xs, ys, _ = zip(*points)
-            axes.plot(xs, ys, marker, color=colour, markersize=8, markeredgecolor="white", label=name, clip_on=False, zorder=3)
+            axes.plot(
+                xs,
+                ys,
+                marker,
+                color=colour,
+                markersize=8,
+                markeredgecolor="white",
+                label=name,
+                clip_on=False,
+                zorder=3,
+            )
     axes.set_ylim(bottom=min(0.0, *reward) if reward else 0.0)
     _finish(axes, bool(reward or run.evals))
 
@@ -96,18 +150,30 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
 def _draw_staleness(axes: Axes, run: RunData) -> None:
     axes.set(title="Staleness of the tokens trained on", xlabel="training step", ylabel="versions")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps, mean, largest = run.series("version"), run.series("staleness_mean"), run.series("staleness_max")
+    steps, mean, largest = (
+        run.series("version"),
+        run.series("staleness_mean"),
+        run.series("staleness_max"),
+    )
     axes.fill_between(steps, largest, step="mid", color=_BLUE, alpha=0.13, linewidth=0)
     axes.step(steps, largest, where="mid", color=_BLUE, alpha=0.55, linewidth=1.2, label="largest")
     axes.plot(steps, mean, color=_BLUE, linewidth=2, marker=_marker(steps), label="mean")
     if run.staleness_bound is not None:
-        axes.axhline(run.staleness_bound, color=_RED, linestyle="--", linewidth=1.5, label=f"bound ({run.staleness_bound})")
+        axes.axhline(
+            run.staleness_bound,
+            color=_RED,
+            linestyle="--",
+            linewidth=1.5,
+            label=f"bound ({run.staleness_bound})",
+        )
     axes.set_ylim(0, max([run.staleness_bound or 0, 1, *largest]) * 1.05)
     _finish(axes, bool(steps))
 
 
 def _draw_throughput(axes: Axes, run: RunData) -> None:
-    axes.set(title="Throughput", xlabel="seconds since the first trajectory", ylabel="tokens per second")
+    axes.set(
+        title="Throughput", xlabel="seconds since the first trajectory", ylabel="tokens per second"
+    )
     origin = run.training_started_at
     if origin is not None:
         edges, generated = generation_rate(run.trajectories, origin)
@@ -115,14 +181,21 @@ def _draw_throughput(axes: Axes, run: RunData) -> None:
     if run.metrics:
         ends = np.array(run.series("logged_at")) - origin
         took = np.diff(ends, prepend=0.0)
-        axes.stairs(np.array(run.series("tokens")) / np.maximum(took, 1e-3), np.append(0.0, ends), color=_BLUE, alpha=0.35)
+        axes.stairs(
+            np.array(run.series("tokens")) / np.maximum(took, 1e-3),
+            np.append(0.0, ends),
+            color=_BLUE,
+            alpha=0.35,
+        )
         rate = _smooth(run.series("tokens")) / np.maximum(_smooth(took), 1e-3)
         axes.plot(ends, rate, color=_BLUE, linewidth=2, marker=_marker(ends), label="trained on")
     axes.set_ylim(bottom=0)
     _finish(axes, origin is not None)
 
 
-def generation_rate(trajectories: Sequence[dict[str, Any]], origin: float) -> tuple[np.ndarray, np.ndarray]:
+def generation_rate(
+    trajectories: Sequence[dict[str, Any]], origin: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Edges (seconds after `origin`) of equal bins over the whole run, and the tokens per second sampled in each.
 
     A trajectory's tokens are spread evenly over its life, so the sum of rate x width over the bins is the number of tokens."""
@@ -147,15 +220,30 @@ def _draw_timeline(axes: Axes, run: RunData) -> None:
         _finish(axes, False)
         return
     origin = run.training_started_at
-    left, right = chosen[0]["started_at"] - origin, np.quantile([t["finished_at"] for t in chosen], 0.97) - origin
+    left, right = (
+        chosen[0]["started_at"] - origin,
+        np.quantile([t["finished_at"] for t in chosen], 0.97) - origin,
+    )
     margin = 0.01 * (right - left)
     axes.set_xlim(left - margin, right + margin)
     axes.set_ylim(len(chosen), -0.5)
     for row, trajectory in enumerate(chosen):
         for version, start, end in segment_spans(trajectory, run.pushes):
-            axes.broken_barh([(start - origin, end - start)], (row + 0.1, 0.8), color=_colour(version), linewidth=0)
-    pushes = {version: (at - origin, at - origin + pause_s) for version, (at, pause_s) in run.pushes.items()}
-    shown = {version: span for version, span in pushes.items() if left - margin <= span[0] <= right + margin}
+            axes.broken_barh(
+                [(start - origin, end - start)],
+                (row + 0.1, 0.8),
+                color=_colour(version),
+                linewidth=0,
+            )
+    pushes = {
+        version: (at - origin, at - origin + pause_s)
+        for version, (at, pause_s) in run.pushes.items()
+    }
+    shown = {
+        version: span
+        for version, span in pushes.items()
+        if left - margin <= span[0] <= right + margin
+    }
     for start, end in shown.values():
         # White over the bars: nobody samples here. The line stays visible where the pause is too short for a pixel.
         axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
@@ -163,7 +251,9 @@ def _draw_timeline(axes: Axes, run: RunData) -> None:
     _label_versions(axes, shown, left - margin, right + margin)
 
 
-def _label_versions(axes: Axes, shown: dict[int, tuple[float, float]], left: float, right: float) -> None:
+def _label_versions(
+    axes: Axes, shown: dict[int, tuple[float, float]], left: float, right: float
+) -> None:
     """A strip above the bars: which version the servers have when, in its colour."""
     if not shown:
         return
@@ -172,10 +262,22 @@ def _label_versions(axes: Axes, shown: dict[int, tuple[float, float]], left: flo
     ends = [shown[v][0] for v in versions] + [right]
     transform = axes.get_xaxis_transform()
     for (version, start), end in zip(edges, ends):
-        axes.broken_barh([(start, end - start)], (1.008, 0.026), color=_colour(version), transform=transform, clip_on=False)
+        axes.broken_barh(
+            [(start, end - start)],
+            (1.008, 0.026),
+            color=_colour(version),
+            transform=transform,
+            clip_on=False,
+        )
         if end - start > 0.025 * (right - left):
             label = f"version {version}" if end - start > 0.06 * (right - left) else f"v{version}"
-            style = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "weight": "bold"}
+            style = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 9,
+                "color": "white",
+                "weight": "bold",
+            }
             axes.text((start + end) / 2, 1.02, label, transform=transform, **style)
 
 
@@ -188,7 +290,9 @@ def middle(run: RunData, count: int) -> list[dict[str, Any]]:
     return [ordered[first + i * span // count] for i in range(count)] if span >= count else ordered
 
 
-def segment_spans(trajectory: dict[str, Any], pushes: dict[int, tuple[float, float]]) -> list[tuple[int, float, float]]:
+def segment_spans(
+    trajectory: dict[str, Any], pushes: dict[int, tuple[float, float]]
+) -> list[tuple[int, float, float]]:
     """(version, start, end) in wall-clock seconds, one for each weight version of the trajectory, contiguous over its life.
 
     Version v begins when the pause of its push begins; if that push is unknown, where its share of the sampled tokens puts it.
@@ -200,7 +304,11 @@ def segment_spans(trajectory: dict[str, Any], pushes: dict[int, tuple[float, flo
     spans, before, begin = [], 0, first
     for index, version in enumerate(tokens):
         if index:
-            at = pushes[version][0] if version in pushes else first + (last - first) * before / trajectory["sampled"]
+            at = (
+                pushes[version][0]
+                if version in pushes
+                else first + (last - first) * before / trajectory["sampled"]
+            )
             at = min(max(at, begin), last)
             spans[-1] = (spans[-1][0], spans[-1][1], at)
             begin = at
@@ -227,14 +335,30 @@ def _smooth(values: Sequence[float], window: int = 7) -> np.ndarray:
 
 def _finish(axes: Axes, has_data: bool) -> None:
     if not has_data:
-        axes.text(0.5, 0.5, "nothing yet", transform=axes.transAxes, ha="center", va="center", color=_GREY, fontsize=14)
+        axes.text(
+            0.5,
+            0.5,
+            "nothing yet",
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
+            color=_GREY,
+            fontsize=14,
+        )
         axes.set(xticks=[], yticks=[])
         return
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + 0.15 * (top - bottom))  # room for the legend
     axes.grid(axis="y", color="#e2e8f0")
     axes.set_axisbelow(True)
-    axes.legend(loc="upper right", ncols=3, bbox_to_anchor=(1.0, 1.01), borderaxespad=0, columnspacing=1.2, handlelength=1.5)
+    axes.legend(
+        loc="upper right",
+        ncols=3,
+        bbox_to_anchor=(1.0, 1.01),
+        borderaxespad=0,
+        columnspacing=1.2,
+        handlelength=1.5,
+    )
 
 
 def _seconds(value: float) -> str:
@@ -249,15 +373,30 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
     percent = "{:.1%}".format
     rows = [
-        ("held-out accuracy, greedy", f"{show('greedy_before', percent)} → {show('greedy_after', percent)}"),
-        ("held-out accuracy, sampled", f"{show('sampled_before', percent)} → {show('sampled_after', percent)}"),
+        (
+            "held-out accuracy, greedy",
+            f"{show('greedy_before', percent)} → {show('greedy_after', percent)}",
+        ),
+        (
+            "held-out accuracy, sampled",
+            f"{show('sampled_before', percent)} → {show('sampled_after', percent)}",
+        ),
         ("held-out problems", show("eval_problems")),
         ("training steps", f"{show('steps')} of {show('steps_planned')}"),
-        ("trained on", f"{show('tokens_per_s', short)} tokens/s, {show('trajectories_per_s', short)} trajectories/s"),
-        ("staleness", f"mean {show('staleness_mean', short)}, largest {show('max_staleness', short)}, bound {show('staleness_bound')}"),
+        (
+            "trained on",
+            f"{show('tokens_per_s', short)} tokens/s, {show('trajectories_per_s', short)} trajectories/s",
+        ),
+        (
+            "staleness",
+            f"mean {show('staleness_mean', short)}, largest {show('max_staleness', short)}, bound {show('staleness_bound')}",
+        ),
         ("trajectories of more than one version", show("multi_segment_share", percent)),
         ("weight pushes", show("pushes")),
-        ("pause per push", f"mean {show('pause_s_mean', _seconds)}, longest {show('pause_s_max', _seconds)}"),
+        (
+            "pause per push",
+            f"mean {show('pause_s_mean', _seconds)}, longest {show('pause_s_max', _seconds)}",
+        ),
         ("requests drained for a push", show("requests_drained")),
         ("trajectories lost", show("trajectories_lost")),
         ("wall time", show("wall_s", duration)),

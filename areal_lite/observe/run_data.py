@@ -51,7 +51,11 @@ class RunData:
         """Wall-clock seconds at which the first trajectory was begun: before that, servers were starting. None if nothing happened."""
         if self.trajectories:
             return min(t["started_at"] for t in self.trajectories)
-        return self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0) if self.metrics else None
+        return (
+            self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0)
+            if self.metrics
+            else None
+        )
 
     @property
     def training_s(self) -> float:
@@ -82,4 +86,7 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def _slim(row: dict[str, Any]) -> dict[str, Any]:
-    return {**{name: row[name] for name in _COLUMNS}, "sampled": sum(end - start for _, start, end in row["segments"])}
+    return {
+        **{name: row[name] for name in _COLUMNS},
+        "sampled": sum(end - start for _, start, end in row["segments"]),
+    }

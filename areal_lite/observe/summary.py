@@ -10,7 +10,9 @@ from areal_lite.config import TrainConfig
 from areal_lite.observe.run_data import RunData, load_run
 
 
-def build_summary(run_dir: Path, config: TrainConfig, started_at: float, finished_at: float) -> dict[str, Any]:
+def build_summary(
+    run_dir: Path, config: TrainConfig, started_at: float, finished_at: float
+) -> dict[str, Any]:
     """`started_at`, `finished_at`: wall-clock seconds of the whole command. In the result times are seconds, staleness is in versions.
 
     Rates are of what was trained on (tickets `used`), per second from the first trajectory's start to the last step's end.
@@ -44,7 +46,10 @@ def build_summary(run_dir: Path, config: TrainConfig, started_at: float, finishe
 
 def interrupted(trajectory: dict[str, Any]) -> bool:
     """Did tokens of more than one weight version go into it?"""
-    return trajectory["min_version"] is not None and trajectory["min_version"] < trajectory["max_version"]
+    return (
+        trajectory["min_version"] is not None
+        and trajectory["min_version"] < trajectory["max_version"]
+    )
 
 
 def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -66,8 +71,15 @@ def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _pushes(run: RunData) -> dict[str, Any]:
     pauses = [pause_s for _, pause_s in run.pushes.values()]
-    drained = run.totals["drained"] if run.totals else sum(m.get("drained") or 0 for m in run.metrics)
-    return {"pushes": len(pauses), "pause_s_mean": _mean(pauses), "pause_s_max": max(pauses, default=None), "requests_drained": drained}
+    drained = (
+        run.totals["drained"] if run.totals else sum(m.get("drained") or 0 for m in run.metrics)
+    )
+    return {
+        "pushes": len(pauses),
+        "pause_s_mean": _mean(pauses),
+        "pause_s_max": max(pauses, default=None),
+        "requests_drained": drained,
+    }
 
 
 def _mean(values: list[float]) -> float | None:

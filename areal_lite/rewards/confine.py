@@ -41,7 +41,10 @@ set_tid_address:218:96 set_robust_list:273:99 get_robust_list:274:100 rseq:334:2
 exit_group:231:94 wait4:61:260
 """
 # architecture -> (column in the table, AUDIT_ARCH, clone, tgkill, prlimit64, capset)
-_MACHINES = {"x86_64": (1, 0xC000003E, 56, 234, 302, 126), "aarch64": (2, 0xC00000B7, 220, 131, 261, 91)}
+_MACHINES = {
+    "x86_64": (1, 0xC000003E, 56, 234, 302, 126),
+    "aarch64": (2, 0xC00000B7, 220, 131, 261, 91),
+}
 _CLONE_THREAD = 0x10000
 _LD, _JEQ, _JSET, _RET = 0x20, 0x15, 0x45, 0x06  # classic BPF
 _ALLOW, _NO_SUCH_CALL, _KILL = 0x7FFF0000, 0x00050000 | 38, 0x80000000
@@ -71,10 +74,23 @@ def _drop_privileges(capset: int) -> None:
 
 
 def _restrict_files(readable: list[str]) -> None:
-    version = _check(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "Landlock is not available (Linux 5.13 or later has it)")
-    handled = (1 << {1: 13, 2: 14}.get(version, 15)) - 1  # all rights that this version knows, but for ioctls of devices
-    ruleset = _check(_libc.syscall(_LANDLOCK_CREATE, ctypes.create_string_buffer(struct.pack("Q", handled), 8), 8, 0), "Landlock ruleset")
-    rules = {path: _READ_ONLY for path in readable} | {"/dev/null": _READ_FILE | _WRITE_FILE, ".": handled & ~_EXECUTE}
+    version = _check(
+        _libc.syscall(_LANDLOCK_CREATE, None, 0, 1),
+        "Landlock is not available (Linux 5.13 or later has it)",
+    )
+    handled = (
+        1 << {1: 13, 2: 14}.get(version, 15)
+    ) - 1  # all rights that this version knows, but for ioctls of devices
+    ruleset = _check(
+        _libc.syscall(
+            _LANDLOCK_CREATE, ctypes.create_string_buffer(struct.pack("Q", handled), 8), 8, 0
+        ),
+        "Landlock ruleset",
+    )
+    rules = {path: _READ_ONLY for path in readable} | {
+        "/dev/null": _READ_FILE | _WRITE_FILE,
+        ".": handled & ~_EXECUTE,
+    }
     for path, rights in rules.items():
         if not os.path.exists(path):
             continue
@@ -95,15 +111,37 @@ def _filter(column: int, arch: int, clone: int, tgkill: int, prlimit: int) -> by
         if number != "-":
             code += [(_JEQ, 0, 1, int(number)), (_RET, 0, 0, _ALLOW)]
     refuse, allow = (_RET, 0, 0, _NO_SUCH_CALL), (_RET, 0, 0, _ALLOW)
-    code += [(_JEQ, 0, 4, clone), (_LD, 0, 0, 16), (_JSET, 0, 1, _CLONE_THREAD), allow, refuse]  # threads, but no processes
-    code += [(_JEQ, 0, 4, tgkill), (_LD, 0, 0, 16), (_JEQ, 0, 1, os.getpid()), allow, refuse]  # abort(), but no signals to others
-    code += [(_JEQ, 0, 6, prlimit), (_LD, 0, 0, 32), (_JEQ, 0, 3, 0), (_LD, 0, 0, 36), (_JEQ, 0, 1, 0), allow, refuse]  # look, do not touch
+    code += [
+        (_JEQ, 0, 4, clone),
+        (_LD, 0, 0, 16),
+        (_JSET, 0, 1, _CLONE_THREAD),
+        allow,
+        refuse,
+    ]  # threads, but no processes
+    code += [
+        (_JEQ, 0, 4, tgkill),
+        (_LD, 0, 0, 16),
+        (_JEQ, 0, 1, os.getpid()),
+        allow,
+        refuse,
+    ]  # abort(), but no signals to others
+    code += [
+        (_JEQ, 0, 6, prlimit),
+        (_LD, 0, 0, 32),
+        (_JEQ, 0, 3, 0),
+        (_LD, 0, 0, 36),
+        (_JEQ, 0, 1, 0),
+        allow,
+        refuse,
+    ]  # look, do not touch
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*code, refuse])
 
 
 def _restrict_calls(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
-    fprog = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
+    fprog = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    )
     _check(_libc.prctl(_PR_SET_SECCOMP, 2, fprog, 0, 0), "seccomp")
 
 
@@ -114,7 +152,9 @@ def confine(settings: dict) -> None:
         raise ValueError("its parent is gone")
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in _MACHINES:
-        raise ValueError(f"there is no sandbox for {sys.platform} on {machine}, only for Linux on {', '.join(_MACHINES)}")
+        raise ValueError(
+            f"there is no sandbox for {sys.platform} on {machine}, only for Linux on {', '.join(_MACHINES)}"
+        )
     column, arch, clone, tgkill, prlimit, capset = _MACHINES[machine]
     _limit(settings)
     _drop_privileges(capset)

@@ -114,5 +114,9 @@ def _closing_brace(text: str) -> int:
 def _number(match: re.Match) -> Number | None:
     if len(match[0]) > _MAX_DIGITS or int(match["denominator"] or 1) == 0:
         return None
-    value = Fraction(match["number"].replace(",", "")) / int(match["denominator"] or 1) + int(match["whole"] or 0)
-    return Number(-value if match["sign"] or match["sign2"] else value, percent=match["percent"] is not None)
+    value = Fraction(match["number"].replace(",", "")) / int(match["denominator"] or 1) + int(
+        match["whole"] or 0
+    )
+    return Number(
+        -value if match["sign"] or match["sign2"] else value, percent=match["percent"] is not None
+    )

@@ -92,7 +92,9 @@ class RewardPool:
         """Return when every worker has loaded the function. Raises ValueError, with no process left, if one cannot."""
         self._unusable = None
         try:
-            outcomes = await asyncio.gather(*(self._start_worker() for _ in range(self._size)), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(self._start_worker() for _ in range(self._size)), return_exceptions=True
+            )
             for error in filter(None, outcomes):
                 raise error
         except BaseException:
@@ -112,7 +114,9 @@ class RewardPool:
         """The reward of a completion. Raises RewardError for a failure of this sample, RuntimeError for one of the pool."""
         if self._unusable:
             raise RuntimeError(self._unusable)
-        sample = _Sample(frame(Request(completion, answer)), asyncio.get_running_loop().create_future())
+        sample = _Sample(
+            frame(Request(completion, answer)), asyncio.get_running_loop().create_future()
+        )
         self._queue.append(sample)
         self.dispatch()
         return await sample.result
@@ -121,7 +125,9 @@ class RewardPool:
         """Send waiting samples to the least busy workers."""
         depth = _PIPELINE_DEPTH if self._mean_s < _PIPELINE_BELOW_S else 1
         while self._queue:
-            worker = min((w for w in self.workers if w.usable), key=lambda w: len(w.samples), default=None)
+            worker = min(
+                (w for w in self.workers if w.usable), key=lambda w: len(w.samples), default=None
+            )
             if worker is None or len(worker.samples) >= depth:
                 return
             sample = self._queue.popleft()
@@ -141,7 +147,9 @@ class RewardPool:
         if reply.reason is None:
             sample.result.set_result(reply.reward)
         else:
-            sample.result.set_exception(RewardError(reply.reason, f"{self.function}: {reply.detail}"))
+            sample.result.set_exception(
+                RewardError(reply.reason, f"{self.function}: {reply.detail}")
+            )
 
     def retire(self, worker: _Worker, unbegun: list[_Sample]) -> None:
         """A worker is of no more use: take back the samples that it had not begun, and start another one if it ever worked."""
@@ -159,7 +167,11 @@ class RewardPool:
             *(sys.executable, "-m", "areal_lite.rewards.worker", self.function),
             stderr=None,
             start_new_session=True,  # a process group of its own: killed whole, and deaf to a Ctrl-C that its owner handles
-            env={**os.environ, **dying_with_me(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **os.environ,
+                **dying_with_me(),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
         )
         if self._unusable:
             worker.stop()
@@ -195,7 +207,9 @@ class _Worker(asyncio.SubprocessProtocol):
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
-        self.ready: asyncio.Future[str | None] = self._loop.create_future()  # what is wrong with it, None if nothing
+        self.ready: asyncio.Future[str | None] = (
+            self._loop.create_future()
+        )  # what is wrong with it, None if nothing
         self.gone: asyncio.Future[None] = self._loop.create_future()
         self.samples: deque[_Sample] = deque()
         self.started = False
@@ -253,7 +267,9 @@ class _Worker(asyncio.SubprocessProtocol):
         """The process has ended and all that it wrote has been read."""
         self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
         if not self.ready.done():
-            self.ready.set_result(f"a worker of {self._pool.function} ended while it was starting; see its error output")
+            self.ready.set_result(
+                f"a worker of {self._pool.function} ended while it was starting; see its error output"
+            )
         self._pool.workers.remove(self)
         self.gone.set_result(None)
 
@@ -273,7 +289,9 @@ class _Worker(asyncio.SubprocessProtocol):
             self._watchdog = self._loop.call_later(_SECOND_LOOK_S, self._look, self._due_since)
         else:
             if not self.ready.done():
-                self.ready.set_result(f"a worker could not load {self._pool.function} within {limit_s:g} s")
+                self.ready.set_result(
+                    f"a worker could not load {self._pool.function} within {limit_s:g} s"
+                )
             self._pool.stats.killed += 1
             self._retire("timeout", f"it ran for longer than {limit_s:g} s")
             self._kill_group()
@@ -286,7 +304,10 @@ class _Worker(asyncio.SubprocessProtocol):
         if self._watchdog:
             self._watchdog.cancel()
         if reason and self.samples:
-            self._pool.settle(self.samples.popleft(), Reply(self._loop.time() - self._due_since, None, reason, detail))
+            self._pool.settle(
+                self.samples.popleft(),
+                Reply(self._loop.time() - self._due_since, None, reason, detail),
+            )
         self._pool.retire(self, list(self.samples))
         self.samples.clear()
 

@@ -43,7 +43,9 @@ async def program_reward(completion: str, answer: str) -> float:
         return await run_python(code, stdin, Limits(left, tests.memory_mb)) if left > 0 else None
 
     if tests.tests:
-        passed = secrets.token_hex(16)  # printed at the very end, so that a program that exits early has not passed
+        passed = secrets.token_hex(
+            16
+        )  # printed at the very end, so that a program that exits early has not passed
         outcome = await run(f"{program}\n\n{tests.tests}\n\nprint({passed!r})\n")
         if not (outcome and outcome.ok and outcome.stdout.rstrip().endswith(passed)):
             return 0.0
@@ -65,11 +67,15 @@ def parse_tests(answer: str) -> Tests:
         try:
             tests = msgspec.json.decode(answer, type=Tests)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"the answer is not a test: {error}; it begins {answer[:100]!r}") from error
+            raise ValueError(
+                f"the answer is not a test: {error}; it begins {answer[:100]!r}"
+            ) from error
     else:
         tests = Tests(tests=answer)
     if len(tests.inputs) != len(tests.outputs) or not (tests.inputs or tests.tests.strip()):
-        raise ValueError(f"the answer has {len(tests.inputs)} inputs, {len(tests.outputs)} outputs and no more tests: {answer[:100]!r}")
+        raise ValueError(
+            f"the answer has {len(tests.inputs)} inputs, {len(tests.outputs)} outputs and no more tests: {answer[:100]!r}"
+        )
     return tests
 
 

@@ -31,7 +31,16 @@ from areal_lite.rewards.confine import READY
 
 _START_TIMEOUT_S = 30.0
 _CONFINE = Path(__file__).with_name("confine.py")
-_SYSTEM_FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/urandom", "/dev/zero")
+_SYSTEM_FILES = (
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/etc/ld.so.cache",
+    "/usr/share/zoneinfo",
+    "/dev/urandom",
+    "/dev/zero",
+)
 
 
 class SandboxError(RuntimeError):
@@ -69,9 +78,23 @@ async def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> O
     try:
         (scratch / "program.py").write_bytes(code.encode(errors="replace"))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_CONFINE), json.dumps(_settings(limits))),
+            *(
+                sys.executable,
+                "-I",
+                "-S",
+                "-B",
+                "-X",
+                "utf8",
+                str(_CONFINE),
+                json.dumps(_settings(limits)),
+            ),
             cwd=scratch,
-            env={"HOME": str(scratch), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                "HOME": str(scratch),
+                "TMPDIR": str(scratch),
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -82,7 +105,9 @@ async def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> O
             with suppress(ProcessLookupError):
                 process.kill()
             process.stdin.close()
-            await asyncio.gather(process.stdout.read(), process.stderr.read())  # asyncio waits for the end of pipes, also of full ones
+            await asyncio.gather(
+                process.stdout.read(), process.stderr.read()
+            )  # asyncio waits for the end of pipes, also of full ones
             await process.wait()
     finally:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
@@ -110,7 +135,9 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
         for task in (feeding, *readers):
             task.cancel()
         await asyncio.wait((feeding, *readers))
-    texts = (bytes(data[: limits.output_bytes]).decode(errors="replace") for data in (stdout, stderr))
+    texts = (
+        bytes(data[: limits.output_bytes]).decode(errors="replace") for data in (stdout, stderr)
+    )
     return Outcome(ended, status, *texts, time.monotonic() - started)
 
 
@@ -119,7 +146,8 @@ async def _wait_ready(process: asyncio.subprocess.Process) -> None:
         async with asyncio.timeout(_START_TIMEOUT_S):
             if await process.stdout.read(1) != READY:
                 raise SandboxError(
-                    (await process.stderr.read()).decode(errors="replace").strip() or "sandbox: it ended before the program began"
+                    (await process.stderr.read()).decode(errors="replace").strip()
+                    or "sandbox: it ended before the program began"
                 )
     except TimeoutError:
         raise SandboxError(f"sandbox: not ready within {_START_TIMEOUT_S:g} s") from None
@@ -154,5 +182,6 @@ def _settings(limits: Limits) -> dict:
         "packages": packages,
         "memory_bytes": limits.memory_mb << 20,
         "file_bytes": limits.file_mb << 20,
-        "cpu_s": int(limits.time_s) + 2,  # a process that does not wait is stopped even if we cannot do it
+        "cpu_s": int(limits.time_s)
+        + 2,  # a process that does not wait is stopped even if we cannot do it
     }

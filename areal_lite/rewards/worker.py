@@ -48,7 +48,9 @@ def load_function(name: str) -> RewardFunction:
     """The reward function called `module:callable`. Raises ValueError that says what is wrong with it."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise ValueError(f"reward.function={name} must be module:callable, such as areal_lite.rewards.gsm8k:gsm8k_reward")
+        raise ValueError(
+            f"reward.function={name} must be module:callable, such as areal_lite.rewards.gsm8k:gsm8k_reward"
+        )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -59,7 +61,9 @@ def load_function(name: str) -> RewardFunction:
     try:
         inspect.signature(function).bind("completion", "answer")
     except TypeError as error:
-        raise ValueError(f"reward.function={name} is called as f(completion, answer): {error}") from None
+        raise ValueError(
+            f"reward.function={name} is called as f(completion, answer): {error}"
+        ) from None
     return function
 
 
@@ -88,7 +92,9 @@ def execute(function: RewardFunction, request: Request, loop: asyncio.Runner) ->
         if inspect.iscoroutine(reward):
             reward = loop.run(reward)
     except (Exception, SystemExit) as error:
-        detail = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()  # it may quote half a character
+        detail = (
+            f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
+        )  # it may quote half a character
         return Reply(time.perf_counter() - started, None, "exception", detail)
     seconds = time.perf_counter() - started
     if not isinstance(reward, Real) or not math.isfinite(reward):
@@ -109,7 +115,9 @@ def main() -> None:
         return
     _write(replies, Ready())
     decoder, buffer = msgspec.msgpack.Decoder(Request), bytearray()
-    with asyncio.Runner() as loop:  # one for all samples, so that an async function may keep its connections
+    with (
+        asyncio.Runner() as loop
+    ):  # one for all samples, so that an async function may keep its connections
         while received := os.read(requests, 1 << 20):
             buffer += received
             for body in take_frames(buffer):

@@ -25,7 +25,17 @@ from areal_lite.buffer.queue import Deal, GroupQueue
 from areal_lite.buffer.replay import ReplayBuffer
 from areal_lite.buffer.stats import batch_stats
 from areal_lite.buffer.store import STORE_FILE, Store, StoreThread
-from areal_lite.buffer.wire import Answer, Batch, BeginPush, Evaluate, Finish, Pushed, Request, WireServer, run_until
+from areal_lite.buffer.wire import (
+    Answer,
+    Batch,
+    BeginPush,
+    Evaluate,
+    Finish,
+    Pushed,
+    Request,
+    WireServer,
+    run_until,
+)
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
@@ -42,7 +52,13 @@ from areal_lite.rollout.server import LOOPBACK, NODE, ServerInfo, announced, con
 from areal_lite.trajectory import Group
 
 log = logging.getLogger(__name__)
-_COUNTS = ("dropped_groups", "empty_groups", "lost_members", "workflow_failures", "reward_failures")  # of the dispatcher, in metrics and totals
+_COUNTS = (
+    "dropped_groups",
+    "empty_groups",
+    "lost_members",
+    "workflow_failures",
+    "reward_failures",
+)  # of the dispatcher, in metrics and totals
 _REPORT_EVERY_S = 10.0
 _LOOK_EVERY_S = 0.5
 
@@ -69,7 +85,9 @@ class Controller:
         self.config, self.parts, self._client = config, parts, client
         self.version = 0
         self._changed = asyncio.Event()
-        self.fleet = Fleet(client, announced, self._notify, condemn, config.server.health_interval_s)
+        self.fleet = Fleet(
+            client, announced, self._notify, condemn, config.server.health_interval_s
+        )
         self.queue = _queue(config)
         self.dispatcher = Dispatcher(config, parts, self.fleet, self._deliver)
         self.drained = 0
@@ -131,7 +149,9 @@ class Controller:
     async def _batch(self, request: Batch) -> Answer:
         step, rank, world = request.step, request.rank, request.world
         if step < self.version:
-            raise ValueError(f"{request} was asked for, but version {self.version} was pushed already")
+            raise ValueError(
+                f"{request} was asked for, but version {self.version} was pushed already"
+            )
         if not 0 <= rank < world:
             raise ValueError(f"{request}: there is no such rank")
         if step not in self._deals:
@@ -144,12 +164,16 @@ class Controller:
         if request.catch_ups < self._catch_ups:
             return {}, ()
         try:
-            dealt = await asyncio.shield(task)  # the deal belongs to all ranks: one that goes away must not cancel it
+            dealt = await asyncio.shield(
+                task
+            )  # the deal belongs to all ranks: one that goes away must not cancel it
         except (ValueError, RuntimeError):
             self._deals.pop(step, None)  # whoever asks next may have more luck
             raise
         if len(dealt.deal.shards) != world:
-            raise ValueError(f"{request}, but that batch was dealt to {len(dealt.deal.shards)} ranks already")
+            raise ValueError(
+                f"{request}, but that batch was dealt to {len(dealt.deal.shards)} ranks already"
+            )
         return dealt.info, dealt.deal.shards[rank].to_frames()
 
     async def _deal(self, step: int, world: int) -> _Dealt:
@@ -157,15 +181,21 @@ class Controller:
         started = self.parts.clock()
         while step >= self.version:
             changed = self._changed
-            if step == self.version:  # a rank may ask for the next batch before rank 0 has said that the push is over
+            if (
+                step == self.version
+            ):  # a rank may ask for the next batch before rank 0 has said that the push is over
                 for group in self.queue.drop_overdue(self.version):
                     await self.dispatcher.drop(group, f"overdue at step {step}")
                 ripe = not self.config.buffer.fixed_lag or self.dispatcher.staleness.settled
-                if ripe and (deal := self.queue.take(self.config.trainer.batch_groups, self.version, world)):
+                if ripe and (
+                    deal := self.queue.take(self.config.trainer.batch_groups, self.version, world)
+                ):
                     return _Dealt(deal, self._info(deal, step, started))
                 self._ask_to_catch_up()
             await changed.wait()
-        raise ValueError(f"version {self.version} was pushed before the batch of step {step} was complete")
+        raise ValueError(
+            f"version {self.version} was pushed before the batch of step {step} was complete"
+        )
 
     def _ask_to_catch_up(self) -> None:
         """The trainer has nothing to do but to wait: let it push its version to the servers that came after its last push."""
@@ -210,23 +240,33 @@ class Controller:
     async def _pushed(self, request: Pushed) -> dict[str, Any]:
         version = request.version
         if not self._pushing or version < self.version:
-            raise ValueError(f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})")
+            raise ValueError(
+                f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})"
+            )
         self.version = version
         self.fleet.resume(version, request.failed)
         self._pushing = self._catching_up = False
         self.dispatcher.bump(version)
         self._notify()
         for step in [step for step, task in self._deals.items() if step < version and task.done()]:
-            await self.parts.store.submit(Store.use, self._deals.pop(step).result().deal.tickets, step)
+            await self.parts.store.submit(
+                Store.use, self._deals.pop(step).result().deal.tickets, step
+            )
         return {}
 
     async def _evaluate(self, version: int) -> dict[str, Any]:
         """Raises RuntimeError when it cannot come to an end: after the last step nobody brings the weights to a server that comes back."""
-        evaluating = asyncio.ensure_future(evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version))
+        evaluating = asyncio.ensure_future(
+            evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version)
+        )
         try:
             while not evaluating.done():
                 await asyncio.wait([evaluating], timeout=_LOOK_EVERY_S)
-                if self.version == self.config.trainer.steps and self.fleet.stranded and not evaluating.done():
+                if (
+                    self.version == self.config.trainer.steps
+                    and self.fleet.stranded
+                    and not evaluating.done()
+                ):
                     raise RuntimeError(
                         f"the evaluation at version {version} is lost: no server is left that has the last weights"
                         f"{f' ({self.fleet.last_failure})' if self.fleet.last_failure else ''}, and after the last step they are pushed to no other. "
@@ -251,7 +291,9 @@ class Controller:
             "aborts": self.fleet.counts["aborts"],
             "retries": self.fleet.counts["retries"],
             "drained": self.drained,
-            "dropped_by_length": {str(length): n for length, n in sorted(self.queue.dropped_by_length.items())},
+            "dropped_by_length": {
+                str(length): n for length, n in sorted(self.queue.dropped_by_length.items())
+            },
             **{name: counts[name] for name in _COUNTS},
             "filtered": dict(self.dispatcher.filtered),
             "retired_prompts": self.dispatcher.retired,
@@ -310,7 +352,9 @@ async def serve(run_dir: Path) -> None:
     store = StoreThread(books)
     client = SGLangClient(config.server.health_timeout_s)
     parts = Parts(prompts, eval_prompts, tokenizer, rewards, store, time.time, eval_sets)
-    controller = Controller(config, parts, client, lambda: announced(run_dir), partial(condemn, run_dir))
+    controller = Controller(
+        config, parts, client, lambda: announced(run_dir), partial(condemn, run_dir)
+    )
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
     wire = WireServer(run_dir, controller.handle, host)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
@@ -339,7 +383,9 @@ def main() -> int:
     die_with_parent()
     # Thousands of requests in flight are many live objects: looking through them again and again costs a third of the time and long pauses.
     gc.set_threshold(100_000, 20, 50)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         uvloop.run(serve(Path(sys.argv[1])))
     except (ValueError, RuntimeError) as error:

@@ -23,12 +23,22 @@ from areal_lite.rollout.filters import SolveRates, first_reason, load_filters
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import Client, SamplingParams, ServerFailed
 from areal_lite.rollout.staleness import Staleness
-from areal_lite.rollout.workflow import Episode, Place, WorkflowFailed, load_workflow, play, running, sampled_turns
+from areal_lite.rollout.workflow import (
+    Episode,
+    Place,
+    WorkflowFailed,
+    load_workflow,
+    play,
+    running,
+    sampled_turns,
+)
 from areal_lite.trajectory import Group, Trajectory
 
 log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0  # at the servers' loads
-_LEAST_FILTERED_IN_A_ROW = 500  # before a run is given up: one useful group in a hundred is still found by then
+_LEAST_FILTERED_IN_A_ROW = (
+    500  # before a run is given up: one useful group in a hundred is still found by then
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +61,18 @@ class Dispatcher:
     dropped_groups. `filtered`: groups of the whole run by reason.
     """
 
-    def __init__(self, config: TrainConfig, parts: Parts, fleet: Fleet, deliver: Callable[[Group], None]):
+    def __init__(
+        self, config: TrainConfig, parts: Parts, fleet: Fleet, deliver: Callable[[Group], None]
+    ):
         self._rollout, self._on_failure = config.rollout, config.reward.on_failure
         self._parts, self._fleet, self._deliver = parts, fleet, deliver
-        self._params = SamplingParams(self._rollout.max_new_tokens, self._rollout.temperature, parts.tokenizer.eos_ids)
+        self._params = SamplingParams(
+            self._rollout.max_new_tokens, self._rollout.temperature, parts.tokenizer.eos_ids
+        )
         self._config, self.workflow = config, load_workflow(config.rollout)
-        self._sampler = PromptSampler(parts.prompts.num_prompts, config.data.seed, config.data.shuffle)
+        self._sampler = PromptSampler(
+            parts.prompts.num_prompts, config.data.seed, config.data.shuffle
+        )
         self._wake = asyncio.Event()
         self._filters = load_filters(self._rollout.filters, self._rollout.active_sampling)
         self._solve_rates = SolveRates(self._rollout.retire_above)
@@ -77,7 +93,9 @@ class Dispatcher:
             for index, rewards in store.rewards():
                 if self._solve_rates.note(index, rewards):
                     self._sampler.retire(index)
-        self._sampler.restore({**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back})
+        self._sampler.restore(
+            {**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
+        )
         self.counts["tickets"] = recovered.tickets
         self.filtered.update(recovered.filtered)
         self.staleness.recover(version, recovered.waiting)
@@ -93,13 +111,21 @@ class Dispatcher:
                 await self._wake.wait()
 
     def _has_room(self) -> bool:
-        fits = self.in_flight == 0 or self.in_flight + self._rollout.group_size <= self.concurrency.limit
+        fits = (
+            self.in_flight == 0
+            or self.in_flight + self._rollout.group_size <= self.concurrency.limit
+        )
         return fits and self.staleness.can_admit() and not self._sampler.exhausted
 
     def _fail_if_exhausted(self) -> None:
         """What waits for the trainer is used first."""
         staleness = self.staleness
-        if self._sampler.exhausted and staleness.can_admit() and not staleness.running and staleness.waiting < self._batch_groups:
+        if (
+            self._sampler.exhausted
+            and staleness.can_admit()
+            and not staleness.running
+            and staleness.waiting < self._batch_groups
+        ):
             raise RuntimeError(
                 f"the data set is exhausted at version {staleness.version}: all {self.retired} prompts are retired, solved in more than "
                 f"rollout.retire_above={self._rollout.retire_above} of their last groups, and {staleness.waiting} groups wait for a batch "
@@ -126,11 +152,18 @@ class Dispatcher:
     async def _group(self, group_id: int, index: int, drawn: int) -> None:
         size, parts = self._rollout.group_size, self._parts
         prompt = parts.prompts[index]
-        await parts.store.submit(Store.admit, group_id, prompt.prompt_id, index, drawn, size, parts.clock())
+        await parts.store.submit(
+            Store.admit, group_id, prompt.prompt_id, index, drawn, size, parts.clock()
+        )
         server = await self._fleet.reserve(size)
-        places = [Place(self._fleet, self._params, parts.tokenizer, f"{group_id}-{member}", server) for member in range(size)]
+        places = [
+            Place(self._fleet, self._params, parts.tokenizer, f"{group_id}-{member}", server)
+            for member in range(size)
+        ]
         episodes = [
-            Episode(prompt, member, group_id, parts.tokenizer, self._params, parts.clock, place.complete)
+            Episode(
+                prompt, member, group_id, parts.tokenizer, self._params, parts.clock, place.complete
+            )
             for member, place in enumerate(places)
         ]
         members = await asyncio.gather(*map(self._member, episodes, play(self.workflow, episodes)))
@@ -143,7 +176,9 @@ class Dispatcher:
             await self._discard_empty(group_id, index, reasons[0])
             return
         self._empty_in_a_row = 0
-        group = Group(group_id, prompt.prompt_id, size, [trajectory for trajectory, _ in survivors], index)
+        group = Group(
+            group_id, prompt.prompt_id, size, [trajectory for trajectory, _ in survivors], index
+        )
         record = self._rollout.record_text
         texts = [(prompt.text, text) if record else (None, None) for _, text in survivors]
         if self._solve_rates.retires(index, group):
@@ -170,7 +205,9 @@ class Dispatcher:
             )
         self.staleness.reject()
 
-    async def _member(self, episode: Episode, playing: Awaitable[Trajectory]) -> tuple[Trajectory, str] | str:
+    async def _member(
+        self, episode: Episode, playing: Awaitable[Trajectory]
+    ) -> tuple[Trajectory, str] | str:
         """A scored trajectory and the text that followed its prompt, or why it was lost."""
         prompt, decode = episode.prompt, self._parts.tokenizer.decode
         try:
@@ -182,7 +219,9 @@ class Dispatcher:
                 trajectory.reward = await self._parts.rewards.score(last, prompt.answer)
         except WorkflowFailed as error:
             self.counts["workflow_failures"] += 1
-            log.warning("no trajectory for %s, member %d: %s", prompt.prompt_id, episode.member, error)
+            log.warning(
+                "no trajectory for %s, member %d: %s", prompt.prompt_id, episode.member, error
+            )
             return str(error)
         except RewardError as error:
             self.counts["reward_failures"] += 1
@@ -199,7 +238,9 @@ class Dispatcher:
         self.counts["empty_groups"] += 1
         self._empty_in_a_row += 1
         if self._empty_in_a_row > 2 * self._batch_groups:
-            raise RuntimeError(f"{self._empty_in_a_row} groups in a row lost all their members; the last one: {reason}")
+            raise RuntimeError(
+                f"{self._empty_in_a_row} groups in a row lost all their members; the last one: {reason}"
+            )
         await self._give_back(group_id, index, f"empty: {reason}")
         self.staleness.reject()
 
@@ -224,7 +265,9 @@ class Dispatcher:
             for error in loads:
                 if isinstance(error, BaseException) and not isinstance(error, ServerFailed):
                     raise error
-            if not any(isinstance(load, ServerFailed) for load in loads):  # whether it has failed is the fleet's to say
+            if not any(
+                isinstance(load, ServerFailed) for load in loads
+            ):  # whether it has failed is the fleet's to say
                 self.concurrency.observe(loads, self.in_flight)
                 self._wake.set()
 

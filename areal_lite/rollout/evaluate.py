@@ -14,7 +14,14 @@ from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.dispatch import Parts
 from areal_lite.rollout.fleet import Fleet
 from areal_lite.rollout.generate import SamplingParams
-from areal_lite.rollout.workflow import Episode, Place, Workflow, WorkflowFailed, play, sampled_turns
+from areal_lite.rollout.workflow import (
+    Episode,
+    Place,
+    Workflow,
+    WorkflowFailed,
+    play,
+    sampled_turns,
+)
 
 
 @dataclass(slots=True)
@@ -55,7 +62,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 async def score_problems(
-    rollout: RolloutConfig, parts: Parts, fleet: Fleet, workflow: Workflow, problems: int, samples: int, name: str
+    rollout: RolloutConfig,
+    parts: Parts,
+    fleet: Fleet,
+    workflow: Workflow,
+    problems: int,
+    samples: int,
+    name: str,
 ) -> Scores:
     """One greedy and `samples` sampled trajectories (at rollout.temperature) of each of the first `problems` held-out problems.
 
@@ -72,8 +85,27 @@ async def score_problems(
         prompt = parts.eval_prompts[index]
         try:
             async with limit:
-                place = Place(fleet, params, parts.tokenizer, f"{name}-{index}-{sample}", await fleet.reserve(1))
-                (playing,) = play(workflow, [Episode(prompt, sample, index, parts.tokenizer, params, parts.clock, place.complete)])
+                place = Place(
+                    fleet,
+                    params,
+                    parts.tokenizer,
+                    f"{name}-{index}-{sample}",
+                    await fleet.reserve(1),
+                )
+                (playing,) = play(
+                    workflow,
+                    [
+                        Episode(
+                            prompt,
+                            sample,
+                            index,
+                            parts.tokenizer,
+                            params,
+                            parts.clock,
+                            place.complete,
+                        )
+                    ],
+                )
                 try:
                     trajectory = await playing
                 finally:
@@ -81,7 +113,10 @@ async def score_problems(
             versions.update(trajectory.versions[trajectory.loss_mask].tolist())
             if trajectory.reward is not None:
                 return trajectory.reward
-            return await parts.rewards.score(parts.tokenizer.decode(trajectory.tokens[sampled_turns(trajectory)[-1]]), prompt.answer)
+            return await parts.rewards.score(
+                parts.tokenizer.decode(trajectory.tokens[sampled_turns(trajectory)[-1]]),
+                prompt.answer,
+            )
         except (WorkflowFailed, RewardError):
             failures += 1
             return 0.0
@@ -89,12 +124,20 @@ async def score_problems(
     available = parts.eval_prompts.num_prompts
     problems = problems if available is None else min(problems, available)
     if not problems:
-        raise ValueError("there are no held-out problems to evaluate on: set eval.problems=0, or give a data set that has some")
-    rewards = await asyncio.gather(*(one(i, s, params) for i in range(problems) for s, params in enumerate(runs)))
-    return Scores(np.array(rewards, np.float64).reshape(problems, len(runs)), sorted(versions), failures)
+        raise ValueError(
+            "there are no held-out problems to evaluate on: set eval.problems=0, or give a data set that has some"
+        )
+    rewards = await asyncio.gather(
+        *(one(i, s, params) for i in range(problems) for s, params in enumerate(runs))
+    )
+    return Scores(
+        np.array(rewards, np.float64).reshape(problems, len(runs)), sorted(versions), failures
+    )
 
 
-async def evaluate(config: TrainConfig, parts: Parts, fleet: Fleet, workflow: Workflow, version: int) -> dict[str, Any]:
+async def evaluate(
+    config: TrainConfig, parts: Parts, fleet: Fleet, workflow: Workflow, version: int
+) -> dict[str, Any]:
     """One line of evals.jsonl: what `_facts` says of the held-out problems, and under `sets` of each of `eval.sets`, one after the other.
 
     `version` is the trainer's when it was asked for; `versions` are those that really answered.
@@ -103,7 +146,9 @@ async def evaluate(config: TrainConfig, parts: Parts, fleet: Fleet, workflow: Wo
     found = {}
     for name, prompts in {"": parts.eval_prompts, **parts.eval_sets}.items():
         asked, rid = replace(parts, eval_prompts=prompts), f"eval{version}{name}"
-        scores = await score_problems(config.rollout, asked, fleet, workflow, config.eval.problems, config.eval.samples, rid)
+        scores = await score_problems(
+            config.rollout, asked, fleet, workflow, config.eval.problems, config.eval.samples, rid
+        )
         found[name] = _facts(scores)
     line = {"name": config.data.source, "version": version, **found.pop("")}
     return line | ({"sets": found} if found else {}) | {"seconds": parts.clock() - started}

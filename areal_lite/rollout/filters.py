@@ -26,7 +26,9 @@ def zero_variance(group: Group) -> str | None:
 
 def load_filters(names: Sequence[str], active_sampling: bool) -> list[Filter]:
     """The functions behind `names`. Raises ValueError that says which one cannot be used and why."""
-    return [zero_variance] * active_sampling + [load_object("rollout.filters", name) for name in names]
+    return [zero_variance] * active_sampling + [
+        load_object("rollout.filters", name) for name in names
+    ]
 
 
 def first_reason(filters: Sequence[Filter], group: Group) -> str | None:

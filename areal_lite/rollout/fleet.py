@@ -17,7 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.rollout.generate import Client, Completion, NotReady, Piece, SamplingParams, ServerFailed, generate
+from areal_lite.rollout.generate import (
+    Client,
+    Completion,
+    NotReady,
+    Piece,
+    SamplingParams,
+    ServerFailed,
+    generate,
+)
 from areal_lite.rollout.router import Router
 from areal_lite.rollout.server import ServerInfo
 
@@ -38,7 +46,12 @@ class Fleet:
         condemn: Callable[[ServerInfo, str], None] = lambda server, reason: None,
         health_interval_s: float = 5.0,
     ):
-        self._client, self._announced, self._on_change, self._condemn = client, announced, on_change, condemn
+        self._client, self._announced, self._on_change, self._condemn = (
+            client,
+            announced,
+            on_change,
+            condemn,
+        )
         self._health_interval_s = health_interval_s
         self.router = Router()
         self.in_flight = 0  # requests
@@ -46,7 +59,9 @@ class Fleet:
         self.last_failure: ServerFailed | None = None
         self._waiting = 0  # calls of `reserve`
         self._requests: defaultdict[ServerInfo, set[asyncio.Future[Piece]]] = defaultdict(set)
-        self._prefixes: Counter[tuple[ServerInfo, bytes]] = Counter()  # completions in the making, by where and of which prompt
+        self._prefixes: Counter[tuple[ServerInfo, bytes]] = (
+            Counter()
+        )  # completions in the making, by where and of which prompt
         self._pushing: list[ServerInfo] = []
         self._pushes = 0  # begun and ended
         self._resume = asyncio.Event()
@@ -54,7 +69,9 @@ class Fleet:
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._run = secrets.token_hex(4)  # request ids must not meet those of an earlier controller on the same servers
+        self._run = secrets.token_hex(
+            4
+        )  # request ids must not meet those of an earlier controller on the same servers
 
     @property
     def version(self) -> int:
@@ -91,7 +108,13 @@ class Fleet:
             log.info("server %s (%s) joined at version %d", server.name, server.url, self.version)
             self._ready.set()
         else:
-            log.info("server %s (%s) has version %d, not %d: it waits for the next push", server.name, server.url, version, self.version)
+            log.info(
+                "server %s (%s) has version %d, not %d: it waits for the next push",
+                server.name,
+                server.url,
+                version,
+                self.version,
+            )
         self._on_change()
 
     async def _check(self, server: ServerInfo) -> None:
@@ -117,7 +140,9 @@ class Fleet:
         self.router.load[server.name] += count
         return server
 
-    async def complete(self, prompt: np.ndarray, params: SamplingParams, rid: str, server: ServerInfo) -> Completion:
+    async def complete(
+        self, prompt: np.ndarray, params: SamplingParams, rid: str, server: ServerInfo
+    ) -> Completion:
         """A finished completion of `prompt`, begun on `server`, on which the caller has reserved a place: it is given back.
 
         If it has to move, it goes to where others of its group are.
@@ -126,7 +151,15 @@ class Fleet:
         while True:
             self._prefixes[server, prefix] += 1
             try:
-                return await generate(self._request, server, prompt, params, f"{self._run}-{rid}", completion, self._resume)
+                return await generate(
+                    self._request,
+                    server,
+                    prompt,
+                    params,
+                    f"{self._run}-{rid}",
+                    completion,
+                    self._resume,
+                )
             except NotReady:
                 self.counts["retries"] += 1
             except ServerFailed as error:
@@ -137,9 +170,13 @@ class Fleet:
                 self._prefixes[server, prefix] -= 1
                 if not self._prefixes[server, prefix]:
                     del self._prefixes[server, prefix]
-            server = await self.reserve(1, [s for s in self.router.servers.values() if self._prefixes[s, prefix]])
+            server = await self.reserve(
+                1, [s for s in self.router.servers.values() if self._prefixes[s, prefix]]
+            )
 
-    async def _request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str) -> Piece:
+    async def _request(
+        self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str
+    ) -> Piece:
         if not self.router.works(server):
             raise NotReady(server, "was withdrawn or has other weights than the trainer")
         self.counts["requests"] += 1
@@ -149,7 +186,9 @@ class Fleet:
             # A prefix that an older version computed must not serve this request: after a push in_place the cache still holds them. One
             # that a push in_place finds in the server's queue begins under the new weights, and over what the old ones have cached.
             version = self.version
-            piece = await self._unless_failed(server, self._client.request(server, input_ids, params, rid, str(version)))
+            piece = await self._unless_failed(
+                server, self._client.request(server, input_ids, params, rid, str(version))
+            )
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -181,7 +220,11 @@ class Fleet:
         for request in self._requests.pop(error.server, ()):
             request.cancel()
         self._condemn(error.server, str(error))
-        log.error("%s: left out until it is announced again; %d servers are left", error, len(self.router.servers))
+        log.error(
+            "%s: left out until it is announced again; %d servers are left",
+            error,
+            len(self.router.servers),
+        )
         self._on_change()
 
     def hold(self) -> None:
@@ -215,7 +258,10 @@ class Fleet:
 
     async def abort_all(self) -> None:
         """End what runs on the servers, as the run is over; one that is gone already is as good."""
-        results = await asyncio.gather(*(self._client.abort_all(s) for s in self.router.servers.values()), return_exceptions=True)
+        results = await asyncio.gather(
+            *(self._client.abort_all(s) for s in self.router.servers.values()),
+            return_exceptions=True,
+        )
         for error in results:
             if isinstance(error, BaseException) and not isinstance(error, ServerFailed):
                 raise error

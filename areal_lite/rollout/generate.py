@@ -47,9 +47,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"rollout.max_new_tokens is {self.max_new_tokens}: it must be at least 1")
+            raise ValueError(
+                f"rollout.max_new_tokens is {self.max_new_tokens}: it must be at least 1"
+            )
         if self.temperature < 0:
-            raise ValueError(f"rollout.temperature is {self.temperature}: it must be 0 (greedy) or more")
+            raise ValueError(
+                f"rollout.temperature is {self.temperature}: it must be 0 (greedy) or more"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,14 @@ class Completion:
 class Client(Protocol):
     """One request to one server. SGLangClient is the real one; a simulator brings its own."""
 
-    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str, cache_key: str) -> Piece:
+    async def request(
+        self,
+        server: ServerInfo,
+        input_ids: np.ndarray,
+        params: SamplingParams,
+        rid: str,
+        cache_key: str,
+    ) -> Piece:
         """Requests share cached prefixes only with those of the same `cache_key`.
 
         Raises ServerFailed, or ValueError when the server refuses the request itself."""
@@ -116,7 +127,13 @@ Request = Callable[[ServerInfo, np.ndarray, SamplingParams, str], Awaitable[Piec
 
 
 async def generate(
-    request: Request, server: ServerInfo, prompt: np.ndarray, params: SamplingParams, rid: str, so_far: Completion, resume: asyncio.Event
+    request: Request,
+    server: ServerInfo,
+    prompt: np.ndarray,
+    params: SamplingParams,
+    rid: str,
+    so_far: Completion,
+    resume: asyncio.Event,
 ) -> Completion:
     """Continue `so_far` on `server` to its end, and return it. On ServerFailed it holds what is known: call again with another server.
 
@@ -126,18 +143,26 @@ async def generate(
     """
     barren = 0
     while so_far.finish_reason == "abort":
-        while not resume.is_set():  # again: it may have been cleared between our being woken and our turn
+        while (
+            not resume.is_set()
+        ):  # again: it may have been cleared between our being woken and our turn
             await resume.wait()
         tokens = so_far.tokens
-        left = SamplingParams(params.max_new_tokens - len(tokens), params.temperature, params.stop_token_ids)
+        left = SamplingParams(
+            params.max_new_tokens - len(tokens), params.temperature, params.stop_token_ids
+        )
         so_far.requests += 1
-        piece = await request(server, np.concatenate([prompt, tokens]), left, f"{rid}-{so_far.requests}")
+        piece = await request(
+            server, np.concatenate([prompt, tokens]), left, f"{rid}-{so_far.requests}"
+        )
         if len(piece.tokens):
             so_far.pieces.append(piece)
         so_far.finish_reason = _true_finish(piece, params.stop_token_ids, left.max_new_tokens)
         barren = barren + 1 if resume.is_set() and not len(piece.tokens) else 0
         if barren > 1:
-            raise ServerFailed(server, "aborts requests before their first token although nothing is interrupted")
+            raise ServerFailed(
+                server, "aborts requests before their first token although nothing is interrupted"
+            )
     return so_far
 
 
@@ -199,9 +224,13 @@ def parse_answer(raw: bytes) -> Piece:
     end = 0
     for span in spans:
         if span.start != end or span.end < span.start:
-            raise ValueError(f"weight version spans with a gap or overlap: {[(s.version, s.start, s.end) for s in spans]}")
+            raise ValueError(
+                f"weight version spans with a gap or overlap: {[(s.version, s.start, s.end) for s in spans]}"
+            )
         if not span.version.isdecimal():
-            raise ValueError(f"weight version {span.version!r} is not a step number: start the server with --weight-version 0")
+            raise ValueError(
+                f"weight version {span.version!r} is not a step number: start the server with --weight-version 0"
+            )
         versions[span.start : span.end] = int(span.version)
         end = span.end
     if end != count:
@@ -210,7 +239,9 @@ def parse_answer(raw: bytes) -> Piece:
         raise ValueError(f"unknown finish reason {meta.finish_reason.type!r}")
     return Piece(
         tokens=np.array([token for _, token, _ in meta.output_token_logprobs], np.int32),
-        logprobs=np.array([np.nan if p is None else p for p, _, _ in meta.output_token_logprobs], np.float32),  # JSON has no NaN
+        logprobs=np.array(
+            [np.nan if p is None else p for p, _, _ in meta.output_token_logprobs], np.float32
+        ),  # JSON has no NaN
         versions=versions,
         finish_reason=meta.finish_reason.type,
     )
@@ -228,12 +259,21 @@ class SGLangClient:
         self._timeout_s = timeout_s
         self._bounded = aiohttp.ClientTimeout(total=timeout_s)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+        )
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def request(self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str, cache_key: str) -> Piece:
+    async def request(
+        self,
+        server: ServerInfo,
+        input_ids: np.ndarray,
+        params: SamplingParams,
+        rid: str,
+        cache_key: str,
+    ) -> Piece:
         sampling = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
@@ -251,15 +291,23 @@ class SGLangClient:
         try:
             piece = parse_answer(raw)
         except (ValueError, msgspec.MsgspecError) as error:
-            raise ValueError(f"server {server.name} ({server.url}) answered request {rid} with {error}; it began {raw[:200]!r}") from error
+            raise ValueError(
+                f"server {server.name} ({server.url}) answered request {rid} with {error}; it began {raw[:200]!r}"
+            ) from error
         if len(piece.tokens) > params.max_new_tokens:
-            raise ValueError(f"server {server.name}: {len(piece.tokens)} tokens for request {rid}, asked for {params.max_new_tokens}")
+            raise ValueError(
+                f"server {server.name}: {len(piece.tokens)} tokens for request {rid}, asked for {params.max_new_tokens}"
+            )
         return piece
 
     async def weight_version(self, server: ServerInfo) -> int:
-        version = msgspec.json.decode(await self._call("GET", server, "/model_info", timeout=self._bounded))["weight_version"]
+        version = msgspec.json.decode(
+            await self._call("GET", server, "/model_info", timeout=self._bounded)
+        )["weight_version"]
         if not version.isdecimal():
-            raise ValueError(f"server {server.name}: weight version {version!r} is not a step number: start it with --weight-version 0")
+            raise ValueError(
+                f"server {server.name}: weight version {version!r} is not a step number: start it with --weight-version 0"
+            )
         return int(version)
 
     async def check(self, server: ServerInfo) -> None:
@@ -268,14 +316,21 @@ class SGLangClient:
         await self._call("GET", server, "/server_info", timeout=self._bounded)
 
     async def load(self, server: ServerInfo) -> Load:
-        (load,) = _LOADS.decode(await self._call("GET", server, "/v1/loads?include=core", timeout=self._bounded)).loads
+        (load,) = _LOADS.decode(
+            await self._call("GET", server, "/v1/loads?include=core", timeout=self._bounded)
+        ).loads
         return Load(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
 
     async def abort_all(self, server: ServerInfo) -> None:
         await self._call("POST", server, "/abort_request", {"abort_all": True}, self._bounded)
 
     async def _call(
-        self, method: str, server: ServerInfo, path: str, body: dict[str, Any] | None = None, timeout: aiohttp.ClientTimeout | None = None
+        self,
+        method: str,
+        server: ServerInfo,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: aiohttp.ClientTimeout | None = None,
     ) -> bytes:
         headers = {"Content-Type": "application/json"}
         if server.api_key:
@@ -283,15 +338,25 @@ class SGLangClient:
         data = msgspec.json.encode(body) if body is not None else None
         try:
             async with self._session.request(
-                method, server.url + path, data=data, headers=headers, timeout=timeout or self._session.timeout
+                method,
+                server.url + path,
+                data=data,
+                headers=headers,
+                timeout=timeout or self._session.timeout,
             ) as response:
                 raw = await response.read()
         except TimeoutError as error:
-            raise ServerFailed(server, f"no answer to {path} within {self._timeout_s:g} s") from error
+            raise ServerFailed(
+                server, f"no answer to {path} within {self._timeout_s:g} s"
+            ) from error
         except aiohttp.ClientError as error:
             raise ServerFailed(server, f"{path}: {type(error).__name__} {error}") from error
         if response.status >= 500:
-            raise ServerFailed(server, f"{path} answered {response.status}: {raw[:300].decode(errors='replace')}")
+            raise ServerFailed(
+                server, f"{path} answered {response.status}: {raw[:300].decode(errors='replace')}"
+            )
         if response.status != 200:
-            raise ValueError(f"server {server.name} refused {path} with {response.status}: {raw[:300].decode(errors='replace')}")
+            raise ValueError(
+                f"server {server.name} refused {path} with {response.status}: {raw[:300].decode(errors='replace')}"
+            )
         return raw

@@ -35,7 +35,14 @@ log = logging.getLogger(__name__)
 MODEL = "policy"
 _LARGEST_REQUEST = 64 << 20
 _USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
-_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}  # they change nothing in the answer
+_IGNORED = {
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "safety_identifier",
+    "service_tier",
+}  # they change nothing in the answer
 _ONLY = {
     "n": 1, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "stream": False, "logprobs": False,
     "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
@@ -76,7 +83,10 @@ class Conversation:
             tools = body.get("tools") or []
             if self._messages and tools != self._tools:
                 raise Refused("tools must be the same in every request of an episode")
-            stop, budget = _stop(body.get("stop")), body.get("max_completion_tokens") or body.get("max_tokens")
+            stop, budget = (
+                _stop(body.get("stop")),
+                body.get("max_completion_tokens") or body.get("max_tokens"),
+            )
             try:
                 self._extend(new, tools)
                 self._answer = await self._sample(budget, stop, bool(tools))
@@ -104,7 +114,8 @@ class Conversation:
                 )
         if len(messages) <= known:
             raise Refused(
-                f"the conversation has {known} messages already, and none of the {len(messages)} given is new", "conversation_diverged"
+                f"the conversation has {known} messages already, and none of the {len(messages)} given is new",
+                "conversation_diverged",
             )
         return messages[known:]
 
@@ -114,7 +125,10 @@ class Conversation:
             self._transcript = Transcript(self.episode, tokenizer.chat(new, tools))
         elif not self._transcript.append(tokenizer.chat_after_answer(new)):
             self.truncated = True
-            raise Refused("the token budget of the episode (rollout.max_new_tokens) is used up", "context_length_exceeded")
+            raise Refused(
+                "the token budget of the episode (rollout.max_new_tokens) is used up",
+                "context_length_exceeded",
+            )
 
     async def _sample(self, budget: int | None, stop: list[str], has_tools: bool) -> dict[str, Any]:
         before = len(self._transcript.tokens)
@@ -123,15 +137,32 @@ class Conversation:
         text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
         message: Message = {"role": "assistant", "content": text}
         finish = self._transcript.finish_reason
-        if has_tools and (calls := [_tool_call(call) for call in parse_tool_calls(text) if not isinstance(call, str)]):
-            message, finish = {"role": "assistant", "content": without_tool_calls(text) or None, "tool_calls": calls}, "tool_calls"
+        if has_tools and (
+            calls := [
+                _tool_call(call) for call in parse_tool_calls(text) if not isinstance(call, str)
+            ]
+        ):
+            message, finish = (
+                {
+                    "role": "assistant",
+                    "content": without_tool_calls(text) or None,
+                    "tool_calls": calls,
+                },
+                "tool_calls",
+            )
         return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": MODEL,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish, "logprobs": None}],
-            "usage": {"prompt_tokens": before, "completion_tokens": after - before, "total_tokens": after},
+            "choices": [
+                {"index": 0, "message": message, "finish_reason": finish, "logprobs": None}
+            ],
+            "usage": {
+                "prompt_tokens": before,
+                "completion_tokens": after - before,
+                "total_tokens": after,
+            },
         }
 
 
@@ -166,12 +197,19 @@ class OpenAIEndpoint:
             del self._conversations[key]
 
     def _of(self, request: web.Request) -> Conversation | None:
-        return self._conversations.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        return self._conversations.get(
+            request.headers.get("Authorization", "").removeprefix("Bearer ")
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._of(request) is None:
             return _error(401, "no episode has this API key", "invalid_api_key")
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}]})
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}],
+            }
+        )
 
     async def _chat(self, request: web.Request) -> web.Response:
         conversation = self._of(request)
@@ -181,7 +219,11 @@ class OpenAIEndpoint:
             body = await request.json()
             if not isinstance(body, dict):
                 raise Refused("the request must be a JSON object", "invalid_json")
-            return web.json_response(await conversation.chat(body, request.headers.get("x-stainless-retry-count", "0") != "0"))
+            return web.json_response(
+                await conversation.chat(
+                    body, request.headers.get("x-stainless-retry-count", "0") != "0"
+                )
+            )
         except json.JSONDecodeError as error:
             return _error(400, f"not JSON: {error}", "invalid_json")
         except Refused as refusal:
@@ -189,19 +231,35 @@ class OpenAIEndpoint:
 
 
 def _error(status: int, message: str, code: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}, status=status)
+    return web.json_response(
+        {
+            "error": {
+                "message": message,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": code,
+            }
+        },
+        status=status,
+    )
 
 
 def _check(body: dict[str, Any], temperature: float) -> None:
     """Raises Refused for what would change the distribution that is sampled from, or that we do not do. None stands for not given."""
     for key, value in body.items():
-        if value is None or key in _USED | _IGNORED or (key == "temperature" and temperature == 0):  # greedy, in an evaluation
+        if (
+            value is None or key in _USED | _IGNORED or (key == "temperature" and temperature == 0)
+        ):  # greedy, in an evaluation
             continue
         if key not in _ONLY and key != "temperature":
             raise Refused(f"{key} is not supported")
         only = temperature if key == "temperature" else _ONLY[key]
         if value != only:
-            why = ", rollout.temperature: log-probs must be of the distribution sampled from" if key == "temperature" else ""
+            why = (
+                ", rollout.temperature: log-probs must be of the distribution sampled from"
+                if key == "temperature"
+                else ""
+            )
             raise Refused(f"{key}={value!r} must be {only!r}{why}")
     for key in ("max_tokens", "max_completion_tokens"):
         value = body.get(key)
@@ -212,13 +270,19 @@ def _check(body: dict[str, Any], temperature: float) -> None:
 def _stop(given: Any) -> list[str]:
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise Refused(f"stop={given!r} must be a text or a list of texts, none of them empty", "invalid_value")
+        raise Refused(
+            f"stop={given!r} must be a text or a list of texts, none of them empty", "invalid_value"
+        )
     return texts
 
 
 def _messages(given: Any) -> list[Message]:
     """Messages as the chat template takes them: content as one text, arguments of tool calls as objects. Raises Refused."""
-    if not isinstance(given, list) or not given or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
+    ):
         raise Refused("messages must be a list, not empty, of objects with a role", "invalid_value")
     return [_message(message) for message in given]
 
@@ -231,18 +295,25 @@ def _message(given: Message) -> Message:
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise Refused(f"content {content!r:.100} is not a text", "invalid_value")
-    message = {k: v for k, v in given.items() if k in ("role", "name", "tool_call_id") and v is not None} | {"content": content or ""}
+    message = {
+        k: v for k, v in given.items() if k in ("role", "name", "tool_call_id") and v is not None
+    } | {"content": content or ""}
     if calls := given.get("tool_calls"):
         try:
             message["tool_calls"] = [_for_template(call) for call in calls]
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise Refused(f"tool_calls {calls!r:.100} cannot be understood: {error!r}", "invalid_value") from error
+            raise Refused(
+                f"tool_calls {calls!r:.100} cannot be understood: {error!r}", "invalid_value"
+            ) from error
     return message
 
 
 def _for_template(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    return {**call, "function": {"name": function["name"], "arguments": json.loads(function["arguments"])}}
+    return {
+        **call,
+        "function": {"name": function["name"], "arguments": json.loads(function["arguments"])},
+    }
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -252,6 +323,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 def _same(some: list[Message], others: list[Message]) -> bool:
     def key(message: Message) -> tuple:
-        return message["role"], (message.get("content") or "").strip(), [call.get("id") for call in message.get("tool_calls") or ()]
+        return (
+            message["role"],
+            (message.get("content") or "").strip(),
+            [call.get("id") for call in message.get("tool_calls") or ()],
+        )
 
     return len(some) == len(others) and all(key(a) == key(b) for a, b in zip(some, others))

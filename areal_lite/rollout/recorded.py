@@ -20,7 +20,16 @@ from omegaconf import OmegaConf
 from areal_lite.buffer.queue import Deal, GroupQueue
 from areal_lite.buffer.stats import batch_stats
 from areal_lite.buffer.store import STORE_FILE, Store
-from areal_lite.buffer.wire import Answer, Batch, BeginPush, Finish, Pushed, Request, WireServer, run_until
+from areal_lite.buffer.wire import (
+    Answer,
+    Batch,
+    BeginPush,
+    Finish,
+    Pushed,
+    Request,
+    WireServer,
+    run_until,
+)
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.launch.process import die_with_parent
 
@@ -31,10 +40,14 @@ def bound_of(run_dir: Path) -> int:
     """`buffer.max_staleness` of a stored run. Raises ValueError if its batches cannot be made again."""
     path = run_dir / "config.yaml"
     if not path.is_file() or not (run_dir / STORE_FILE).is_file():
-        raise ValueError(f"debug_run={run_dir}: give the directory of a run, with its config.yaml and {STORE_FILE}")
+        raise ValueError(
+            f"debug_run={run_dir}: give the directory of a run, with its config.yaml and {STORE_FILE}"
+        )
     config = OmegaConf.load(path)
     if OmegaConf.select(config, "buffer.replay.capacity"):
-        raise ValueError(f"debug_run={run_dir}: its batches were drawn from a replay buffer, and draws are not stored")
+        raise ValueError(
+            f"debug_run={run_dir}: its batches were drawn from a replay buffer, and draws are not stored"
+        )
     return OmegaConf.select(config, "buffer.max_staleness")
 
 
@@ -60,15 +73,25 @@ class Recorded:
             case Pushed():
                 return {}, ()
             case Finish():
-                return {"tickets": self._store.counts(), "trajectories_lost": self._store.missing_trajectories(), "drained": 0}, ()
+                return {
+                    "tickets": self._store.counts(),
+                    "trajectories_lost": self._store.missing_trajectories(),
+                    "drained": 0,
+                }, ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
     def _dealt(self, step: int, world: int) -> Deal:
         if step != self._step:
             count = self._config.trainer.batch_groups
-            groups = self._store.used_groups(step) if self._trained else list(itertools.islice(self._finished, count))
+            groups = (
+                self._store.used_groups(step)
+                if self._trained
+                else list(itertools.islice(self._finished, count))
+            )
             if len(groups) != count:
-                raise ValueError(f"debug_run={self._run} has {len(groups)} groups for step {step}, not trainer.batch_groups={count}")
+                raise ValueError(
+                    f"debug_run={self._run} has {len(groups)} groups for step {step}, not trainer.batch_groups={count}"
+                )
             queue = GroupQueue(self._max_staleness, "mask")
             for group in groups:
                 queue.put(group)
@@ -76,7 +99,9 @@ class Recorded:
         return self._deal
 
     def _info(self, deal: Deal, step: int) -> dict[str, Any]:
-        return batch_stats(deal.groups, step, self._max_staleness) | {"masked_tokens": deal.masked_tokens}
+        return batch_stats(deal.groups, step, self._max_staleness) | {
+            "masked_tokens": deal.masked_tokens
+        }
 
 
 async def serve(run_dir: Path) -> None:
@@ -91,7 +116,9 @@ async def serve(run_dir: Path) -> None:
 
 def main() -> int:
     die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         asyncio.run(serve(Path(sys.argv[1])))
     except ValueError as error:

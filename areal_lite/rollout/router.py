@@ -33,7 +33,9 @@ class Router:
         current = {s.name: s for s in announced if s not in self._failed}
         new = [s for name, s in current.items() if self.servers.get(name) != s]
         self.servers = current
-        self._versions = {s: version for s, version in self._versions.items() if s in current.values()}
+        self._versions = {
+            s: version for s, version in self._versions.items() if s in current.values()
+        }
         return new
 
     def joined(self, server: ServerInfo, version: int) -> None:
@@ -58,12 +60,17 @@ class Router:
     @property
     def ready(self) -> set[str]:
         """The names of those that may take requests."""
-        return {server.name for server, version in self._versions.items() if version == self.version}
+        return {
+            server.name for server, version in self._versions.items() if version == self.version
+        }
 
     @property
     def behind(self) -> list[ServerInfo]:
         """Those that need a push before they may take requests, by name."""
-        return sorted((s for s, version in self._versions.items() if version != self.version), key=lambda s: s.name)
+        return sorted(
+            (s for s, version in self._versions.items() if version != self.version),
+            key=lambda s: s.name,
+        )
 
     def works(self, server: ServerInfo) -> bool:
         return self._versions.get(server) == self.version

@@ -21,7 +21,9 @@ def main(argv: list[str]) -> None:
     die_with_parent()
     if key := os.environ.pop(ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(lambda record: _without(key, record))
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
+            lambda record: _without(key, record)
+        )
     stand_in_for_torchvision()  # before anything of SGLang
 
     from sglang.launch_server import run_server

@@ -40,7 +40,9 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()  # dxg: a GPU seen from WSL
+    present = (
+        any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    )  # dxg: a GPU seen from WSL
     cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
     return "cuda" if present and not hidden and not cpu_torch else "cpu"
 
@@ -66,10 +68,14 @@ def free_port(host: str = "127.0.0.1") -> int:
                     raise
                 continue
             return port
-    raise OSError(errno.EADDRINUSE, f"no port of {host} from {_PORTS.start} to {_PORTS.stop - 1} is free")
+    raise OSError(
+        errno.EADDRINUSE, f"no port of {host} from {_PORTS.start} to {_PORTS.stop - 1} is free"
+    )
 
 
-def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    config: ServerConfig, model: str, port: int, seed: int
+) -> tuple[list[str], dict[str, str]]:
     """The command line of a server and the environment it needs beside the current one. `config.args` win over our flags."""
     device = resolve_device(config.device)
     flags: dict[str, Any] = {
@@ -78,7 +84,9 @@ def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tu
         "port": port,
         "random_seed": seed,
         "tensor_parallel_size": config.tensor_parallel,
-        "dtype": config.dtype if config.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device],
+        "dtype": config.dtype
+        if config.dtype != "auto"
+        else {"cuda": "bfloat16", "cpu": "float32"}[device],
         "mem_fraction_static": config.mem_fraction,
         "max_total_tokens": config.max_total_tokens,
         "max_running_requests": config.max_running_requests,
@@ -94,7 +102,12 @@ def server_command(config: ServerConfig, model: str, port: int, seed: int) -> tu
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)
-    argv = [sys.executable, "-m", "areal_lite.rollout.serve", *_arguments(flags | dict(config.args))]
+    argv = [
+        sys.executable,
+        "-m",
+        "areal_lite.rollout.serve",
+        *_arguments(flags | dict(config.args)),
+    ]
     return argv, environment
 
 
@@ -168,18 +181,24 @@ class ServerProcess:
         self.log_path = Path(log_path)
         self.argv, needed = server_command(config, model, port, seed)
         self.environment = needed | (environment or {})
-        self.url = f"http://{socket.gethostname() if config.host == '0.0.0.0' else config.host}:{port}"
+        self.url = (
+            f"http://{socket.gethostname() if config.host == '0.0.0.0' else config.host}:{port}"
+        )
         self._process: subprocess.Popen | None = None
 
     @property
     def info(self) -> ServerInfo:
         assert self._process is not None, "not started"
-        return ServerInfo(self.name, self.url, self.config.api_key, self.config.tensor_parallel, self._process.pid)
+        return ServerInfo(
+            self.name, self.url, self.config.api_key, self.config.tensor_parallel, self._process.pid
+        )
 
     def start(self) -> None:
         """Raises ValueError, with nothing started, if the model folder is not one or the port is taken."""
         if not (Path(self.model) / "config.json").is_file():
-            raise ValueError(f"model {self.model!r} is not a Hugging Face checkpoint folder: it has no config.json")
+            raise ValueError(
+                f"model {self.model!r} is not a Hugging Face checkpoint folder: it has no config.json"
+            )
         # A port that we picked was free a moment ago. To try it again could fail: another thread that is starting a process keeps sockets of
         # ours open there until that has become another program.
         if self.config.port:
@@ -206,12 +225,18 @@ class ServerProcess:
         timeout = self.config.start_timeout_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
         headers = {"Authorization": f"Bearer {self.config.api_key}"} if self.config.api_key else {}
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(5)) as session:
+        async with aiohttp.ClientSession(
+            headers=headers, timeout=aiohttp.ClientTimeout(5)
+        ) as session:
             while (answer := await _health(session, self.url)) != "200":
                 if (code := self.exit_code()) is not None:
-                    raise RuntimeError(f"server {self.name} exited with code {code} before it was ready; {self._log_tail()}")
+                    raise RuntimeError(
+                        f"server {self.name} exited with code {code} before it was ready; {self._log_tail()}"
+                    )
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"server {self.name}: no 200 from {self.url}/health in {timeout:g} s ({answer}); {self._log_tail()}")
+                    raise TimeoutError(
+                        f"server {self.name}: no 200 from {self.url}/health in {timeout:g} s ({answer}); {self._log_tail()}"
+                    )
                 await asyncio.sleep(0.1)
 
     def stop(self, grace_s: float = 3.0) -> None:
@@ -237,11 +262,15 @@ class ServerProcess:
 
 def _require_free_port(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a port in TIME_WAIT is free
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the server will: a port in TIME_WAIT is free
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ValueError(f"a server cannot listen on {host}:{port} ({error.strerror}): choose another server.port, or 0") from error
+            raise ValueError(
+                f"a server cannot listen on {host}:{port} ({error.strerror}): choose another server.port, or 0"
+            ) from error
 
 
 async def _health(session: aiohttp.ClientSession, url: str) -> str:

@@ -42,9 +42,13 @@ class Staleness:
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError(f"buffer.max_staleness is {self.max_staleness}: it must be 0 (synchronous) or more")
+            raise ValueError(
+                f"buffer.max_staleness is {self.max_staleness}: it must be 0 (synchronous) or more"
+            )
         if self.batch_groups < 1:
-            raise ValueError(f"trainer.batch_groups is {self.batch_groups}: a step needs at least one group")
+            raise ValueError(
+                f"trainer.batch_groups is {self.batch_groups}: a step needs at least one group"
+            )
 
     @property
     def room(self) -> float:
@@ -52,7 +56,11 @@ class Staleness:
         if self.max_staleness is None:
             return math.inf
         ahead = self.max_staleness + self.version + 1
-        return (ahead if self.steps is None else min(ahead, self.steps)) * self.batch_groups - self.accepted - self.running
+        return (
+            (ahead if self.steps is None else min(ahead, self.steps)) * self.batch_groups
+            - self.accepted
+            - self.running
+        )
 
     def can_admit(self) -> bool:
         return self.room > 0
@@ -97,5 +105,7 @@ class Staleness:
 
     def recover(self, version: int, waiting: int) -> None:
         """Before anything is admitted: a run goes on at `version`, with `waiting` finished groups that no step has used yet."""
-        assert self.running == self.accepted == self.version == 0, "recovered into a run that has begun"
+        assert self.running == self.accepted == self.version == 0, (
+            "recovered into a run that has begun"
+        )
         self.version, self.accepted = version, version * self.batch_groups + waiting

@@ -85,7 +85,9 @@ class Transcript:
         """Let the policy continue; returns the text that it wrote, without special tokens. There must be room."""
         return self.episode.tokenizer.decode((await self.sample(max_new_tokens, stop)).tokens)
 
-    async def sample(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+    async def sample(
+        self, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
         """`complete`, for who does not need the text."""
         budget = self.room if max_new_tokens is None else min(max_new_tokens, self.room)
         completion = await self.episode.complete(self.tokens, max_new_tokens=budget, stop=stop)
@@ -99,11 +101,19 @@ class Transcript:
         tokenizer = self.episode.tokenizer
         if self.episode.prompt.messages:
             return self.append(tokenizer.chat_after_answer(messages))
-        return self.append(tokenizer.encode("".join(message["content"] for message in messages), add_special_tokens=False))
+        return self.append(
+            tokenizer.encode(
+                "".join(message["content"] for message in messages), add_special_tokens=False
+            )
+        )
 
     def append(self, tokens: Sequence[int]) -> bool:
         """Add environment tokens. False, with nothing added, if they would leave no room for an answer: the trajectory is then truncated."""
-        if tokens and tokens[0] == self._pieces[-1].tokens[-1] and tokens[0] in self.episode.params.stop_token_ids:
+        if (
+            tokens
+            and tokens[0] == self._pieces[-1].tokens[-1]
+            and tokens[0] in self.episode.params.stop_token_ids
+        ):
             tokens = tokens[1:]  # the end of the answer, which the policy has sampled itself
         if len(tokens) >= self.room:
             self.finish_reason = "length"
@@ -128,12 +138,16 @@ class Transcript:
             started_at=self._started_at,
             finished_at=episode.clock(),
             requests=self._requests,
-            kv_version=min((piece.kv_version for piece in self._pieces if piece.finish_reason), default=-1),
+            kv_version=min(
+                (piece.kv_version for piece in self._pieces if piece.finish_reason), default=-1
+            ),
         )
 
     def _add(self, tokens: np.ndarray) -> None:
         count = len(tokens)
-        self._pieces.append(Piece(tokens, np.zeros(count, np.float32), np.full(count, -1, np.int32), ""))
+        self._pieces.append(
+            Piece(tokens, np.zeros(count, np.float32), np.full(count, -1, np.int32), "")
+        )
 
 
 async def single_turn(episode: Episode) -> Trajectory:
@@ -149,14 +163,33 @@ class Place:
     It begins with a place reserved on `server`; `release()` gives back one that was never used.
     """
 
-    def __init__(self, fleet: Fleet, params: SamplingParams, tokenizer: Tokenizer, rid: str, server: ServerInfo):
-        self._fleet, self._params, self._tokenizer, self._rid, self._server = fleet, params, tokenizer, rid, server
+    def __init__(
+        self,
+        fleet: Fleet,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        rid: str,
+        server: ServerInfo,
+    ):
+        self._fleet, self._params, self._tokenizer, self._rid, self._server = (
+            fleet,
+            params,
+            tokenizer,
+            rid,
+            server,
+        )
         self._reserved = True
         self._turns = 0
 
-    async def complete(self, tokens: np.ndarray, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
+    async def complete(
+        self, tokens: np.ndarray, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
         """See Episode."""
-        params = self._params if max_new_tokens is None else replace(self._params, max_new_tokens=max_new_tokens)
+        params = (
+            self._params
+            if max_new_tokens is None
+            else replace(self._params, max_new_tokens=max_new_tokens)
+        )
         # A server knows no text: a stop of several tokens is cut off afterwards, exactly where sampling would have ended.
         ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop]
         singles = tuple(i[0] for i in ids if len(i) == 1)
@@ -191,7 +224,9 @@ def _cut(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> C
         return completion
     end = bisect.bisect_left(range(len(tokens)), True, key=holds)
     kv_version = min(piece.kv_version for piece in completion.pieces)
-    piece = Piece(tokens[:end], completion.logprobs[:end], completion.versions[:end], "stop", kv_version)
+    piece = Piece(
+        tokens[:end], completion.logprobs[:end], completion.versions[:end], "stop", kv_version
+    )
     return Completion([piece], completion.requests, "stop")
 
 
@@ -210,7 +245,9 @@ def play(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajecto
     async def member(index: int) -> Trajectory:
         trajectories = await together
         if len(trajectories) != len(episodes):
-            raise ValueError(f"a grouped workflow returned {len(trajectories)} trajectories for {len(episodes)} episodes")
+            raise ValueError(
+                f"a grouped workflow returned {len(trajectories)} trajectories for {len(episodes)} episodes"
+            )
         return trajectories[index]
 
     return [_checked(episode, member(index)) for index, episode in enumerate(episodes)]
@@ -229,8 +266,12 @@ async def _checked(episode: Episode, playing: Awaitable[Trajectory]) -> Trajecto
             raise ValueError(f"the workflow set the reward {trajectory.reward}")
         if not trajectory.check().num_sampled:
             raise ValueError("the policy was not asked for a single token")
-    except Exception as error:  # whatever a user's code raises over one episode: the caller counts it
-        raise WorkflowFailed(f"workflow: {type(error).__name__}: {error} ({_origin(error)})") from error
+    except (
+        Exception
+    ) as error:  # whatever a user's code raises over one episode: the caller counts it
+        raise WorkflowFailed(
+            f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
+        ) from error
     return trajectory
 
 
@@ -256,11 +297,17 @@ def load_workflow(config: RolloutConfig) -> Workflow:
         try:
             workflow = workflow(**config.workflow_args)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"rollout.workflow_args={config.workflow_args} do not fit {config.workflow}: {error}") from error
+            raise ValueError(
+                f"rollout.workflow_args={config.workflow_args} do not fit {config.workflow}: {error}"
+            ) from error
     elif config.workflow_args:
-        raise ValueError(f"rollout.workflow_args={config.workflow_args}: {config.workflow} is a function, only a class takes any")
+        raise ValueError(
+            f"rollout.workflow_args={config.workflow_args}: {config.workflow} is a function, only a class takes any"
+        )
     if not any(map(inspect.iscoroutinefunction, (workflow, type(workflow).__call__))):
-        raise ValueError(f"rollout.workflow={config.workflow}: must be an `async def`, or a class whose instances are called as one")
+        raise ValueError(
+            f"rollout.workflow={config.workflow}: must be an `async def`, or a class whose instances are called as one"
+        )
     return workflow
 
 
@@ -268,7 +315,9 @@ def load_object(key: str, name: str) -> Any:
     """What `module:name` names. Raises ValueError that names the key."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise ValueError(f"{key}={name} must be module:name, such as areal_lite.rollout.workflow:single_turn")
+        raise ValueError(
+            f"{key}={name} must be module:name, such as areal_lite.rollout.workflow:single_turn"
+        )
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -26,7 +26,9 @@ from areal_lite.sync.control import ServerError, ServersFailed, answers, in_thre
 
 log = logging.getLogger(__name__)
 _GRACE_S = 3.0  # after the first failure, for the failures that tell its cause
-_PATIENCE_S = 2 * _GRACE_S  # an HTTP call waits for longer than the collective: giving up on it would look like its server's silence
+_PATIENCE_S = (
+    2 * _GRACE_S
+)  # an HTTP call waits for longer than the collective: giving up on it would look like its server's silence
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,12 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         "shapes": [list(tensor.shape) for _, tensor in bucket],
     }
-    return FlatBucket(described, torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]))
+    return FlatBucket(
+        described,
+        torch.cat(
+            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+        ),
+    )
 
 
 class WeightGroup:
@@ -61,7 +68,12 @@ class WeightGroup:
         # The store listens on the socket we bound: left alone it would listen on every interface.
         limit = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=limit,
         )
         calls, offset = [], 1
         for server in servers:
@@ -73,12 +85,23 @@ class WeightGroup:
                 "group_name": name,
                 "backend": backend,
             }
-            calls.append(in_thread(post, server, "/init_weights_update_group", body, timeout_s + _PATIENCE_S))
+            calls.append(
+                in_thread(post, server, "/init_weights_update_group", body, timeout_s + _PATIENCE_S)
+            )
             offset += server.tensor_parallel
         # Through a connection of its own, as the servers do: closing the store then ends the wait of all who still join.
-        joined = in_thread(_join, dist.TCPStore(address, port, is_master=False, timeout=limit), backend, world, name, limit)
+        joined = in_thread(
+            _join,
+            dist.TCPStore(address, port, is_master=False, timeout=limit),
+            backend,
+            world,
+            name,
+            limit,
+        )
         try:
-            self._group = _together(joined, calls, servers, timeout_s, f"joining weight group {name}")
+            self._group = _together(
+                joined, calls, servers, timeout_s, f"joining weight group {name}"
+            )
         except ServersFailed:
             self._store = None
             wait(calls, _GRACE_S)
@@ -94,14 +117,25 @@ class WeightGroup:
             "weight_version": version,
         }
         limit = self.timeout_s + _PATIENCE_S
-        calls = [in_thread(post, server, "/update_weights_from_distributed", body, limit) for server in self.servers]
+        calls = [
+            in_thread(post, server, "/update_weights_from_distributed", body, limit)
+            for server in self.servers
+        ]
         sent = in_thread(_broadcast, bucket.data, self._group)
-        _together(sent, calls, self.servers, self.timeout_s, f"broadcast of {len(bucket.described['names'])} tensors")
+        _together(
+            sent,
+            calls,
+            self.servers,
+            self.timeout_s,
+            f"broadcast of {len(bucket.described['names'])} tensors",
+        )
 
     def abandon(self, survivors: list[ServerInfo]) -> None:
         """Leave the group, and have those leave it that are still there. Raises ServersFailed: one that hangs in it is of no use any more."""
         remaining = [server for server in self.servers if server in survivors]
-        errors = post_each(remaining, "/destroy_weights_update_group", {"group_name": self.name}, _PATIENCE_S)
+        errors = post_each(
+            remaining, "/destroy_weights_update_group", {"group_name": self.name}, _PATIENCE_S
+        )
         for error in errors:
             log.warning("could not leave weight group %s: %s", self.name, error)
         if silent := [error for error in errors if not error.answered]:
@@ -110,10 +144,18 @@ class WeightGroup:
             dist.destroy_process_group(self._group)
 
 
-def _join(store: dist.Store, backend: str, world: int, name: str, limit: timedelta) -> dist.ProcessGroup:
+def _join(
+    store: dist.Store, backend: str, world: int, name: str, limit: timedelta
+) -> dist.ProcessGroup:
     # torch has no public call for a second group with a store and members of its own; SGLang's side of it uses the same helper.
     group, _ = c10d._new_process_group_helper(
-        world, 0, [], c10d.Backend(backend), dist.PrefixStore(name, store), group_name=name, timeout=limit
+        world,
+        0,
+        [],
+        c10d.Backend(backend),
+        dist.PrefixStore(name, store),
+        group_name=name,
+        timeout=limit,
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
     return group
@@ -125,7 +167,9 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _together(collective: Future, calls: list[Future], servers: list[ServerInfo], timeout_s: float, what: str) -> Any:
+def _together(
+    collective: Future, calls: list[Future], servers: list[ServerInfo], timeout_s: float, what: str
+) -> Any:
     """The result of the collective, when all HTTP answers are there too. The first failure ends the wait. Raises ServersFailed."""
     done, pending = wait({collective, *calls}, timeout_s, FIRST_EXCEPTION)
     if not pending and all(future.exception() is None for future in done):
@@ -137,8 +181,14 @@ def _together(collective: Future, calls: list[Future], servers: list[ServerInfo]
             raise error
     late = [server for server, call in zip(servers, calls) if not call.done()]
     mute = [server for server in late if not answers(server, _GRACE_S)]
-    unanswered = [error for error in errors if not error.answered] + [ServerError(s, f"{what}: does not answer") for s in mute]
-    culprits = unanswered or errors or [ServerError(s, f"{what} took longer than {timeout_s:.0f} s") for s in late]
+    unanswered = [error for error in errors if not error.answered] + [
+        ServerError(s, f"{what}: does not answer") for s in mute
+    ]
+    culprits = (
+        unanswered
+        or errors
+        or [ServerError(s, f"{what} took longer than {timeout_s:.0f} s") for s in late]
+    )
     if not culprits:
         collective.result(0)  # it failed by itself
     raise ServersFailed(culprits)
@@ -150,6 +200,8 @@ def _own_address(servers: list[ServerInfo]) -> str:
     if all(host in LOOPBACK for host in hosts):
         return "127.0.0.1"
     target = next(host for host in hosts if host not in LOOPBACK)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # picks the interface that routes there; sends nothing
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as probe:  # picks the interface that routes there; sends nothing
         probe.connect((target, 9))
         return probe.getsockname()[0]

@@ -56,7 +56,11 @@ def _call(server: ServerInfo, path: str, data: bytes | None, timeout_s: float) -
         with _direct.open(request, timeout=timeout_s) as response:
             raw = response.read()
     except urllib.error.HTTPError as error:
-        raise ServerError(server, f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}", answered=True) from error
+        raise ServerError(
+            server,
+            f"{path} answered {error.code}: {error.read()[:500].decode(errors='replace')}",
+            answered=True,
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise ServerError(server, f"{path} failed within {timeout_s:.0f} s: {error}") from error
     try:
@@ -82,7 +86,9 @@ def in_thread(function: Callable[..., Any], *args: Any) -> Future:
     return future
 
 
-def post_each(servers: Iterable[ServerInfo], path: str, body: dict[str, Any], timeout_s: float) -> list[ServerError]:
+def post_each(
+    servers: Iterable[ServerInfo], path: str, body: dict[str, Any], timeout_s: float
+) -> list[ServerError]:
     """POST the same body to all servers at once and wait for all; the errors of those that failed."""
     futures = [in_thread(post, server, path, body, timeout_s) for server in servers]
     errors = [error for future in futures if (error := future.exception()) is not None]

@@ -27,7 +27,10 @@ class WeightFolder:
         folder.mkdir(exist_ok=True)  # pushed again: the same weights
         shutil.copy(self.model / "config.json", folder / "config.json")
         for number, bucket in enumerate(buckets):
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket}, folder / f"model-{number:05d}.safetensors")
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in bucket},
+                folder / f"model-{number:05d}.safetensors",
+            )
         return folder
 
     def keep_only(self, folder: Path) -> None:

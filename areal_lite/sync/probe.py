@@ -33,42 +33,79 @@ class Probe:
     def __init__(self, run_dir: Path, config: TrainConfig):
         self.run_dir, self.config = run_dir, config
 
-    def compare(self, batch, prox: torch.Tensor, version: int, servers: list[ServerInfo] | None) -> dict[str, float | None]:
+    def compare(
+        self, batch, prox: torch.Tensor, version: int, servers: list[ServerInfo] | None
+    ) -> dict[str, float | None]:
         """`prox` float32 [T]: the trainer's log-probs of the batch under `version`, which `servers` have too (None: all announced)."""
         own = prox.numpy()
         sampled = difference_of_fresh(batch, own, version)
-        scored = self._scored(batch, own, servers) if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear" else None
+        scored = (
+            self._scored(batch, own, servers)
+            if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear"
+            else None
+        )
         known = [d for d in (sampled, scored) if d is not None]
-        return {"logprob_diff_sampled": sampled, "logprob_diff_scored": scored, "logprob_diff": max(known) if known else None}
+        return {
+            "logprob_diff_sampled": sampled,
+            "logprob_diff_scored": scored,
+            "logprob_diff": max(known) if known else None,
+        }
 
     def _scored(self, batch, own: np.ndarray, servers: list[ServerInfo] | None) -> float | None:
         servers = announced(self.run_dir) if servers is None else servers
-        spans = [(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in range(min(NUM_SCORED, batch.num_sequences))]
+        spans = [
+            (int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
+            for i in range(min(NUM_SCORED, batch.num_sequences))
+        ]
         if not servers:
             return None
-        calls = [in_thread(self._score, servers[i % len(servers)], batch.tokens[a:b].tolist()) for i, (a, b) in enumerate(spans)]
+        calls = [
+            in_thread(self._score, servers[i % len(servers)], batch.tokens[a:b].tolist())
+            for i, (a, b) in enumerate(spans)
+        ]
         differences = []
         for call, (a, b) in zip(calls, spans):
             error = call.exception()
             if error is None:
                 differences.append(np.abs(call.result() - own[a + 1 : b]))
-            elif not isinstance(error, ServerError):  # a server that died is for the controller and the next push to deal with
+            elif not isinstance(
+                error, ServerError
+            ):  # a server that died is for the controller and the next push to deal with
                 raise error
         if not differences:
-            log.warning("no server scored a sequence within %.0f s: log-probs are not compared at this step", TIMEOUT_S)
+            log.warning(
+                "no server scored a sequence within %.0f s: log-probs are not compared at this step",
+                TIMEOUT_S,
+            )
         return float(np.concatenate(differences).mean()) if differences else None
 
     def _score(self, server: ServerInfo, tokens: list[int]) -> np.ndarray:
         """float32 [n - 1]: the server's log-probs of all tokens but the first."""
         sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        body = {
+            "input_ids": tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
         answer = post(server, "/generate", body, TIMEOUT_S)
-        return np.array([p for p, _, _ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
+        return np.array(
+            [p for p, _, _ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32
+        )
 
 
 def difference_of_fresh(batch, own: np.ndarray, version: int) -> float | None:
     """Mean |behaviour - own| over the sampled tokens of sequences that are wholly of `version`, KV cache included; None without one."""
-    stale = np.bincount(batch.sequence_ids, batch.loss_mask & (batch.versions != version), batch.num_sequences) > 0
+    stale = (
+        np.bincount(
+            batch.sequence_ids, batch.loss_mask & (batch.versions != version), batch.num_sequences
+        )
+        > 0
+    )
     stale |= batch.kv_versions != version
     chosen = batch.loss_mask & ~stale[batch.sequence_ids]
-    return float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean()) if chosen.any() else None
+    return (
+        float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean())
+        if chosen.any()
+        else None
+    )

@@ -55,11 +55,17 @@ class WeightPusher:
         self.engine, self.controller, self.config = engine, controller, config
         self.timeout_s = config.sync.timeout_s
         self.backend = "nccl" if engine.device.type == "cuda" else "gloo"
-        self.folder = WeightFolder(Path(config.sync.disk_path or run_dir / "weights"), Path(config.model))
+        self.folder = WeightFolder(
+            Path(config.sync.disk_path or run_dir / "weights"), Path(config.model)
+        )
         self.group: WeightGroup | None = None
-        self.servers: list[ServerInfo] | None = None  # those that have the version pushed last; None before the first push
+        self.servers: list[ServerInfo] | None = (
+            None  # those that have the version pushed last; None before the first push
+        )
         self.version: int | None = None  # the one pushed last
-        self.names = (f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count())  # servers may know groups of a trainer before us
+        self.names = (
+            f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count()
+        )  # servers may know groups of a trainer before us
 
     def push(self, version: int) -> PushReport | None:
         """Bring all servers to `version`, or, if that was pushed last, those that are behind. None on ranks other than 0."""
@@ -84,29 +90,45 @@ class WeightPusher:
             members.each(self._leave_group)
             self.group = of_all
         if self.config.sync.verify:
-            report.verified = members.each_alone(lambda server: readback.verify(server, self.timeout_s))
+            report.verified = members.each_alone(
+                lambda server: readback.verify(server, self.timeout_s)
+            )
         self.controller.pushed(version, report.failed)
         self.servers = [*(self.servers if again else ()), *members.servers]
         self.version = version
         report.total_s = time.time() - started
         if again or report.failed or not members.servers:
             names = ", ".join(server.name for server in members.servers) or "no server"
-            log.warning("version %d was pushed %sto %s in %.1f s", version, "again, " if again else "", names, report.total_s)
+            log.warning(
+                "version %d was pushed %sto %s in %.1f s",
+                version,
+                "again, " if again else "",
+                names,
+                report.total_s,
+            )
         return report
 
     def close(self) -> None:
         """Remove what was written for the servers."""
         self.folder.close()
 
-    def _push_folder(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
+    def _push_folder(
+        self, members: _Members, buckets: Iterable[Bucket], report: PushReport
+    ) -> None:
         folder = self.folder.write(buckets, report.version)
         with self._paused(members, report) as paused:
             # Only because they are paused: otherwise this call would wait until every running request has finished.
-            body = {"model_path": str(folder), "weight_version": str(report.version), "flush_cache": paused.flush_cache}
+            body = {
+                "model_path": str(folder),
+                "weight_version": str(report.version),
+                "flush_cache": paused.flush_cache,
+            }
             members.post("/update_weights_from_disk", body)
         self.folder.keep_only(folder)
 
-    def _push_broadcast(self, members: _Members, buckets: Iterable[Bucket], report: PushReport) -> None:
+    def _push_broadcast(
+        self, members: _Members, buckets: Iterable[Bucket], report: PushReport
+    ) -> None:
         members.each(self._ensure_group)
         stream = _with_last(map(flatten, buckets))
         first = next(stream)
@@ -117,14 +139,21 @@ class WeightPusher:
 
                 def send(servers: list[ServerInfo]) -> None:
                     self._ensure_group(servers)
-                    self.group.send(bucket, version=version, flush_cache=paused.flush_cache and last)
+                    self.group.send(
+                        bucket, version=version, flush_cache=paused.flush_cache and last
+                    )
 
                 members.each(send)
             members.post("/end_weight_update", {})
 
     def _paused(self, members: _Members, report: PushReport) -> _Paused:
         # Before the pause a server has no excuse yet: one that hangs must not hold up the others for as long as a transfer may take.
-        return _Paused(members, self.config.rollout.interrupt, report, min(self.timeout_s, self.config.server.health_timeout_s))
+        return _Paused(
+            members,
+            self.config.rollout.interrupt,
+            report,
+            min(self.timeout_s, self.config.server.health_timeout_s),
+        )
 
     def _ensure_group(self, servers: list[ServerInfo]) -> None:
         if self.group is None or self.group.servers != servers:
@@ -180,7 +209,9 @@ class _Paused:
         self.members, self.report, self.timeout_s = members, report, timeout_s
         # With nothing in flight (`none`) the modes differ only in whether the prefix cache may be flushed.
         self.mode = "retract" if interrupt == "none" else interrupt
-        self.flush_cache = self.mode != "in_place"  # flushing under running requests would kill the scheduler
+        self.flush_cache = (
+            self.mode != "in_place"
+        )  # flushing under running requests would kill the scheduler
 
     def __enter__(self) -> _Paused:
         self.report.paused_at = time.time()
@@ -204,5 +235,7 @@ def _with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 def _measured(buckets: Iterable[Bucket], report: PushReport) -> Iterator[Bucket]:
     for bucket in buckets:
-        report.megabytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) / 2**20
+        report.megabytes += (
+            sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) / 2**20
+        )
         yield bucket

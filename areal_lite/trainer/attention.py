@@ -68,17 +68,24 @@ class PackedSequences(PackedSeqParams):
             key_rows=local.key_rows,
         )
         if device.type != "cuda" or dtype == torch.float32:
-            packed.blocks, packed.rows, packed.places, in_blocks = block_layout(cu_seqlens_q, cu_seqlens_k)
+            packed.blocks, packed.rows, packed.places, in_blocks = block_layout(
+                cu_seqlens_q, cu_seqlens_k
+            )
             if local.key_rows is not None:
                 packed.key_rows = local.key_rows[in_blocks]
-                packed.masks = [mask.to(device) for mask in block_masks(packed.blocks, cu_seqlens_q, cu_seqlens_k)]
+                packed.masks = [
+                    mask.to(device)
+                    for mask in block_masks(packed.blocks, cu_seqlens_q, cu_seqlens_k)
+                ]
             packed.rows, packed.places = packed.rows.to(device), packed.places.to(device)
         if packed.key_rows is not None:
             packed.key_rows = packed.key_rows.to(device)
         return packed
 
 
-def block_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
+def block_layout(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
     """(blocks, rows, places) of `PackedSequences`, and the key in each place of the blocks, for segments bounded by `cu_seqlens_q` [n + 1]
     that see the keys bounded by `cu_seqlens_k` [n + 1].
 
@@ -102,7 +109,9 @@ def block_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[tuple
     return blocks, torch.cat(rows), places, torch.cat(key_rows)
 
 
-def block_masks(blocks: list[tuple[int, int, int]], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[Tensor]:
+def block_masks(
+    blocks: list[tuple[int, int, int]], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> list[Tensor]:
     """`PackedSequences.masks`: the last query of a segment sees all its keys, each query before it one less."""
     before = (cu_seqlens_k.diff() - cu_seqlens_q.diff())[_order(cu_seqlens_k)]
     parts = before.split([count for count, _, _ in blocks])
@@ -164,13 +173,22 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
 
     def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params: PackedSequences = None
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedSequences = None,
     ) -> Tensor:
         packed = packed_seq_params
         query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
         if packed.key_rows is not None:
             group = parallel_state.get_context_parallel_group()
-            seen = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group).index_select(0, packed.key_rows)
+            seen = gather_from_sequence_parallel_region(
+                torch.cat((key, value), -1), group=group
+            ).index_select(0, packed.key_rows)
             key, value = seen.chunk(2, -1)
         if not packed.blocks:
             return _varlen(query, key, value, packed).flatten(1)
@@ -184,11 +202,16 @@ def _in_blocks(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequence
     """[p, heads * dim], for all places of the blocks."""
     outputs, start, key_start = [], 0, 0
     for i, (count, queries, keys) in enumerate(packed.blocks):
-        span, key_span = slice(start, start + count * queries), slice(key_start, key_start + count * keys)
+        span, key_span = (
+            slice(start, start + count * queries),
+            slice(key_start, key_start + count * keys),
+        )
         q = query[span].unflatten(0, (count, queries)).transpose(1, 2)
         k, v = (x[key_span].unflatten(0, (count, keys)).transpose(1, 2) for x in (key, value))
         mask = packed.masks[i] if packed.masks else None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         start, key_start = span.stop, key_span.stop
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -198,6 +221,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) 
     """[l, heads, dim]; where a segment has more keys than queries, its last query sees all of them."""
     bounds = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
     if flash_attn_varlen_func is not None:
-        return flash_attn_varlen_func(query, key.contiguous(), value.contiguous(), *bounds, causal=True)
+        return flash_attn_varlen_func(
+            query, key.contiguous(), value.contiguous(), *bounds, causal=True
+        )
     grouped = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key.contiguous(), value.contiguous(), *bounds, window_size=(-1, 0), enable_gqa=grouped)
+    return varlen_attn(
+        query,
+        key.contiguous(),
+        value.contiguous(),
+        *bounds,
+        window_size=(-1, 0),
+        enable_gqa=grouped,
+    )

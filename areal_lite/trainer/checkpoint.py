@@ -53,7 +53,10 @@ class Saving:
         scratch = [str(scratch_folder(folder)) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(scratch, src=0)
         self.scratch = Path(scratch[0])
-        state = _sharded_state(parts, is_loading=False) | {"random": torch.get_rng_state(), "extra": extra}
+        state = _sharded_state(parts, is_loading=False) | {
+            "random": torch.get_rng_state(),
+            "extra": extra,
+        }
         # Megatron would start a manager process for this queue, for good; ours never leaves the process.
         filesystem_async._results_queue = Queue()
         self.request: AsyncRequest = dist_checkpointing.save(
@@ -67,7 +70,11 @@ class Saving:
         if self.request.async_fn is not None:  # this rank has something to write
             _, _, results = self.request.async_fn_args
             transforms, _ = self.request.async_fn.args
-            self.thread = Thread(target=_write, args=(transforms, _host_copy(self.request, parts), results), daemon=True)
+            self.thread = Thread(
+                target=_write,
+                args=(transforms, _host_copy(self.request, parts), results),
+                daemon=True,
+            )
             self.thread.start()
 
     def written(self) -> bool:
@@ -81,8 +88,12 @@ class Saving:
         try:
             for finalize in self.request.finalize_fns:
                 finalize()
-        except CheckpointException as error:  # not an Exception, and known to rank 0 alone in detail
-            raise RuntimeError(f"{self.folder}: this checkpoint could not be written; {error}") from error
+        except (
+            CheckpointException
+        ) as error:  # not an Exception, and known to rank 0 alone in detail
+            raise RuntimeError(
+                f"{self.folder}: this checkpoint could not be written; {error}"
+            ) from error
         if dist.get_rank() == 0:
             publish_folder(self.scratch, self.folder)
         dist.barrier()
@@ -95,8 +106,15 @@ class Checkpoints:
     The newest complete one is never removed, nor one that a process is reading.
     """
 
-    def __init__(self, folder: Path, parts: dict[str, Part], keep: int = 0, milestone_every: int = 0):
-        self.folder, self.parts, self.keep, self.milestone_every = folder, parts, keep, milestone_every
+    def __init__(
+        self, folder: Path, parts: dict[str, Part], keep: int = 0, milestone_every: int = 0
+    ):
+        self.folder, self.parts, self.keep, self.milestone_every = (
+            folder,
+            parts,
+            keep,
+            milestone_every,
+        )
         self.saving: Saving | None = None
         if dist.get_rank() == 0:  # what killed runs left
             for leftover in chain(folder.glob(".step-*.partial"), folder.glob(".step-*.old")):
@@ -134,7 +152,11 @@ class Checkpoints:
 
 def obsolete(steps: list[int], keep: int, milestone_every: int) -> list[int]:
     """Which of `steps`, ascending, go when the `keep` newest (0: all) and the multiples of `milestone_every` (0: none) stay."""
-    return [step for step in steps[:-keep] if not (milestone_every and step % milestone_every == 0)] if keep else []
+    return (
+        [step for step in steps[:-keep] if not (milestone_every and step % milestone_every == 0)]
+        if keep
+        else []
+    )
 
 
 @torch.no_grad()
@@ -150,7 +172,10 @@ def load_checkpoint(folder: Path, parts: dict[str, Part]) -> dict[str, Any]:
     for name, part in parts.items():
         part.model.load_state_dict(state[name]["model"])
         # Of a parameter group only its step is state; rates, betas and decay are this run's, which may be another's that goes on from here.
-        settings = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in part.optimizer.param_groups]
+        settings = [
+            {key: value for key, value in group.items() if key not in ("params", "step")}
+            for group in part.optimizer.param_groups
+        ]
         part.optimizer.load_state_dict(state[name]["optimizer"])
         for group, own in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(own)
@@ -161,23 +186,47 @@ def load_checkpoint(folder: Path, parts: dict[str, Part]) -> dict[str, Any]:
 
 
 def _sharded_state(parts: dict[str, Part], is_loading: bool) -> dict[str, Any]:
-    metadata = _FORMAT | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    metadata = _FORMAT | {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
+    }
     state = {}
     for name, part in parts.items():
         if not any(one.optimizer.state for one in part.optimizer.chained_optimizers):
-            part.optimizer.load_state_dict(part.optimizer.state_dict())  # before the first update there are no moments: this makes them, 0
+            part.optimizer.load_state_dict(
+                part.optimizer.state_dict()
+            )  # before the first update there are no moments: this makes them, 0
         model = part.model.sharded_state_dict(metadata=metadata)
-        optimizer = part.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        state[name] = {"model": model, "optimizer": optimizer, "scheduler": part.scheduler.state_dict()}
+        optimizer = part.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        )
+        state[name] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": part.scheduler.state_dict(),
+        }
         add_prefix_for_sharding(state[name], f"{name}.")
     return state
 
 
 def _host_copy(request: AsyncRequest, parts: dict[str, Part]) -> list:
     """Megatron's write buckets with every tensor in host memory and none shared with a model. Optimizer state has been copied already."""
-    live = {t.untyped_storage().data_ptr() for part in parts.values() for t in chain(part.model.parameters(), part.model.buffers())}
+    live = {
+        t.untyped_storage().data_ptr()
+        for part in parts.values()
+        for t in chain(part.model.parameters(), part.model.buffers())
+    }
     return [
-        (file, key, (others, [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]))
+        (
+            file,
+            key,
+            (
+                others,
+                [
+                    (item, t.clone() if t.untyped_storage().data_ptr() in live else t)
+                    for item, t in tensors
+                ],
+            ),
+        )
         for file, key, (others, tensors) in request.preload_fn()
     ]
 
@@ -188,7 +237,9 @@ def _write(transforms: list, buckets: list, results: Queue) -> None:
     for index, bucket in enumerate(buckets):
         outcome, running = Queue(), Queue()
         running.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, running, use_fsync=True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, outcome, running, use_fsync=True
+        )
         _, written[index] = outcome.get()
         if isinstance(written[index], Exception):
             return results.put(written[index])

@@ -40,7 +40,9 @@ class LocalTokens:
     def to(self, device: torch.device) -> LocalTokens:
         """The same with its tensors on `device`."""
         tensors = (getattr(self, field.name) for field in fields(self))
-        return LocalTokens(*(None if t is None else t.to(device, non_blocking=True) for t in tensors))
+        return LocalTokens(
+            *(None if t is None else t.to(device, non_blocking=True) for t in tensors)
+        )
 
 
 def local_length(microbatch: MicroBatch, size: int, multiple: int = 1) -> int:
@@ -61,7 +63,9 @@ def local_tokens(microbatch: MicroBatch, size: int, rank: int, length: int) -> L
     padding = length - len(mine.rows)
     # No padding sequence is longer than the longest real one: attention to it stays cheap.
     longest = int(mine.counts.max())
-    tail = np.array([longest] * (padding // longest) + [padding % longest] * (padding % longest > 0), np.int64)
+    tail = np.array(
+        [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0), np.int64
+    )
     rows = np.concatenate((mine.rows, np.zeros(padding, np.int64)))
     local = LocalTokens(
         tokens=microbatch.tokens[rows],
@@ -74,7 +78,9 @@ def local_tokens(microbatch: MicroBatch, size: int, rank: int, length: int) -> L
         # Keys beyond the end of a sequence are seen by padding only.
         ends = mine.first + mine.counts
         last = np.diff(cu_seqlens)[mine.sequence] - 1
-        seen = np.repeat(cu_seqlens[mine.sequence], ends) + np.minimum(_ragged_arange(ends), np.repeat(last, ends))
+        seen = np.repeat(cu_seqlens[mine.sequence], ends) + np.minimum(
+            _ragged_arange(ends), np.repeat(last, ends)
+        )
         own = rank * length + np.arange(len(mine.rows), length)
         local.key_rows = torch.from_numpy(np.concatenate((places[seen], own)))
         local.cu_seqlens_k = _bounds(np.concatenate((ends, tail)))
@@ -97,7 +103,13 @@ def _segments(cu_seqlens: np.ndarray, size: int, rank: int) -> _Segments:
     starts, lengths = cu_seqlens[:-1], np.diff(cu_seqlens)
     sequence = np.arange(len(lengths))
     if size == 1:
-        return _Segments(sequence, np.zeros_like(lengths), lengths, np.arange(cu_seqlens[-1]), np.ones(cu_seqlens[-1], bool))
+        return _Segments(
+            sequence,
+            np.zeros_like(lengths),
+            lengths,
+            np.arange(cu_seqlens[-1]),
+            np.ones(cu_seqlens[-1], bool),
+        )
     chunk = _chunk(lengths, size)
     sequence, counts = np.repeat(sequence, 2), np.repeat(chunk, 2)
     first = np.stack((rank * chunk, (2 * size - 1 - rank) * chunk), 1).ravel()

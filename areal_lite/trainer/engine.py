@@ -32,11 +32,20 @@ class MegatronEngine(TrainableModel):
 
     def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float = 1.0) -> Tensor:
         """float32 [T] on the engine's device, on every rank: log-probs of all tokens of the flat batch that `microbatches` partition."""
-        return self.outputs(microbatches, language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head))
+        return self.outputs(
+            microbatches,
+            language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head),
+        )
 
-    def update(self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
+    def update(
+        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, temperature: float = 1.0
+    ) -> dict[str, float]:
         """One optimizer step on the sum of what `loss_fn` returns; see `TrainableModel.step`."""
-        return self.step(microbatches, language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head), loss_fn)
+        return self.step(
+            microbatches,
+            language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head),
+            loss_fn,
+        )
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[hf.Bucket]:
         """Buckets of whole tensors under their Hugging Face names, in the training dtype; see `hf.WeightStream` for who iterates, and how."""

@@ -27,9 +27,27 @@ def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
     return partial(_language, temperature, vocab_size, fp32)
 
 
-def _language(temperature: float, vocab_size: int, fp32: bool, chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
-    hidden, group = whole_sequence(chunk, hidden)[:, 0], parallel_state.get_tensor_model_parallel_group()
-    return lm_logprobs(hidden, chunk.output_weight(), following, temperature, group, vocab_size=vocab_size, fp32=fp32)
+def _language(
+    temperature: float,
+    vocab_size: int,
+    fp32: bool,
+    chunk: Backbone,
+    hidden: Tensor,
+    following: Tensor,
+) -> tuple[Tensor, Tensor]:
+    hidden, group = (
+        whole_sequence(chunk, hidden)[:, 0],
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+    return lm_logprobs(
+        hidden,
+        chunk.output_weight(),
+        following,
+        temperature,
+        group,
+        vocab_size=vocab_size,
+        fp32=fp32,
+    )
 
 
 class ValueLayer(torch.nn.Module):
@@ -37,7 +55,9 @@ class ValueLayer(torch.nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device()))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device())
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden.float(), self.weight.float())

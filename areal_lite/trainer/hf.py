@@ -33,7 +33,9 @@ _LOCAL_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _LOCAL_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def global_parameters(
+    chunks: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters, with layers and experts counted over the whole model. `chunks`: its parts of the model, one per virtual stage."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -41,7 +43,9 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
             if found:
                 layer = chunk.decoder.layers[int(found[0])]
                 name = _LOCAL_LAYER.sub(str(layer.layer_number - 1), name)
-                name = _LOCAL_EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+                name = _LOCAL_EXPERT.sub(
+                    lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name
+                )
             yield name, parameter
 
 
@@ -52,8 +56,14 @@ def _is_expert(name: str) -> bool:
 def _split_rank(name: str) -> tuple[int, int]:
     """(this rank, ranks) of the group over which the parameter is split."""
     if _is_expert(name):
-        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
 
 
 @torch.no_grad()
@@ -66,9 +76,13 @@ def load_hf(chunks: Sequence[torch.nn.Module], folder: Path, hf: PretrainedConfi
         missing = [n for n in plan.names if n not in index]
         if missing:
             raise ValueError(f"{folder}: no tensor {missing[0]} in its safetensors files")
-        shard = plan.shard(hf, [readers[index[n]].get_slice(n) for n in plan.names], *_split_rank(name))
+        shard = plan.shard(
+            hf, [readers[index[n]].get_slice(n) for n in plan.names], *_split_rank(name)
+        )
         if shard.shape != parameter.shape:
-            raise ValueError(f"{folder}: {plan.names[0]} does not have the shape that config.json implies")
+            raise ValueError(
+                f"{folder}: {plan.names[0]} does not have the shape that config.json implies"
+            )
         parameter.copy_(shard)
 
 
@@ -93,7 +107,11 @@ class WeightStream:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], hf: PretrainedConfig):
         self.hf = hf
-        self.own = {name: p for name, p in sorted(global_parameters(chunks), key=_order) if self._sends(name)}
+        self.own = {
+            name: p
+            for name, p in sorted(global_parameters(chunks), key=_order)
+            if self._sends(name)
+        }
         mine = [(name, _split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
         rank, world = dist.get_rank(), dist.get_world_size()
         self.takes_part = bool(mine) or rank == 0
@@ -104,7 +122,9 @@ class WeightStream:
         for sender, theirs in enumerate(gathered or []):
             for name, part, shape in theirs:
                 self.shards.setdefault(name, []).append((part, sender, shape))
-        self.shards = {name: sorted(shards) for name, shards in sorted(self.shards.items(), key=_order)}
+        self.shards = {
+            name: sorted(shards) for name, shards in sorted(self.shards.items(), key=_order)
+        }
 
     def _sends(self, name: str) -> bool:
         if name == "output_layer.weight" and self.hf.tie_word_embeddings:
@@ -141,8 +161,15 @@ class WeightStream:
 
     def _receive(self, name: str, shards: list[tuple[int, int, tuple[int, ...]]]) -> list[Tensor]:
         like = next(iter(self.own.values())).detach()
-        tensors = [self.own[name].detach() if sender == 0 else like.new_empty(shape) for _, sender, shape in shards]
-        for request in [dist.irecv(tensor, sender) for tensor, (_, sender, _) in zip(tensors, shards) if sender > 0]:
+        tensors = [
+            self.own[name].detach() if sender == 0 else like.new_empty(shape)
+            for _, sender, shape in shards
+        ]
+        for request in [
+            dist.irecv(tensor, sender)
+            for tensor, (_, sender, _) in zip(tensors, shards)
+            if sender > 0
+        ]:
             request.wait()
         return tensors
 
@@ -161,7 +188,10 @@ def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torc
     """
     scratch = scratch_folder(folder)
     for path in source.iterdir():
-        if path.suffix in COPIED_SUFFIXES and path.name not in ("config.json", "model.safetensors.index.json"):
+        if path.suffix in COPIED_SUFFIXES and path.name not in (
+            "config.json",
+            "model.safetensors.index.json",
+        ):
             shutil.copy2(path, scratch / path.name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)

@@ -46,7 +46,9 @@ def lm_logprobs(
     width = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
     chunk = max(min(chunk, len(hidden)), 1)
     keep = KEPT // max(chunk * width, 1) if torch.is_grad_enabled() else 0
-    return _LmLogProbs.apply(hidden, weight, targets - first, temperature, group, width, fp32, chunk, keep)
+    return _LmLogProbs.apply(
+        hidden, weight, targets - first, temperature, group, width, fp32, chunk, keep
+    )
 
 
 class _LmLogProbs(torch.autograd.Function):
@@ -57,7 +59,12 @@ class _LmLogProbs(torch.autograd.Function):
         column = torch.where(owned, local, 0)
         # Of this rank's logits: the peak, and relative to it the sum of exp, the sum of x exp, and the target's x.
         # A rank without columns adds nothing: sums of zero below any other peak.
-        stats = torch.zeros(4, len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        stats = torch.zeros(
+            4,
+            len(hidden),
+            dtype=torch.promote_types(hidden.dtype, torch.float32),
+            device=hidden.device,
+        )
         peak, total, weighted, chosen = stats
         peak.fill_(torch.finfo(stats.dtype).min)
         kept = []
@@ -84,10 +91,14 @@ class _LmLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, column, owned, peak, log_z, entropy = ctx.saved_tensors  # log_z is relative to this rank's peak
+        hidden, weight, column, owned, peak, log_z, entropy = (
+            ctx.saved_tensors
+        )  # log_z is relative to this rank's peak
         temperature, group, width, fp32, chunk = ctx.options
         kept, ctx.kept = ctx.kept[::-1], []
-        grad_logprob = torch.zeros_like(entropy) if grad_logprob is None else grad_logprob / temperature
+        grad_logprob = (
+            torch.zeros_like(entropy) if grad_logprob is None else grad_logprob / temperature
+        )
         grad_entropy = None if grad_entropy is None else grad_entropy / temperature
         grad_chosen = grad_logprob * owned
         head = _head(weight, width, fp32)
@@ -97,12 +108,19 @@ class _LmLogProbs(torch.autograd.Function):
             if kept:
                 logp = kept.pop().sub_(log_z[rows, None])
             else:
-                logp = _logits(hidden[rows], head, temperature, peak.dtype).sub_(peak[rows, None] + log_z[rows, None])
+                logp = _logits(hidden[rows], head, temperature, peak.dtype).sub_(
+                    peak[rows, None] + log_z[rows, None]
+                )
             if grad_entropy is None:
                 slope = logp.exp_().mul_(-grad_logprob[rows, None])
             else:
                 p = logp.exp()
-                slope = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).sub_(grad_logprob[rows, None]).mul_(p)
+                slope = (
+                    logp.add_(entropy[rows, None])
+                    .mul_(-grad_entropy[rows, None])
+                    .sub_(grad_logprob[rows, None])
+                    .mul_(p)
+                )
                 del p
             slope.scatter_add_(-1, column[rows, None], grad_chosen[rows, None])
             slope = slope.to(head.dtype)
@@ -116,12 +134,20 @@ class _LmLogProbs(torch.autograd.Function):
 
 
 def _chunks(tokens: int, width: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)] if width else []
+    return (
+        [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+        if width
+        else []
+    )
 
 
 def _head(weight: Tensor, width: int, fp32: bool) -> Tensor:
     """The rows of `weight` that are tokens, in the dtype of the matrix products."""
-    return weight[:width].to(torch.promote_types(weight.dtype, torch.float32)) if fp32 else weight[:width]
+    return (
+        weight[:width].to(torch.promote_types(weight.dtype, torch.float32))
+        if fp32
+        else weight[:width]
+    )
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -129,7 +155,9 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype
     return x if temperature == 1.0 else x.div_(temperature)
 
 
-def _combine(stats: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _combine(
+    stats: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From each rank's (peak, sum of exp, sum of x exp, target's x), relative to its own peak, those of the whole vocabulary.
 
     Relative to the highest peak; first of the four is this rank's peak.
@@ -150,7 +178,9 @@ def _gradient_buffer(weight: Tensor) -> Tensor:
     """What products are added to, in at least float32: Megatron's own buffer where there is one."""
     if hasattr(weight, "main_grad"):
         return weight.main_grad
-    return torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    return torch.zeros(
+        weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
+    )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -165,4 +195,8 @@ def _result(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     if grad is None or not hasattr(weight, "main_grad"):
         return None if grad is None else grad.to(weight.dtype)
     weight.grad_added_to_main_grad = True
-    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+    return (
+        torch.zeros_like(weight)
+        if getattr(weight, "zero_out_wgrad", False)
+        else torch.empty_like(weight)
+    )

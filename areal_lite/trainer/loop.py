@@ -21,7 +21,13 @@ from megatron.core import parallel_state
 from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.launch.process import die_with_parent
-from areal_lite.observe.metrics import MetricsLog, append_event, forget_after, read_events, write_json
+from areal_lite.observe.metrics import (
+    MetricsLog,
+    append_event,
+    forget_after,
+    read_events,
+    write_json,
+)
 from areal_lite.resume import CHECKPOINTS, stop_requested, withdraw_stop
 from areal_lite.sync.control import in_thread
 from areal_lite.sync.probe import Probe
@@ -44,27 +50,41 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     """The whole run of one rank."""
     models = build_models(config)
     engine, trainer = models.policy, config.trainer
-    checkpoints = Checkpoints(run_dir / CHECKPOINTS, models.trained, trainer.keep_checkpoints, trainer.milestone_every)
+    checkpoints = Checkpoints(
+        run_dir / CHECKPOINTS, models.trained, trainer.keep_checkpoints, trainer.milestone_every
+    )
     start = done = checkpoints.resume()
     skipped = SkippedSteps(trainer.max_skipped_steps)
     controller = ControllerClient(run_dir, _patience_s(config))
     rank = parallel_state.get_data_parallel_rank()
     lead = _Lead(config, run_dir, controller, start) if dist.get_rank() == 0 else None
-    pusher = WeightPusher(engine, controller if lead else None, config, run_dir) if engine.weights.takes_part else None
+    pusher = (
+        WeightPusher(engine, controller if lead else None, config, run_dir)
+        if engine.weights.takes_part
+        else None
+    )
     if pusher and start:
         pusher.servers = []  # they start with version 0, not ours
     if trainer.offload:
         models.offload()
     for step in range(start, trainer.steps):
         times = [time.time()]
-        batch, info = controller.batch(step, rank, trainer.data_parallel, lambda: pusher and pusher.push(step))
+        batch, info = controller.batch(
+            step, rank, trainer.data_parallel, lambda: pusher and pusher.push(step)
+        )
         times.append(time.time())
         if trainer.offload:
             models.onload()
         result = policy_step(models, batch, config, step)
         if trainer.offload:
             models.offload()
-        _look_at_skipped(skipped, result.metrics["skipped"] + result.metrics.get("critic_skipped", 0.0), batch, step, run_dir)
+        _look_at_skipped(
+            skipped,
+            result.metrics["skipped"] + result.metrics.get("critic_skipped", 0.0),
+            batch,
+            step,
+            run_dir,
+        )
         times.append(time.time())
         if lead:
             lead.before_push(step, batch, result.prox, pusher.servers)
@@ -98,10 +118,14 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     shutdown()
 
 
-def _look_at_skipped(skipped: SkippedSteps, updates: float, batch: TrainBatch, step: int, run_dir: Path) -> None:
+def _look_at_skipped(
+    skipped: SkippedSteps, updates: float, batch: TrainBatch, step: int, run_dir: Path
+) -> None:
     """Keep the batch of a step with an update that was skipped, for inspection. Raises FloatingPointError after too many in a row."""
     if updates:
-        save_batch(batch, run_dir / "bad_batches" / f"step-{step + 1}-rank-{dist.get_rank()}.msgpack")
+        save_batch(
+            batch, run_dir / "bad_batches" / f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
+        )
     skipped.record(step + 1, updates)
 
 
@@ -111,9 +135,16 @@ def build_models(config: TrainConfig) -> Models:
     models = Models(MegatronEngine(trainer, Path(config.model), config.seed))
     if needs_reference(algo):
         reference = Reference(trainer, Path(algo.reference))
-        models.reference = RememberedReference(reference) if config.buffer.replay.capacity else reference
+        models.reference = (
+            RememberedReference(reference) if config.buffer.replay.capacity else reference
+        )
     if algo.advantage.estimator == "gae":
-        critic = replace(trainer, lr=algo.critic.lr, min_lr=trainer.min_lr * algo.critic.lr / trainer.lr, clip_grad=algo.critic.clip_grad)
+        critic = replace(
+            trainer,
+            lr=algo.critic.lr,
+            min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
+            clip_grad=algo.critic.clip_grad,
+        )
         models.critic = Critic(critic, Path(config.model), config.seed)
     return models
 
@@ -126,13 +157,23 @@ def _patience_s(config: TrainConfig) -> float:
 class _Lead:
     """What rank 0 does beside training: metrics, evaluation, and the check of the servers' log-probs."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int):
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
+    ):
         self.config, self.run_dir, self.controller = config, run_dir, controller
         forget_after(run_dir, start)
-        self.metrics = MetricsLog(run_dir, config.logger, asdict(replace(config, server=replace(config.server, api_key=None))))
+        self.metrics = MetricsLog(
+            run_dir,
+            config.logger,
+            asdict(replace(config, server=replace(config.server, api_key=None))),
+        )
         self.probe = Probe(run_dir, config)
         self.last = time.time()
-        self.evaluations: list[Future] = [self._evaluate(0)] if config.eval.problems and not start and not read_events(run_dir, "evals") else []
+        self.evaluations: list[Future] = (
+            [self._evaluate(0)]
+            if config.eval.problems and not start and not read_events(run_dir, "evals")
+            else []
+        )
         self.probed: dict[str, float | None] = {}
 
     def before_push(self, step: int, batch, prox, servers) -> None:
@@ -143,11 +184,24 @@ class _Lead:
 
     def after_push(self, step: int, metrics: dict[str, Any], report: dict[str, Any]) -> None:
         now = time.time()
-        record = {"step": step + 1, "version": step + 1, "time_s": now - self.last, **metrics, **report, **self.probed}
+        record = {
+            "step": step + 1,
+            "version": step + 1,
+            "time_s": now - self.last,
+            **metrics,
+            **report,
+            **self.probed,
+        }
         self.last = now
         self.metrics.log(record)
         self._collect(only_done=True)
-        log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", step + 1, record["reward_mean"], record["wait_s"], record["train_s"])
+        log.info(
+            "step %d: reward %.3f, waited %.1f s, trained %.1f s",
+            step + 1,
+            record["reward_mean"],
+            record["wait_s"],
+            record["train_s"],
+        )
         last = step + 1 == self.config.trainer.steps
         every = self.config.eval.every
         if self.config.eval.problems and not last and every and (step + 1) % every == 0:
@@ -183,7 +237,9 @@ class _Lead:
 
 def main() -> int:
     die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     run_dir = Path(sys.argv[1])
     try:
         train(load_config(run_dir), run_dir)

@@ -91,17 +91,30 @@ CPU_SUBSTITUTIONS = (
         },
     ),
     # There is one generator.
-    Substitution("random numbers", r"torch\.cuda\.(get_rng_state|manual_seed)\(", r"torch.\1(", {"tensor_parallel.random": 4}),
+    Substitution(
+        "random numbers",
+        r"torch\.cuda\.(get_rng_state|manual_seed)\(",
+        r"torch.\1(",
+        {"tensor_parallel.random": 4},
+    ),
     Substitution(
         "random state",
         r"return torch\.cuda\.random\.get_rng_state\(device=device\)",
         "return torch.get_rng_state()",
         {"tensor_parallel.random": 1},
     ),
-    Substitution("set random state", r"_lazy_call\(cb\)", "torch.set_rng_state(new_state)", {"tensor_parallel.random": 1}),
+    Substitution(
+        "set random state",
+        r"_lazy_call\(cb\)",
+        "torch.set_rng_state(new_state)",
+        {"tensor_parallel.random": 1},
+    ),
     # Experts: counts of tokens become lists for the all-to-all, on a stream of its own where there are streams.
     Substitution(
-        "token counts", r"torch\.is_tensor\(tensor\) and tensor\.is_cuda", "torch.is_tensor(tensor)", {"transformer.moe.moe_utils": 1}
+        "token counts",
+        r"torch\.is_tensor\(tensor\) and tensor\.is_cuda",
+        "torch.is_tensor(tensor)",
+        {"transformer.moe.moe_utils": 1},
     ),
     Substitution(
         "memory of another stream",
@@ -115,7 +128,12 @@ CPU_SUBSTITUTIONS = (
         r"torch.cpu.\1(",
         {"transformer.moe.token_dispatcher": 4},
     ),
-    Substitution("event", r"self\.cuda_dtoh_stream\.record_event\(\)", "torch.cpu.Event()", {"transformer.moe.token_dispatcher": 1}),
+    Substitution(
+        "event",
+        r"self\.cuda_dtoh_stream\.record_event\(\)",
+        "torch.cpu.Event()",
+        {"transformer.moe.token_dispatcher": 1},
+    ),
     # Experts that are split too: gloo gathers and scatters equal parts only.
     Substitution(
         "gathering of unequal parts",
@@ -148,14 +166,18 @@ ONEDNN_SUBSTITUTIONS = (
     Substitution(
         "gradient of its input",
         r"grad_input = grad_output\.matmul\(weight\)\n\n        if ctx\.sequence_parallel",
-        "grad_input = " + _ONEDNN.format("grad_output", "weight.t()") + r"\n\n        if ctx.sequence_parallel",
+        "grad_input = "
+        + _ONEDNN.format("grad_output", "weight.t()")
+        + r"\n\n        if ctx.sequence_parallel",
         {"tensor_parallel.layers": 1},
     ),
     Substitution(
         "gradient of its weight",
         r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
         # It refuses to add up nothing: an expert that no token chose.
-        "grad_weight = " + _ONEDNN.format("total_input.t()", "grad_output.t()") + ".t() if len(total_input) else torch.zeros_like(weight)",
+        "grad_weight = "
+        + _ONEDNN.format("total_input.t()", "grad_output.t()")
+        + ".t() if len(total_input) else torch.zeros_like(weight)",
         {"tensor_parallel.layers": 1},
     ),
 )
@@ -208,10 +230,14 @@ CHECKPOINT_FIXES = (
 )
 
 
-def substitutions(cuda: bool, onednn: bool, transformer_engine: bool, apex: bool) -> tuple[Substitution, ...]:
+def substitutions(
+    cuda: bool, onednn: bool, transformer_engine: bool, apex: bool
+) -> tuple[Substitution, ...]:
     """What must change on a machine that has these, or does not."""
     cpu = () if cuda else CPU_SUBSTITUTIONS + (ONEDNN_SUBSTITUTIONS if onednn else ())
-    without = (() if transformer_engine else ROUTER_FIXES) + (() if transformer_engine or apex else TORCH_ADAMW_FIXES)
+    without = (() if transformer_engine else ROUTER_FIXES) + (
+        () if transformer_engine or apex else TORCH_ADAMW_FIXES
+    )
     return cpu + without + CHECKPOINT_FIXES
 
 
@@ -232,15 +258,24 @@ def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
 
 @cache
 def _active() -> tuple[Substitution, ...]:
-    transformer_engine, apex = (importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex"))
-    return substitutions(torch.cuda.is_available(), torch.backends.mkldnn.is_available(), transformer_engine, apex)
+    transformer_engine, apex = (
+        importlib.util.find_spec(name) is not None for name in ("transformer_engine", "apex")
+    )
+    return substitutions(
+        torch.cuda.is_available(), torch.backends.mkldnn.is_available(), transformer_engine, apex
+    )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str):
         path = self.get_filename(fullname)
         source = importlib.util.decode_source(self.get_data(path))
-        return compile(adapt(fullname.removeprefix("megatron.core."), source, _active()), path, "exec", dont_inherit=True)
+        return compile(
+            adapt(fullname.removeprefix("megatron.core."), source, _active()),
+            path,
+            "exec",
+            dont_inherit=True,
+        )
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -258,9 +293,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Put the import hook in place, once. Raises ImportError when megatron.core is already imported, and so can no longer be adapted."""
-    modules = frozenset(f"megatron.core.{module}" for substitution in _active() for module in substitution.counts)
+    modules = frozenset(
+        f"megatron.core.{module}" for substitution in _active() for module in substitution.counts
+    )
     if not modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise ImportError("megatron.core was imported before areal_lite.trainer: import areal_lite.trainer first")
+        raise ImportError(
+            "megatron.core was imported before areal_lite.trainer: import areal_lite.trainer first"
+        )
     sys.meta_path.insert(0, _Finder(modules))

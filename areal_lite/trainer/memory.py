@@ -37,7 +37,9 @@ class RankMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def parameter_sizes(hf: PretrainedConfig, vocab_size: int | None = None) -> Iterator[tuple[str, int]]:
+def parameter_sizes(
+    hf: PretrainedConfig, vocab_size: int | None = None
+) -> Iterator[tuple[str, int]]:
     """(Megatron's name, elements) of every parameter of the whole model, layer by layer as they are pushed; layers and experts are counted.
 
     vocab_size: rows of embedding and output layer, if there are more than tokens.
@@ -48,7 +50,11 @@ def parameter_sizes(hf: PretrainedConfig, vocab_size: int | None = None) -> Iter
     if not hf.tie_word_embeddings:
         yield "output_layer.weight", rows * hf.hidden_size
     sizes, names = _layer_sizes(hf), ARCHITECTURES[hf.model_type].layer
-    counted = sorted((name.format(expert=e), sizes[name]) for name in names for e in range(hf.num_experts if "{expert}" in name else 1))
+    counted = sorted(
+        (name.format(expert=e), sizes[name])
+        for name in names
+        for e in range(hf.num_experts if "{expert}" in name else 1)
+    )
     for layer in range(hf.num_hidden_layers):
         yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in counted)
 
@@ -98,7 +104,9 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
     return dense, experts // (tensor * trainer.expert_parallel)
 
 
-def rank_memory(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int) -> RankMemory:
+def rank_memory(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+) -> RankMemory:
     """Of each rank of a pipeline stage, with microbatches that are full. itemsize: bytes of a parameter, 2 or 4."""
     dense, experts = rank_parameters(hf, trainer, stage)
     replicas = trainer.data_parallel * trainer.context_parallel
@@ -117,7 +125,9 @@ def rank_memory(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, sta
     )
 
 
-def activation_bytes_per_token(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int) -> float:
+def activation_bytes_per_token(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+) -> float:
     """Of one token of the microbatches that are in flight on a stage when it has most of them (1F1B: as many as there are stages from it on).
 
     Recomputing `full` keeps each layer's input, and one layer at a time whole; `selective` only what the attention kernel keeps, little.
@@ -138,9 +148,17 @@ def _layer_activations(hf: PretrainedConfig, trainer: TrainerConfig, b: int) -> 
     tensor = trainer.tensor_parallel
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    norms = 2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)  # float32 input, normed, output
-    head_norms = (4 + b) * (queries + keys) if "self_attention.q_layernorm.weight" in ARCHITECTURES[hf.model_type].layer else 0
-    attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads  # q k v, turned q and k, output
+    norms = (
+        2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)
+    )  # float32 input, normed, output
+    head_norms = (
+        (4 + b) * (queries + keys)
+        if "self_attention.q_layernorm.weight" in ARCHITECTURES[hf.model_type].layer
+        else 0
+    )
+    attention = (
+        b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
+    )  # q k v, turned q and k, output
     if (
         "mlp.router.weight" in ARCHITECTURES[hf.model_type].layer
     ):  # for each expert of a token: its copy of the token, the MLP's inside, its output
@@ -156,7 +174,9 @@ def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int
     return 2 * hf.num_hidden_layers * heads * head_dim(hf) * itemsize
 
 
-def push_buckets(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int) -> list[int]:
+def push_buckets(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int
+) -> list[int]:
     """Bytes of each bucket of a push of all weights (`hf.WeightStream.buckets`)."""
     buckets = [0]
     for _, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):

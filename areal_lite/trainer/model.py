@@ -18,7 +18,10 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -34,16 +37,26 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
-        self.weight.sequence_parallel = config.sequence_parallel  # then a rank has the gradient of its tokens only
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device())
+        )
+        self.weight.sequence_parallel = (
+            config.sequence_parallel
+        )  # then a rank has the gradient of its tokens only
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
-        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)).to(
+            x.dtype
+        )
 
 
 def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 class Backbone(GPTModel):
@@ -58,7 +71,11 @@ class Backbone(GPTModel):
 
     def output_weight(self) -> Tensor:
         """[V / tp, hidden]: the output layer's weight, or the embedding's where they are one."""
-        return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
 
 
 class Chunks(torch.nn.ModuleList):
@@ -75,8 +92,14 @@ class Chunks(torch.nn.ModuleList):
 def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for a model that is not supported, or that cannot be split in this way."""
     check_supported(hf, trainer.tensor_parallel, trainer.expert_parallel)
-    if getattr(hf, "num_experts", 0) and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ValueError("Megatron wants trainer.sequence_parallel=true for a model with experts and trainer.tensor_parallel > 1")
+    if (
+        getattr(hf, "num_experts", 0)
+        and trainer.tensor_parallel > 1
+        and not trainer.sequence_parallel
+    ):
+        raise ValueError(
+            "Megatron wants trainer.sequence_parallel=true for a model with experts and trainer.tensor_parallel > 1"
+        )
     if hf.num_hidden_layers % (trainer.pipeline_parallel * trainer.virtual_pipeline):
         raise ValueError(
             f"{hf.num_hidden_layers} layers cannot be split over trainer.pipeline_parallel={trainer.pipeline_parallel}"
@@ -84,7 +107,9 @@ def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
         )
 
 
-def build_chunks(hf: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, tie: bool) -> Chunks:
+def build_chunks(
+    hf: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, tie: bool
+) -> Chunks:
     """This rank's chunks of the model, in order, their weights not yet set. `tie`: whether the output layer shares the embedding's weight.
 
     Raises ValueError for a model that is not supported, or that cannot be split in this way.
@@ -95,7 +120,9 @@ def build_chunks(hf: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfi
     return Chunks(_build_chunk(hf, config, tie, stage) for stage in stages)
 
 
-def _build_chunk(hf: PretrainedConfig, config: TransformerConfig, tie: bool, vp_stage: int | None) -> Backbone:
+def _build_chunk(
+    hf: PretrainedConfig, config: TransformerConfig, tie: bool, vp_stage: int | None
+) -> Backbone:
     layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
     model = Backbone(
         config=config,
@@ -114,7 +141,11 @@ def _build_chunk(hf: PretrainedConfig, config: TransformerConfig, tie: bool, vp_
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
     """Stock Megatron but for the norms and the attention; all layers are alike."""
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -127,5 +158,8 @@ def _mark_split_weights(model: GPTModel) -> None:
     """Megatron marks weights as split only while it initialises them; the gradient norm would count those of one rank only."""
     for module in model.modules():
         dim = 1 if isinstance(module, RowParallelLinear) else 0
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
+        if (
+            isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
+            and module.weight is not None
+        ):
             set_tensor_model_parallel_attributes(module.weight, True, dim, 1)

@@ -15,7 +15,14 @@ from torch import Tensor
 from areal_lite.algo import advantages, shaping
 from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
 from areal_lite.algo.kl import entropy_loss, kl_estimate, kl_loss
-from areal_lite.algo.losses import LossInputs, LossOutput, cispo_loss, gspo_loss, ppo_loss, reinforce_loss
+from areal_lite.algo.losses import (
+    LossInputs,
+    LossOutput,
+    cispo_loss,
+    gspo_loss,
+    ppo_loss,
+    reinforce_loss,
+)
 from areal_lite.algo.metrics import entropy_sum, mismatch
 from areal_lite.algo.reduction import reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
@@ -55,14 +62,26 @@ class StepTensors:
         def on_device(name: str) -> Tensor:
             return torch.from_numpy(getattr(batch, name)).to(device)
 
-        behavior, versions, truncated, sequence_ids = map(on_device, ("behavior_logprobs", "versions", "truncated", "sequence_ids"))
+        behavior, versions, truncated, sequence_ids = map(
+            on_device, ("behavior_logprobs", "versions", "truncated", "sequence_ids")
+        )
         sampled, mask = versions >= 0, on_device("loss_mask")
         if config.algo.loss == "tb":
             mask = sampled  # about whole completions, whoever sampled them: nothing is too old, and the behaviour log-prob is not used
         if config.algo.shaping.mask_truncated:
             mask = mask & ~truncated[sequence_ids]
         rewards, group_ids = on_device("rewards"), on_device("group_ids")
-        return cls(sampled, mask, behavior, versions, sequence_ids, rewards, group_ids, truncated, torch.zeros_like(behavior))
+        return cls(
+            sampled,
+            mask,
+            behavior,
+            versions,
+            sequence_ids,
+            rewards,
+            group_ids,
+            truncated,
+            torch.zeros_like(behavior),
+        )
 
 
 def set_advantages(tensors: StepTensors, config: TrainConfig, reduce: Reduce) -> None:
@@ -72,20 +91,40 @@ def set_advantages(tensors: StepTensors, config: TrainConfig, reduce: Reduce) ->
     if algo.loss == "tb":
         t.rewards = rewards
         return
-    divergence = kl_estimate(t.prox, t.reference, t.mask, estimator=algo.kl.estimator) if kl_in(algo, "reward") else None
+    divergence = (
+        kl_estimate(t.prox, t.reference, t.mask, estimator=algo.kl.estimator)
+        if kl_in(algo, "reward")
+        else None
+    )
     if algo.advantage.estimator in ("grpo", "rloo"):
         if divergence is not None:
-            rewards = shaping.kl_in_reward(rewards, t.prox, t.reference, t.mask, t.sequence_ids, beta=algo.kl.coef, estimator=algo.kl.estimator)
+            rewards = shaping.kl_in_reward(
+                rewards,
+                t.prox,
+                t.reference,
+                t.mask,
+                t.sequence_ids,
+                beta=algo.kl.coef,
+                estimator=algo.kl.estimator,
+            )
         t.advantages = _of_groups(rewards, t.group_ids, algo, reduce)[t.sequence_ids]
     else:
-        per_token = shaping.token_rewards(rewards, t.mask, t.sequence_ids, divergence=divergence, beta=algo.kl.coef)
+        per_token = shaping.token_rewards(
+            rewards, t.mask, t.sequence_ids, divergence=divergence, beta=algo.kl.coef
+        )
         gamma = algo.advantage.gamma
         if algo.advantage.estimator == "reinforce_pp":
-            t.advantages = advantages.reinforce_plus_plus(per_token, t.mask, t.sequence_ids, gamma=gamma, reduce=reduce)
+            t.advantages = advantages.reinforce_plus_plus(
+                per_token, t.mask, t.sequence_ids, gamma=gamma, reduce=reduce
+            )
         else:
-            t.advantages, t.returns = advantages.gae(per_token, t.values, t.mask, t.sequence_ids, gamma=gamma, lam=algo.advantage.lam)
+            t.advantages, t.returns = advantages.gae(
+                per_token, t.values, t.mask, t.sequence_ids, gamma=gamma, lam=algo.advantage.lam
+            )
     if algo.advantage.whiten:
-        t.advantages = advantages.whiten(t.advantages, advantages.moments(t.advantages, t.mask, reduce=reduce), mask=t.mask)
+        t.advantages = advantages.whiten(
+            t.advantages, advantages.moments(t.advantages, t.mask, reduce=reduce), mask=t.mask
+        )
 
 
 def shaped_rewards(t: StepTensors, config: TrainConfig) -> Tensor:
@@ -95,7 +134,9 @@ def shaped_rewards(t: StepTensors, config: TrainConfig) -> Tensor:
     if not shape.overlong_margin:
         return rewards
     lengths = torch.bincount(t.sequence_ids[t.sampled], minlength=len(rewards))
-    return rewards + shaping.overlong_penalty(lengths, max_length=config.rollout.max_new_tokens, margin=shape.overlong_margin)
+    return rewards + shaping.overlong_penalty(
+        lengths, max_length=config.rollout.max_new_tokens, margin=shape.overlong_margin
+    )
 
 
 def _of_groups(rewards: Tensor, group_ids: Tensor, algo: AlgoConfig, reduce: Reduce) -> Tensor:
@@ -122,7 +163,13 @@ def needs_reference(algo: AlgoConfig) -> bool:
 
 
 def correction(config: CorrectionConfig) -> Correction:
-    return Correction(config.mode, config.cap, config.low, config.level, tuple(config.veto) if config.veto else None)
+    return Correction(
+        config.mode,
+        config.cap,
+        config.low,
+        config.level,
+        tuple(config.veto) if config.veto else None,
+    )
 
 
 @dataclass
@@ -140,7 +187,9 @@ class Minibatch:
 def denominator(t: StepTensors, where: Tensor, mode: str, reduce: Reduce) -> float:
     """Tokens or sequences of a minibatch, over all ranks, as the reduction `mode` counts them; at least 1."""
     count = reduction_count(t.mask[where], t.sequence_ids[where], mode=mode)
-    return max(1.0, float(reduce(torch.tensor(float(count), dtype=torch.float64, device=where.device))))
+    return max(
+        1.0, float(reduce(torch.tensor(float(count), dtype=torch.float64, device=where.device)))
+    )
 
 
 def tb_beta(algo: AlgoConfig, version: int) -> float:
@@ -156,7 +205,13 @@ def log_z(t: StepTensors, logprobs: Tensor, algo: AlgoConfig, version: int) -> T
 
 
 def policy_loss(
-    t: StepTensors, minibatch: Minibatch, logprobs: Tensor, entropy: Tensor, mb: MicroBatch, config: TrainConfig, version: int
+    t: StepTensors,
+    minibatch: Minibatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    mb: MicroBatch,
+    config: TrainConfig,
+    version: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of one micro-batch in the minibatch's loss, and sums for metrics; `version`: the trainer's at the start of the step."""
     algo = config.algo
@@ -165,37 +220,63 @@ def policy_loss(
     if algo.prox == "reuse":
         t.prox[where] = logprobs.detach().float()
     elif algo.prox == "loglinear":
-        t.prox[where] = loglinear_prox(behavior, logprobs.float(), t.versions[where], version=version)
-    inputs = LossInputs(logprobs, t.prox[where], behavior, torch.zeros_like(behavior), mask, _sequence_ids(mb))
+        t.prox[where] = loglinear_prox(
+            behavior, logprobs.float(), t.versions[where], version=version
+        )
+    inputs = LossInputs(
+        logprobs, t.prox[where], behavior, torch.zeros_like(behavior), mask, _sequence_ids(mb)
+    )
     if algo.loss == "tb":
         output = _trajectory_balance(t, minibatch, where, inputs, mb, tb_beta(algo, version))
     else:
         length = algo.reduction_length or config.rollout.max_new_tokens
-        inputs.weights = reduction_weights(mask, inputs.sequence_ids, mode=algo.reduction, denominator=minibatch.denominator, length=length)
+        inputs.weights = reduction_weights(
+            mask,
+            inputs.sequence_ids,
+            mode=algo.reduction,
+            denominator=minibatch.denominator,
+            length=length,
+        )
         inputs.advantages = t.advantages[where]
         output = _ratio_loss(inputs, algo)
         if algo.kl.coef and algo.kl.into == "loss":
             output.loss = output.loss + algo.kl.coef * _kl(inputs, t.reference[where], algo)
         if algo.entropy_coef:
-            output.loss = output.loss + algo.entropy_coef * entropy_loss(entropy, mask, inputs.weights)
+            output.loss = output.loss + algo.entropy_coef * entropy_loss(
+                entropy, mask, inputs.weights
+            )
     with torch.no_grad():
-        output.metrics |= {"entropy": entropy_sum(entropy, mask).float(), "trained_tokens": mask.sum().float()}
+        output.metrics |= {
+            "entropy": entropy_sum(entropy, mask).float(),
+            "trained_tokens": mask.sum().float(),
+        }
         if t.reference is not None:
-            output.metrics["reference_kl"] = kl_estimate(logprobs, t.reference[where], mask, estimator="k3").sum().float()
+            output.metrics["reference_kl"] = (
+                kl_estimate(logprobs, t.reference[where], mask, estimator="k3").sum().float()
+            )
     return output.loss, output.metrics
 
 
-def critic_loss(t: StepTensors, minibatch: Minibatch, values: Tensor, mb: MicroBatch, config: TrainConfig):
+def critic_loss(
+    t: StepTensors, minibatch: Minibatch, values: Tensor, mb: MicroBatch, config: TrainConfig
+):
     """The share of one micro-batch in the critic's loss: a mean over tokens, whatever the policy's is."""
     where = minibatch.where[mb.where]
     mask = t.mask[where]
     weights = mask.float() / minibatch.denominator
-    output = value_loss(values, t.values[where], t.returns[where], mask, weights, clip=config.algo.critic.clip_value)
+    output = value_loss(
+        values, t.values[where], t.returns[where], mask, weights, clip=config.algo.critic.clip_value
+    )
     return output.loss, output.metrics | {"trained_tokens": mask.sum().float()}
 
 
 def _ratio_loss(inputs: LossInputs, algo: AlgoConfig) -> LossOutput:
-    clip = {"eps_low": algo.eps_low, "eps_high": algo.eps_high, "decoupled": algo.decoupled, "correction": correction(algo.correction)}
+    clip = {
+        "eps_low": algo.eps_low,
+        "eps_high": algo.eps_high,
+        "decoupled": algo.decoupled,
+        "correction": correction(algo.correction),
+    }
     match algo.loss:
         case "ppo":
             return ppo_loss(inputs, dual_clip=algo.dual_clip, **clip)
@@ -208,7 +289,14 @@ def _ratio_loss(inputs: LossInputs, algo: AlgoConfig) -> LossOutput:
     raise AssertionError(f"algo.loss={algo.loss} was not refused")
 
 
-def _trajectory_balance(t: StepTensors, minibatch: Minibatch, where: Tensor, inputs: LossInputs, mb: MicroBatch, beta: float) -> LossOutput:
+def _trajectory_balance(
+    t: StepTensors,
+    minibatch: Minibatch,
+    where: Tensor,
+    inputs: LossInputs,
+    mb: MicroBatch,
+    beta: float,
+) -> LossOutput:
     sequences = t.sequence_ids[where[mb.cu_seqlens[:-1].long()]]
     output = trajectory_balance_loss(
         inputs.logprobs,
@@ -227,8 +315,21 @@ def _trajectory_balance(t: StepTensors, minibatch: Minibatch, where: Tensor, inp
 
 def _kl(inputs: LossInputs, reference: Tensor, algo: AlgoConfig) -> Tensor:
     """The tokens were sampled from the behaviour policy: the expectation over the policy takes the same correction as the loss."""
-    weight, kept = behavior_weight(inputs.prox, inputs.behavior, inputs.mask, sequence_ids=inputs.sequence_ids, **vars(correction(algo.correction)))
-    return kl_loss(inputs.logprobs, reference, kept, inputs.weights, estimator=algo.kl.estimator, importance=weight)
+    weight, kept = behavior_weight(
+        inputs.prox,
+        inputs.behavior,
+        inputs.mask,
+        sequence_ids=inputs.sequence_ids,
+        **vars(correction(algo.correction)),
+    )
+    return kl_loss(
+        inputs.logprobs,
+        reference,
+        kept,
+        inputs.weights,
+        estimator=algo.kl.estimator,
+        importance=weight,
+    )
 
 
 def _sequence_ids(mb: MicroBatch) -> Tensor:

@@ -48,7 +48,9 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
     """
     styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
     if config.lr_schedule not in styles:
-        raise ValueError(f"trainer.lr_schedule={config.lr_schedule}: use one of {', '.join(styles)}")
+        raise ValueError(
+            f"trainer.lr_schedule={config.lr_schedule}: use one of {', '.join(styles)}"
+        )
     updates = config.steps * config.minibatches
     return OptimizerParamScheduler(
         optimizer,
@@ -112,7 +114,9 @@ def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:
     """
     _move_moments(optimizer, torch.device("cpu"))
     for ddp in chunks:
-        ddp.offload_grad_buffers(synchronize=torch.cuda.is_available(), empty_cache=torch.cuda.is_available())
+        ddp.offload_grad_buffers(
+            synchronize=torch.cuda.is_available(), empty_cache=torch.cuda.is_available()
+        )
 
 
 def onload(optimizer: Any, chunks: Iterable[DistributedDataParallel], device: torch.device) -> None:

@@ -46,7 +46,10 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same microbatch with its tensors on `device`."""
-        tensors = (t.to(device, non_blocking=True) for t in (self.tokens, self.cu_seqlens, self.position_ids, self.where))
+        tensors = (
+            t.to(device, non_blocking=True)
+            for t in (self.tokens, self.cu_seqlens, self.position_ids, self.where)
+        )
         return MicroBatch(*tensors, self.max_seqlen)
 
 
@@ -55,14 +58,25 @@ def attention_crossover(config: TransformerConfig) -> float:
 
     Per token and layer: 2 operations for each of a matrix's weights, and 2 L width for scores and mixing, half of it masked.
     """
-    width, groups = (n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups))
+    width, groups = (
+        n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups)
+    )
     experts = config.moe_router_topk if config.num_moe_experts else 1
     ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
-    matrices = config.hidden_size * (2 * width + 2 * groups + (3 if config.gated_linear_unit else 2) * ffn * experts)
+    matrices = config.hidden_size * (
+        2 * width + 2 * groups + (3 if config.gated_linear_unit else 2) * ffn * experts
+    )
     return matrices / width
 
 
-def pack(lengths: Sequence[int], budget: int, *, crossover: float = math.inf, at_least: int = 0, multiple: int = 1) -> list[list[int]]:
+def pack(
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    crossover: float = math.inf,
+    at_least: int = 0,
+    multiple: int = 1,
+) -> list[list[int]]:
     """Indices of `lengths` in bins of at most `budget` tokens and about equal cost; a longer sequence stands alone.
 
     The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed. So each bin costs at most one of its
@@ -85,7 +99,9 @@ def pack(lengths: Sequence[int], budget: int, *, crossover: float = math.inf, at
         count += -(-left // budget)
 
 
-def _balance(order: np.ndarray, lengths: np.ndarray, budget: int, crossover: float, count: int) -> tuple[list[list[int]], int]:
+def _balance(
+    order: np.ndarray, lengths: np.ndarray, budget: int, crossover: float, count: int
+) -> tuple[list[list[int]], int]:
     """Deal the sequences `order`, longest first, to `count` bins; also returns how many tokens found no place."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
@@ -104,7 +120,12 @@ def _balance(order: np.ndarray, lengths: np.ndarray, budget: int, crossover: flo
 
 
 def make_microbatches(
-    batch: TrainBatch, budget: int, *, crossover: float = math.inf, group: dist.ProcessGroup | None = None, multiple: int = 1
+    batch: TrainBatch,
+    budget: int,
+    *,
+    crossover: float = math.inf,
+    group: dist.ProcessGroup | None = None,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """The sequences of `batch` in microbatches of at most `budget` tokens; `where` points into the tokens of `batch`.
 
@@ -114,7 +135,9 @@ def make_microbatches(
     lengths = batch.lengths
     bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
     if group is not None and group.size() > 1:
-        most = torch.tensor(len(bins), device=torch.device("cuda") if torch.cuda.is_available() else "cpu")
+        most = torch.tensor(
+            len(bins), device=torch.device("cuda") if torch.cuda.is_available() else "cpu"
+        )
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         bins = pack(lengths, budget, crossover=crossover, at_least=int(most), multiple=multiple)
     return [_microbatch(batch, lengths, sorted(members)) for members in bins]

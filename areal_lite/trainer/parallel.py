@@ -26,10 +26,16 @@ def select_device(config: TrainerConfig) -> torch.device:
     if wanted == "cuda" and not cuda:
         raise ValueError("trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu")
     if wanted == "cpu" and cuda:
-        raise ValueError("trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= as Megatron-core would use it")
+        raise ValueError(
+            "trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= as Megatron-core would use it"
+        )
     if wanted not in ("cpu", "cuda"):
         raise ValueError(f"trainer.device={config.device}: use auto, cpu or cuda")
-    return torch.device(wanted, int(os.environ.get("LOCAL_RANK", 0))) if wanted == "cuda" else torch.device("cpu")
+    return (
+        torch.device(wanted, int(os.environ.get("LOCAL_RANK", 0)))
+        if wanted == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def select_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
@@ -68,16 +74,22 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline
+        if config.virtual_pipeline > 1
+        else None,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=_expert_tensor_parallel(config),
     )
-    model_parallel_cuda_manual_seed(seed)  # Megatron wants its generators even where nothing draws from them
+    model_parallel_cuda_manual_seed(
+        seed
+    )  # Megatron wants its generators even where nothing draws from them
     torch.manual_seed(seed)
     return device
 
@@ -93,7 +105,11 @@ def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str,
     recompute = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        "full": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
     }
     return {
         "tensor_model_parallel_size": config.tensor_parallel,

@@ -43,7 +43,9 @@ class ParallelModel:
     Raises ValueError for a model or a setting that is not supported.
     """
 
-    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False):
+    def __init__(
+        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
+    ):
         self.config = config
         self.device = init_distributed(config, seed)
         self.dtype = select_dtype(config, self.device)
@@ -53,7 +55,12 @@ class ParallelModel:
         self.dp_group = parallel_state.get_data_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.cp_group = parallel_state.get_context_parallel_group()
-        self.model = build_chunks(self.hf_config, self.dtype, config, tie=self.hf_config.tie_word_embeddings and not with_values)
+        self.model = build_chunks(
+            self.hf_config,
+            self.dtype,
+            config,
+            tie=self.hf_config.tie_word_embeddings and not with_values,
+        )
         last = self.model[-1]
         if with_values and last.post_process:
             last.output_layer = None  # of no use, and not loaded
@@ -68,7 +75,9 @@ class ParallelModel:
             batch,
             self.config.tokens_per_microbatch,
             crossover=attention_crossover(self.model[0].config),
-            group=self.dp_group if self.config.expert_parallel > 1 else None,  # experts are shared with other data-parallel ranks
+            group=self.dp_group
+            if self.config.expert_parallel > 1
+            else None,  # experts are shared with other data-parallel ranks
             multiple=self.pp_group.size() if self.config.virtual_pipeline > 1 else 1,
         )
 
@@ -87,7 +96,12 @@ class ParallelModel:
         return result
 
     def run(
-        self, modules: list[torch.nn.Module], microbatches: Sequence[MicroBatch], head: Head, finish: Finish, forward_only: bool
+        self,
+        modules: list[torch.nn.Module],
+        microbatches: Sequence[MicroBatch],
+        head: Head,
+        finish: Finish,
+        forward_only: bool,
     ) -> list[Any]:
         """All microbatches through `modules` (the chunks, or what wraps them); what `finish` returned for each, on the last stage.
 
@@ -98,7 +112,10 @@ class ParallelModel:
         lengths = [local_length(m, self.cp_group.size(), multiple) for m in microbatches]
         if self.pp_group.size() > 1:  # stages send each other tensors of one shape
             lengths = [max(lengths)] * len(lengths)
-        local = [local_tokens(m, self.cp_group.size(), self.cp_group.rank(), length) for m, length in zip(microbatches, lengths)]
+        local = [
+            local_tokens(m, self.cp_group.size(), self.cp_group.rank(), length)
+            for m, length in zip(microbatches, lengths)
+        ]
         iterators = [iter(list(zip(microbatches, local))) for _ in modules]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, head, finish),
@@ -122,30 +139,49 @@ class ParallelModel:
             count = -(-count // self.pp_group.size()) * self.pp_group.size()
         return [*microbatches, *[_filler()] * (count - len(microbatches))]
 
-    def _forward_step(self, head: Head, finish: Finish, batches: Iterator[tuple[MicroBatch, LocalTokens]], module: torch.nn.Module):
+    def _forward_step(
+        self,
+        head: Head,
+        finish: Finish,
+        batches: Iterator[tuple[MicroBatch, LocalTokens]],
+        module: torch.nn.Module,
+    ):
         """Megatron's forward step: what this stage hands on, and on the last one the function that finishes the microbatch."""
         microbatch, local = next(batches)
         packed = PackedSequences.build(local, self.inv_freq, self.dtype)
         local = local.to(self.device)
-        hidden = module(input_ids=local.tokens[None], position_ids=local.position_ids[None], attention_mask=None, packed_seq_params=packed)
+        hidden = module(
+            input_ids=local.tokens[None],
+            position_ids=local.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
         chunk = unwrap_model(module)
         if not chunk.post_process:
             return hidden, None
         microbatch = microbatch.to(self.device)
-        outputs = tuple(self._whole(x, local, microbatch) for x in head(chunk, hidden, local.following))
+        outputs = tuple(
+            self._whole(x, local, microbatch) for x in head(chunk, hidden, local.following)
+        )
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
 
     def _whole(self, x: Tensor, local: LocalTokens, microbatch: MicroBatch) -> Tensor:
         """[l] about the tokens that follow this rank's -> [t] about the tokens of the microbatch, the same on all context-parallel ranks."""
         if self.cp_group.size() > 1:
-            x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=self.cp_group)
+            x = gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False, group=self.cp_group
+            )
         # What belongs to a sequence's last token, and is about the next one's first, is dropped.
-        return x.index_select(0, local.places).roll(1).masked_fill(microbatch.position_ids == 0, 0.0)
+        return (
+            x.index_select(0, local.places).roll(1).masked_fill(microbatch.position_ids == 0, 0.0)
+        )
 
     def from_last_stage(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on all stages of the pipeline with what the last one has in it: what a loss function wrote, for example."""
         if self.pp_group.size() > 1:
-            dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=self.pp_group)
+            dist.broadcast(
+                tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=self.pp_group
+            )
 
     def share_from_last_stage(self, value: dict[str, float] | None) -> dict[str, float]:
         """The dictionary that the last stage gives, on all stages of the pipeline."""
@@ -166,4 +202,10 @@ def is_filler(microbatch: MicroBatch) -> bool:
 
 def _filler() -> MicroBatch:
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(tokens=one, cu_seqlens=torch.tensor([0, 1], dtype=torch.int32), position_ids=one, where=none, max_seqlen=1)
+    return MicroBatch(
+        tokens=one,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        position_ids=one,
+        where=none,
+        max_seqlen=1,
+    )

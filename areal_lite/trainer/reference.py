@@ -25,7 +25,11 @@ class Reference(ParallelModel):
     def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int = 0):
         super().__init__(config, model_path, seed)
         self._parameters = [p.requires_grad_(False) for p in self.model.parameters()]
-        self._waiting = [p.data.to("cpu").pin_memory() for p in self._parameters] if self.device.type == "cuda" else []
+        self._waiting = (
+            [p.data.to("cpu").pin_memory() for p in self._parameters]
+            if self.device.type == "cuda"
+            else []
+        )
         self._rest()
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
@@ -33,7 +37,10 @@ class Reference(ParallelModel):
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting.to(self.device, non_blocking=True)
         try:
-            return self.outputs(self.microbatches(batch), language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head))
+            return self.outputs(
+                self.microbatches(batch),
+                language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head),
+            )
         finally:
             self._rest()
 
@@ -58,9 +65,13 @@ class RememberedReference:
         keys = [batch.tokens[ends[i] : ends[i + 1]].tobytes() for i in range(batch.num_sequences)]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         # At least one: with expert parallelism the ranks compute together, whatever each of them knows.
-        new = sorted(i for key, i in first.items() if key not in self._known) or [int(np.argmin(batch.lengths))]
+        new = sorted(i for key, i in first.items() if key not in self._known) or [
+            int(np.argmin(batch.lengths))
+        ]
         computed = self._reference.logprobs(batch.select(new), temperature)
-        for i, values in zip(new, np.split(computed.cpu().numpy(), np.cumsum(batch.lengths[new])[:-1])):
+        for i, values in zip(
+            new, np.split(computed.cpu().numpy(), np.cumsum(batch.lengths[new])[:-1])
+        ):
             self._remember(keys[i], values.copy())
         for key in first:
             self._known[key] = self._known.pop(key)

@@ -38,7 +38,12 @@ def train(config: SftConfig, run_dir: Path) -> None:
     lead = dist.get_rank() == 0
     for step in range(config.trainer.steps):
         first = step * config.batch_size
-        batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in range(first + rank, first + config.batch_size, world)])
+        batch = TrainBatch.from_trajectories(
+            [
+                _demonstration(config, tokenizer, i)
+                for i in range(first + rank, first + config.batch_size, world)
+            ]
+        )
         result = update(engine, batch)
         if lead:
             append_event(run_dir, "sft", {"step": step + 1, **result})
@@ -49,7 +54,11 @@ def train(config: SftConfig, run_dir: Path) -> None:
 def update(engine: MegatronEngine, batch: TrainBatch) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood of the masked tokens of all ranks."""
     mask = torch.from_numpy(batch.loss_mask).to(engine.device)
-    denominator = float(data_parallel_sum(torch.tensor(float(batch.loss_mask.sum()), dtype=torch.float64, device=engine.device)))
+    denominator = float(
+        data_parallel_sum(
+            torch.tensor(float(batch.loss_mask.sum()), dtype=torch.float64, device=engine.device)
+        )
+    )
 
     def loss(logprobs, entropy, microbatch):
         return -(logprobs * mask[microbatch.where]).sum() / denominator, {}
@@ -60,8 +69,16 @@ def update(engine: MegatronEngine, batch: TrainBatch) -> dict[str, float]:
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:
     # From the far end of the stream: reinforcement learning shall not meet the problems whose wrong answers were demonstrated.
     # All digit counts equally often: what a letter of a high place means is learned here or not at all.
-    problem = addition.make_problem("train", _FIRST_PROBLEM + index, seed=config.seed, max_digits=config.data.max_digits, weights=[1.0] * config.data.max_digits)
-    text = addition.demonstration(problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry)
+    problem = addition.make_problem(
+        "train",
+        _FIRST_PROBLEM + index,
+        seed=config.seed,
+        max_digits=config.data.max_digits,
+        weights=[1.0] * config.data.max_digits,
+    )
+    text = addition.demonstration(
+        problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry
+    )
     prompt = tokenizer.encode(addition.prompt(problem))
     completion = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
     sampled = np.repeat([False, True], [len(prompt), len(completion)])
@@ -80,7 +97,9 @@ def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Traje
 
 def main() -> int:
     die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     run_dir = Path(sys.argv[1])
     try:
         train(load_config(run_dir, SftConfig), run_dir)

@@ -74,17 +74,31 @@ def policy_step(models: Models, batch: TrainBatch, config: TrainConfig, version:
     for number, indices in enumerate(batch.minibatches(config.trainer.minibatches)):
         microbatches = engine.microbatches(batch.select(indices))
         where = torch.from_numpy(batch.token_indices(indices)).to(engine.device)
-        updates.append(_update_policy(models, tensors, where, microbatches, config, version, first=number == 0))
+        updates.append(
+            _update_policy(models, tensors, where, microbatches, config, version, first=number == 0)
+        )
         if models.critic:
-            value_updates.append(_update_critic(models.critic, tensors, where, microbatches, config))
+            value_updates.append(
+                _update_critic(models.critic, tensors, where, microbatches, config)
+            )
     if algo.prox != "recompute":
         engine.from_last_stage(tensors.prox)  # where the loss has filled it in
-    metrics = {**_policy_metrics(updates), **_batch_metrics(tensors, config, version), **_critic_metrics(value_updates)}
+    metrics = {
+        **_policy_metrics(updates),
+        **_batch_metrics(tensors, config, version),
+        **_critic_metrics(value_updates),
+    }
     return StepResult(metrics, tensors.prox.float().cpu())
 
 
 def _update_policy(
-    models: Models, tensors: StepTensors, where: Tensor, microbatches: list[MicroBatch], config: TrainConfig, version: int, first: bool
+    models: Models,
+    tensors: StepTensors,
+    where: Tensor,
+    microbatches: list[MicroBatch],
+    config: TrainConfig,
+    version: int,
+    first: bool,
 ) -> dict[str, float]:
     algo, temperature = config.algo, config.rollout.temperature
     mode = "sequence" if algo.loss == "tb" else algo.reduction
@@ -101,9 +115,18 @@ def _update_policy(
     return models.policy.update(microbatches, loss, temperature)
 
 
-def _update_critic(critic: Critic, tensors: StepTensors, where: Tensor, microbatches: list[MicroBatch], config: TrainConfig) -> dict[str, float]:
+def _update_critic(
+    critic: Critic,
+    tensors: StepTensors,
+    where: Tensor,
+    microbatches: list[MicroBatch],
+    config: TrainConfig,
+) -> dict[str, float]:
     minibatch = Minibatch(where, objective.denominator(tensors, where, "token", data_parallel_sum))
-    return critic.update(microbatches, lambda values, mb: objective.critic_loss(tensors, minibatch, values, mb, config))
+    return critic.update(
+        microbatches,
+        lambda values, mb: objective.critic_loss(tensors, minibatch, values, mb, config),
+    )
 
 
 def data_parallel_sum(partial: Tensor) -> Tensor:
@@ -116,28 +139,54 @@ def data_parallel_sum(partial: Tensor) -> Tensor:
 def _policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Means over tokens (log_z: over sequences) from sums over them; maxima of maxima; means over updates of what an update reports."""
     last = updates[-1]
-    total = {name: max(u[name] for u in updates) if name.endswith("_max") else sum(u[name] for u in updates) for name in last}
+    total = {
+        name: max(u[name] for u in updates)
+        if name.endswith("_max")
+        else sum(u[name] for u in updates)
+        for name in last
+    }
     tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
     ess = effective_sample_size(total.pop("weight_sum"), total.pop("weight_square_sum"), tokens)
     metrics = {name: total.pop(name) / len(updates) for name in ("loss", "grad_norm")}
-    metrics |= {"lr": last["lr"], "skipped": total.pop("skipped"), "ess": ess, "trained_tokens": tokens}
+    metrics |= {
+        "lr": last["lr"],
+        "skipped": total.pop("skipped"),
+        "ess": ess,
+        "trained_tokens": tokens,
+    }
     del total["lr"]
     if "log_z" in total:
         metrics["log_z"] = total.pop("log_z") / max(sequences, 1.0)
-    return metrics | {name: value if name.endswith("_max") else value / max(tokens, 1.0) for name, value in total.items()}
+    return metrics | {
+        name: value if name.endswith("_max") else value / max(tokens, 1.0)
+        for name, value in total.items()
+    }
 
 
-def _batch_metrics(t: StepTensors, config: TrainConfig, version: int) -> dict[str, float | list[float]]:
+def _batch_metrics(
+    t: StepTensors, config: TrainConfig, version: int
+) -> dict[str, float | list[float]]:
     """How many tokens of which staleness, and how far theirs is from the proximal policy; how many sampled ones are not trained on, and why."""
     oldest = config.buffer.max_staleness
     masked = t.sampled & ~t.mask
     truncated = masked & t.truncated[t.sequence_ids] & config.algo.shaping.mask_truncated
     overdue = masked & ~truncated & (version - t.versions > oldest)
-    why = {"masked_truncated": truncated, "masked_overdue": overdue, "masked_nonfinite": masked & ~truncated & ~overdue}
-    difference, tokens = by_staleness((t.prox - t.behavior).abs(), t.versions, t.mask, version=version, oldest=oldest)
-    totals = data_parallel_sum(torch.cat([torch.stack([m.sum() for m in why.values()]), tokens, difference]).double()).tolist()
+    why = {
+        "masked_truncated": truncated,
+        "masked_overdue": overdue,
+        "masked_nonfinite": masked & ~truncated & ~overdue,
+    }
+    difference, tokens = by_staleness(
+        (t.prox - t.behavior).abs(), t.versions, t.mask, version=version, oldest=oldest
+    )
+    totals = data_parallel_sum(
+        torch.cat([torch.stack([m.sum() for m in why.values()]), tokens, difference]).double()
+    ).tolist()
     tokens, difference = totals[len(why) : len(why) + oldest + 1], totals[len(why) + oldest + 1 :]
-    by_age = {"tokens_by_staleness": tokens, "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)]}
+    by_age = {
+        "tokens_by_staleness": tokens,
+        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)],
+    }
     return {**dict(zip(why, totals)), **by_age}
 
 
@@ -145,6 +194,17 @@ def _critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     if not updates:
         return {}
     tokens = max(sum(u["trained_tokens"] for u in updates), 1.0)
-    means = {f"critic_{name}": sum(u[name] for u in updates) / len(updates) for name in ("loss", "grad_norm")}
-    sums = {name: sum(u[name] for u in updates) / tokens for name in ("value", "value_error", "value_clip_fraction")}
-    return {**means, **sums, "critic_lr": updates[-1]["lr"], "critic_skipped": sum(u["skipped"] for u in updates)}
+    means = {
+        f"critic_{name}": sum(u[name] for u in updates) / len(updates)
+        for name in ("loss", "grad_norm")
+    }
+    sums = {
+        name: sum(u[name] for u in updates) / tokens
+        for name in ("value", "value_error", "value_clip_fraction")
+    }
+    return {
+        **means,
+        **sums,
+        "critic_lr": updates[-1]["lr"],
+        "critic_skipped": sum(u["skipped"] for u in updates),
+    }

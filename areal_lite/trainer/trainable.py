@@ -8,14 +8,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.trainer.checkpoint import Saving, load_checkpoint
 from areal_lite.trainer.head import Head
-from areal_lite.trainer.optimizer import apply_gradients, build_scheduler, offload, onload, optimizer_config
+from areal_lite.trainer.optimizer import (
+    apply_gradients,
+    build_scheduler,
+    offload,
+    onload,
+    optimizer_config,
+)
 from areal_lite.trainer.packing import MicroBatch
 from areal_lite.trainer.parallel_model import ParallelModel, is_filler
 
@@ -25,15 +35,27 @@ class TrainableModel(ParallelModel):
 
     part = "policy"  # its name in a checkpoint
 
-    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False):
+    def __init__(
+        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
+    ):
         super().__init__(config, model_path, seed, with_values)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.ddps = [DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk) for chunk in self.model]
-        self.optimizer = get_megatron_optimizer(optimizer_config(config, self.dtype), self.ddps, use_gloo_process_groups=False)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        self.ddps = [
+            DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk)
+            for chunk in self.model
+        ]
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(config, self.dtype), self.ddps, use_gloo_process_groups=False
+        )
         self.scheduler = build_scheduler(config, self.optimizer)
 
     def step(
-        self, microbatches: Sequence[MicroBatch], head: Head, loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+        self,
+        microbatches: Sequence[MicroBatch],
+        head: Head,
+        loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     ) -> dict[str, float]:
         """One optimizer step on the sum, over microbatches and data-parallel ranks, of what `loss_fn` returns. Nothing is rescaled.
 
@@ -59,7 +81,9 @@ class TrainableModel(ParallelModel):
 
         shares = self.run(self.ddps, microbatches, head, finish, forward_only=False)
         finalize_model_grads(self.ddps)
-        metrics = self.share_from_last_stage(self._sum_over_ranks([s for s in shares if s]) if shares else None)
+        metrics = self.share_from_last_stage(
+            self._sum_over_ranks([s for s in shares if s]) if shares else None
+        )
         self.scheduler.step(1)
         return metrics | apply_gradients(self.optimizer, self.config.clip_grad, metrics["loss"])
 
@@ -82,7 +106,9 @@ class TrainableModel(ParallelModel):
         """Sum the scalars of all microbatches of all data-parallel ranks; of those whose name ends in `_max`, the maximum."""
         names = sorted(shares[0], key=lambda name: name.endswith("_max"))
         sums = sum(not name.endswith("_max") for name in names)
-        values = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
+        values = torch.stack(
+            [torch.stack([share[name].double() for name in names]) for share in shares]
+        )
         total, peak = values[:, :sums].sum(0), values[:, sums:].amax(0)
         dist.all_reduce(total, group=self.dp_group)
         if len(peak):

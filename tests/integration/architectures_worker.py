@@ -17,7 +17,16 @@ from tests.integration.engine_worker import random_batch
 
 VOCAB = 97
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
-SETTINGS = dict(steps=4, lr=1e-3, weight_decay=0.0, clip_grad=0.0, adam_beta1=0.9, adam_beta2=0.98, adam_eps=1e-5, dtype="float32")
+SETTINGS = dict(
+    steps=4,
+    lr=1e-3,
+    weight_decay=0.0,
+    clip_grad=0.0,
+    adam_beta1=0.9,
+    adam_beta2=0.98,
+    adam_eps=1e-5,
+    dtype="float32",
+)
 
 
 def update(engine: MegatronEngine, step: int) -> dict[str, float]:
@@ -40,7 +49,9 @@ def run(job: dict) -> dict:
         engine = MegatronEngine(settings, folder, seed=1)
         logprobs = engine.logprobs(make_microbatches(random_batch(12, VOCAB, seed=100), 64))
         buckets = (
-            [{n: t.nbytes for n, t in bucket} for bucket in engine.hf_weights(job["bucket_bytes"])] if engine.weights.takes_part else []
+            [{n: t.nbytes for n, t in bucket} for bucket in engine.hf_weights(job["bucket_bytes"])]
+            if engine.weights.takes_part
+            else []
         )
         engine.export_hf(out / name)
         results[name] = {"logprobs": logprobs, "buckets": buckets, "rank": dist.get_rank()}

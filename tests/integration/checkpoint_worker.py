@@ -26,7 +26,16 @@ from areal_lite.trajectory import TrainBatch
 from tests.integration.engine_worker import random_batch
 
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
-SETTINGS = dict(steps=8, lr=1e-3, lr_schedule="cosine", lr_warmup_steps=4, min_lr=1e-4, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5)
+SETTINGS = dict(
+    steps=8,
+    lr=1e-3,
+    lr_schedule="cosine",
+    lr_warmup_steps=4,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    adam_eps=1e-5,
+)
 
 
 Writer = filesystem_async.FileSystemWriterAsync
@@ -50,7 +59,9 @@ class Story:
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
         def loss(logprobs, entropy, microbatch):
-            share = -((weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()) / len(whole.tokens)
+            share = -((weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()) / len(
+                whole.tokens
+            )
             return share * (float("nan") if poison and rank == size - 1 else 1.0), {}
 
         return self.engine.update(make_microbatches(batch, 128), loss)
@@ -88,7 +99,12 @@ class Story:
 
         def train_critic(steps: range) -> list[dict[str, float]]:
             batches = [random_batch(12, 98, seed=step) for step in steps]
-            return [critic.update(make_microbatches(b, 128), lambda values, _: ((values - 1).square().mean(), {})) for b in batches]
+            return [
+                critic.update(
+                    make_microbatches(b, 128), lambda values, _: ((values - 1).square().mean(), {})
+                )
+                for b in batches
+            ]
 
         self.train(range(2))
         train_critic(range(1))
@@ -105,7 +121,9 @@ class Story:
 
     def needs_critic(self, folder: str) -> str:
         try:
-            Checkpoints(Path(folder), {"policy": self.engine, "critic": self.engine}).load(latest(Path(folder)))
+            Checkpoints(Path(folder), {"policy": self.engine, "critic": self.engine}).load(
+                latest(Path(folder))
+            )
         except ValueError as error:
             return str(error)
 
@@ -120,7 +138,11 @@ class Story:
         for step in (5, 10, 15, 20, 25):
             checkpoints.save(step, {})
         checkpoints.wait()
-        return {"first": first, "again": again, "left": sorted(path.name for path in Path(folder).iterdir())}
+        return {
+            "first": first,
+            "again": again,
+            "left": sorted(path.name for path in Path(folder).iterdir()),
+        }
 
     def other_rate(self, folder: str) -> list:
         """A run that goes on with other settings than the checkpoint's."""
@@ -157,7 +179,9 @@ class Story:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = tensor  # kept alive: no two have one address
+                kept[tensor.untyped_storage().data_ptr()] = (
+                    tensor  # kept alive: no two have one address
+                )
             return tensor
 
         def loss(logprobs, entropy, microbatch):
@@ -166,8 +190,17 @@ class Story:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.engine.update(make_microbatches(batch, tokens), loss)
-        buckets = [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)] if self.engine.weights.takes_part else []
-        return {"parameters": sum(sizes), "kept": after_forward[0], "tokens": tokens, "buckets": buckets}
+        buckets = (
+            [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)]
+            if self.engine.weights.takes_part
+            else []
+        )
+        return {
+            "parameters": sum(sizes),
+            "kept": after_forward[0],
+            "tokens": tokens,
+            "buckets": buckets,
+        }
 
     def unwritable(self, folder: str) -> str:
         """The last rank cannot write its part."""

@@ -38,7 +38,10 @@ class Pool:
         return self.values
 
     def set_kv_buffer(self, layer, where, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.keys[where.loc], self.values[where.loc] = k.to(self.keys.dtype), v.to(self.values.dtype)
+        self.keys[where.loc], self.values[where.loc] = (
+            k.to(self.keys.dtype),
+            v.to(self.values.dtype),
+        )
 
 
 @st.composite
@@ -81,7 +84,9 @@ def build(case: dict, dtype: torch.dtype):
     )  # fmt: skip
     kv = (k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim))
     runner = lambda: SimpleNamespace(  # noqa: E731
-        device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=Pool(*cache)
+        device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=Pool(*cache),
     )
     return runner, layer, batch, q, *kv
 

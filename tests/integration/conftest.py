@@ -57,7 +57,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
     """A running server: `.url`, `.info` and `.model` (the folder of its checkpoint)."""
     log = Path(tmp_path_factory.mktemp("sglang-server"), "server.log")
-    server = ServerProcess(ServerConfig(), tiny_model, name="test", port=free_port(), seed=1, log_path=log)
+    server = ServerProcess(
+        ServerConfig(), tiny_model, name="test", port=free_port(), seed=1, log_path=log
+    )
     try:
         server.start()
         asyncio.run(server.wait_ready(240))

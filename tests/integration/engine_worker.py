@@ -22,7 +22,15 @@ from areal_lite.trajectory import TrainBatch
 TEMPERATURE = 0.9
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
 SETTINGS = dict(
-    steps=8, lr=1e-3, lr_schedule="cosine", lr_warmup_steps=2, min_lr=1e-4, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.98, adam_eps=1e-5
+    steps=8,
+    lr=1e-3,
+    lr_schedule="cosine",
+    lr_warmup_steps=2,
+    min_lr=1e-4,
+    weight_decay=0.1,
+    clip_grad=0.5,
+    adam_beta2=0.98,
+    adam_eps=1e-5,
 )
 
 
@@ -54,9 +62,13 @@ class Run:
         self.results: dict = {}
 
     def engine(self, model: str, **overrides) -> MegatronEngine:
-        return MegatronEngine(TrainerConfig(**(self.config | overrides)), self.job["models"][model], seed=1)
+        return MegatronEngine(
+            TrainerConfig(**(self.config | overrides)), self.job["models"][model], seed=1
+        )
 
-    def update(self, engine: MegatronEngine, step: int, budget: int, poison: bool = False) -> dict[str, float]:
+    def update(
+        self, engine: MegatronEngine, step: int, budget: int, poison: bool = False
+    ) -> dict[str, float]:
         """One update on the batch of `step`, dealt to the data-parallel ranks by turns."""
         whole = random_batch(12, 98, seed=step)
         rank, size = engine.dp_group.rank(), engine.dp_group.size()
@@ -76,7 +88,9 @@ class Run:
         batch = random_batch(16, 98, seed=100)
         for model in self.job["models"]:
             engine = self.engine(model)
-            self.results[f"logprobs/{model}"] = engine.logprobs(make_microbatches(batch, 64), TEMPERATURE)
+            self.results[f"logprobs/{model}"] = engine.logprobs(
+                make_microbatches(batch, 64), TEMPERATURE
+            )
             engine.export_hf(self.out / f"export_{model}")
 
     def updates(self, model: str, budget: int, name: str) -> MegatronEngine:
@@ -107,13 +121,21 @@ class Run:
         weights = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
         bad = self.update(engine, 1, 64, poison=True)
         same = all(torch.equal(weights[name], p) for name, p in engine.model.named_parameters())
-        self.results["poison"] = {"first": first, "bad": bad, "same": same, "next": self.update(engine, 2, 64)}
+        self.results["poison"] = {
+            "first": first,
+            "bad": bad,
+            "same": same,
+            "next": self.update(engine, 2, 64),
+        }
 
     def bfloat16(self) -> None:
         engine = self.engine("qwen3_tied", dtype="bfloat16")
         self.results["bfloat16"] = [self.update(engine, 0, 64) for _ in range(4)]
         master = engine.optimizer.get_parameters()
-        self.results["bfloat16/dtypes"] = [str(self._one(master).dtype), str(self._one(engine.model.parameters()).dtype)]
+        self.results["bfloat16/dtypes"] = [
+            str(self._one(master).dtype),
+            str(self._one(engine.model.parameters()).dtype),
+        ]
 
     @staticmethod
     def _one(tensors) -> torch.Tensor:

@@ -50,7 +50,10 @@ class Case:
         self.microbatches = make_microbatches(self.batch, 64)
 
     def policy(self) -> dict:
-        engine, reference = MegatronEngine(self.config, self.path, seed=1), Reference(self.config, self.path)
+        engine, reference = (
+            MegatronEngine(self.config, self.path, seed=1),
+            Reference(self.config, self.path),
+        )
         results = {"logprobs": engine.logprobs(self.microbatches, TEMPERATURE)}
         results["history"] = [self.update(engine, step) for step in range(UPDATES)]
         results["after"] = engine.logprobs(self.microbatches, TEMPERATURE)
@@ -68,7 +71,10 @@ class Case:
             tokens = (weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()
             sequences = sequence_sums(logprobs, microbatch.position_ids).square().sum()
             longest = torch.tensor(float(microbatch.cu_seqlens.diff().max()))
-            return (0.001 * sequences - tokens) / total, {"tokens": torch.tensor(float(len(logprobs))), "length_max": longest}
+            return (0.001 * sequences - tokens) / total, {
+                "tokens": torch.tensor(float(len(logprobs))),
+                "length_max": longest,
+            }
 
         return engine.update(microbatches, loss, TEMPERATURE)
 
@@ -99,7 +105,12 @@ class Case:
         engine = MegatronEngine(self.config, self.path, seed=1)
         engine.load(checkpoint)
         resumed = engine.logprobs(self.microbatches, TEMPERATURE)
-        return {"resumed": resumed, "resumed_history": [self.update(engine, UPDATES + step) for step in range(RESUMED_UPDATES)]}
+        return {
+            "resumed": resumed,
+            "resumed_history": [
+                self.update(engine, UPDATES + step) for step in range(RESUMED_UPDATES)
+            ],
+        }
 
 
 def main() -> None:

@@ -53,9 +53,20 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "a Slurm of several nodes on one machine needs root"
     if shutil.which("slurmctld") is None and shutil.which("apt-get"):
-        for words in (["update"], ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"]):
-            subprocess.run(["apt-get", "-qq", *words], capture_output=True, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
-    missing = [name for name in ("slurmctld", "slurmd", "munged", "setpriv", "unshare") if shutil.which(name) is None]
+        for words in (
+            ["update"],
+            ["install", "-y", "--no-install-recommends", "slurm-wlm", "munge"],
+        ):
+            subprocess.run(
+                ["apt-get", "-qq", *words],
+                capture_output=True,
+                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+            )
+    missing = [
+        name
+        for name in ("slurmctld", "slurmd", "munged", "setpriv", "unshare")
+        if shutil.which(name) is None
+    ]
     return f"not installed: {', '.join(missing)} (Debian: slurm-wlm, munge)" if missing else None
 
 
@@ -68,7 +79,9 @@ class Cluster:
         self.conf = _CONF.format(host=os.uname().nodename, folder=folder, port=port)
         for i in self.nodes:
             self.conf += f"NodeName=node{i} NodeAddr=127.0.1.{i} Port={port + i} CPUs=4 RealMemory=4000 Gres=gpu:{GPUS} State=UNKNOWN\n"
-        self.conf += f"PartitionName=test Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
+        self.conf += (
+            f"PartitionName=test Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
+        )
 
     def __enter__(self) -> Cluster:
         folder = self.folder
@@ -79,8 +92,12 @@ class Cluster:
         for i in range(GPUS):
             os.mknod(folder / f"nvidia{i}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         gpus = f"Name=gpu File={folder}/nvidia[0-{GPUS - 1}]"
-        (folder / "gres.conf").write_text(f"AutoDetect=off\nNodeName=node[1-{len(self.nodes)}] {gpus}\n")
-        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(f"127.0.1.{i} node{i}\n" for i in self.nodes))
+        (folder / "gres.conf").write_text(
+            f"AutoDetect=off\nNodeName=node[1-{len(self.nodes)}] {gpus}\n"
+        )
+        (folder / "hosts").write_text(
+            Path("/etc/hosts").read_text() + "".join(f"127.0.1.{i} node{i}\n" for i in self.nodes)
+        )
         key = folder / "munge" / "key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -93,12 +110,30 @@ class Cluster:
         return self
 
     def _start(self) -> None:
-        munge = {name: self.folder / "munge" / name for name in ("key", "socket", "pid", "log", "seed")}
+        munge = {
+            name: self.folder / "munge" / name for name in ("key", "socket", "pid", "log", "seed")
+        }
         flags = [
             f"--{flag}={munge[name]}"
-            for flag, name in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))
+            for flag, name in (
+                ("key-file", "key"),
+                ("socket", "socket"),
+                ("pid-file", "pid"),
+                ("log-file", "log"),
+                ("seed-file", "seed"),
+            )
         ]
-        self._run("setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups", "munged", *flags, "--num-threads=2")
+        self._run(
+            "setpriv",
+            "--reuid",
+            "munge",
+            "--regid",
+            "munge",
+            "--clear-groups",
+            "munged",
+            *flags,
+            "--num-threads=2",
+        )
         self._run("slurmctld", "-c")
         for i in self.nodes:
             self._start_node(i)
@@ -106,7 +141,9 @@ class Cluster:
 
     def _start_node(self, i: int) -> None:
         """With a host name and an /etc/hosts of its own."""
-        inside = f"hostname node{i}; mount --bind {self.folder}/hosts /etc/hosts; exec slurmd -N node{i}"
+        inside = (
+            f"hostname node{i}; mount --bind {self.folder}/hosts /etc/hosts; exec slurmd -N node{i}"
+        )
         self._run("unshare", "-m", "-u", "sh", "-c", inside)
 
     def _idle(self) -> bool:
@@ -118,7 +155,10 @@ class Cluster:
             for job in self.run("squeue", "-h", "-o", "%A").split():
                 self.run("scancel", job)
             self._until(lambda: not self.run("squeue", "-h"), 60)
-        daemons = [int(file.read_text()) for file in [*self.folder.glob("*.pid"), *self.folder.glob("munge/pid")]]
+        daemons = [
+            int(file.read_text())
+            for file in [*self.folder.glob("*.pid"), *self.folder.glob("munge/pid")]
+        ]
         for pid in daemons:
             os.kill(pid, signal.SIGTERM)
         psutil.wait_procs([psutil.Process(pid) for pid in daemons if psutil.pid_exists(pid)], 20)
@@ -138,7 +178,9 @@ class Cluster:
 
     def processes(self, i: int) -> list[psutil.Process]:
         """All that run on a node, its slurmd among them: they alone see its host name."""
-        here = os.readlink(f"/proc/{(self.folder / f'slurmd.node{i}.pid').read_text().strip()}/ns/uts")
+        here = os.readlink(
+            f"/proc/{(self.folder / f'slurmd.node{i}.pid').read_text().strip()}/ns/uts"
+        )
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):  # it has just ended
@@ -149,19 +191,33 @@ class Cluster:
     def nodes_of(self, job: str) -> list[int]:
         """The numbers of a running job's nodes, in the order in which it counts them."""
         nodes = self.run("squeue", "-h", "-j", job, "-o", "%N").strip()
-        return [int(name.removeprefix("node")) for name in self.run("scontrol", "show", "hostnames", nodes).split()]
+        return [
+            int(name.removeprefix("node"))
+            for name in self.run("scontrol", "show", "hostnames", nodes).split()
+        ]
 
     def of(self, job: str, field: str) -> str:
         """What Slurm says of a job: JobState, Restarts, StartTime, …"""
         fields = self.run("scontrol", "show", "job", job, "--oneliner").split()
-        return next(word.removeprefix(f"{field}=") for word in fields if word.startswith(f"{field}="))
+        return next(
+            word.removeprefix(f"{field}=") for word in fields if word.startswith(f"{field}=")
+        )
 
     def run(self, *command: str) -> str:
         """The output of a command of Slurm."""
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        ).stdout
 
     def _run(self, *command: str) -> None:
-        subprocess.run(command, env=self.environment, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=60)
+        subprocess.run(
+            command,
+            env=self.environment,
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=60,
+        )
 
     @staticmethod
     def _until(true, seconds: float) -> None:

@@ -23,8 +23,19 @@ from tests.integration.architectures_worker import SETTINGS, VOCAB
 from tests.integration.engine_worker import random_batch
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "tie_word_embeddings": False,
+}
 BUCKET_BYTES = 40_000
 
 # name -> (architecture, what differs from the common sizes). No vocabulary here can be split evenly over two ranks.
@@ -32,7 +43,10 @@ MODELS = {
     "qwen2_tied": ("qwen2", {}),
     "qwen3_untied": ("qwen3", {"tie_word_embeddings": False}),
     "llama_tied": ("llama", {}),
-    "llama3_untied": ("llama", {"tie_word_embeddings": False, "rope_parameters": LLAMA3 | {"rope_theta": 1e4}}),
+    "llama3_untied": (
+        "llama",
+        {"tie_word_embeddings": False, "rope_parameters": LLAMA3 | {"rope_theta": 1e4}},
+    ),
     "mistral_untied": ("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "moe_unnormalised": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
@@ -40,25 +54,56 @@ MODELS = {
 # name -> (layout, its models, those it also trains)
 RUNS = {
     "single": ({}, tuple(MODELS), ("moe", "llama3_untied")),
-    "tensor": ({"tensor_parallel": 2, "sequence_parallel": True}, ("qwen2_tied", "llama3_untied", "moe"), ("llama3_untied", "moe")),
-    "pipeline": ({"pipeline_parallel": 2}, ("llama_tied", "llama3_untied", "moe"), ("llama_tied", "moe")),
-    "interleaved": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, ("llama_tied", "qwen3_untied", "moe_unnormalised"), ()),
+    "tensor": (
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        ("qwen2_tied", "llama3_untied", "moe"),
+        ("llama3_untied", "moe"),
+    ),
+    "pipeline": (
+        {"pipeline_parallel": 2},
+        ("llama_tied", "llama3_untied", "moe"),
+        ("llama_tied", "moe"),
+    ),
+    "interleaved": (
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        ("llama_tied", "qwen3_untied", "moe_unnormalised"),
+        (),
+    ),
     "expert": ({"data_parallel": 2, "expert_parallel": 2}, ("moe", "moe_unnormalised"), ("moe",)),
-    "tensor_expert": ({"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2, "expert_parallel": 2}, ("moe",), ("moe",)),
+    "tensor_expert": (
+        {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2, "expert_parallel": 2},
+        ("moe",),
+        ("moe",),
+    ),
 }
 SLOW = ("pipeline", "interleaved", "expert", "tensor_expert")
 
 
 def cases(trained: bool = False) -> list:
     """(run, model), a parameter of a test."""
-    pairs = [(run, name) for run, (_, models, updated) in RUNS.items() for name in (updated if trained else models)]
-    return [pytest.param(*pair, marks=[pytest.mark.slow] if pair[0] in SLOW else []) for pair in pairs]
+    pairs = [
+        (run, name)
+        for run, (_, models, updated) in RUNS.items()
+        for name in (updated if trained else models)
+    ]
+    return [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair[0] in SLOW else []) for pair in pairs
+    ]
 
 
 def make_model(name: str, folder: Path) -> None:
     architecture, fields = MODELS[name]
-    sizes = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    sizes |= dict(tie_word_embeddings=True, max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=10000.0)
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    sizes |= dict(
+        tie_word_embeddings=True, max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=10000.0
+    )
     torch.manual_seed(sorted(MODELS).index(name))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(sizes | fields)))
     with torch.no_grad():
@@ -75,7 +120,17 @@ def launch(layout: dict, models: dict[str, str], updated: tuple[str, ...], out: 
     """Run the worker on all ranks of the layout and wait; the results of each rank."""
     out.mkdir()
     job = out / "job.json"
-    job.write_text(json.dumps({"layout": layout, "models": models, "updated": updated, "out": str(out), "bucket_bytes": BUCKET_BYTES}))
+    job.write_text(
+        json.dumps(
+            {
+                "layout": layout,
+                "models": models,
+                "updated": updated,
+                "out": str(out),
+                "bucket_bytes": BUCKET_BYTES,
+            }
+        )
+    )
     world = 1
     for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
         world *= layout.get(key, 1)
@@ -99,7 +154,9 @@ def launch(layout: dict, models: dict[str, str], updated: tuple[str, ...], out: 
     try:
         for rank, process in enumerate(processes):
             code = process.wait(timeout=240)
-            assert code == 0, f"rank {rank} of {layout}:\n{Path(logs[rank].name).read_text()[-4000:]}"
+            assert code == 0, (
+                f"rank {rank} of {layout}:\n{Path(logs[rank].name).read_text()[-4000:]}"
+            )
     finally:
         for process, log in zip(processes, logs):
             process.kill()
@@ -119,7 +176,14 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder):
     """results(run): what each of its ranks computed; a run starts when it is first asked for, once."""
-    return cache(lambda run: launch(RUNS[run][0], {name: str(folder / name) for name in RUNS[run][1]}, RUNS[run][2], folder / run))
+    return cache(
+        lambda run: launch(
+            RUNS[run][0],
+            {name: str(folder / name) for name in RUNS[run][1]},
+            RUNS[run][2],
+            folder / run,
+        )
+    )
 
 
 def reference_logprobs(model: torch.nn.Module, batch) -> torch.Tensor:
@@ -132,7 +196,11 @@ def reference_logprobs(model: torch.nn.Module, batch) -> torch.Tensor:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("run, name", cases())
@@ -153,7 +221,10 @@ def test_export_gives_the_same_bits_back(results, folder, run, name):
     assert all(torch.equal(before[key], after[key]) for key in before)
     batch = random_batch(4, VOCAB, seed=101)
     with torch.no_grad():
-        a, b = (reference_logprobs(AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32), batch) for f in (folder / name, exported))
+        a, b = (
+            reference_logprobs(AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32), batch)
+            for f in (folder / name, exported)
+        )
     assert torch.equal(a, b)
 
 
@@ -165,21 +236,31 @@ def test_rank_0_alone_gets_each_tensor_once_in_bounded_buckets(results, folder, 
     assert {key: size for bucket in first for key, size in bucket.items()} == expected
     assert sum(len(bucket) for bucket in first) == len(expected)
     # One parameter (up to three tensors) may be larger than a bucket, and padding counts.
-    assert len(first) > 1 and all(sum(bucket.values()) <= BUCKET_BYTES or len(bucket) <= 3 for bucket in first)
+    assert len(first) > 1 and all(
+        sum(bucket.values()) <= BUCKET_BYTES or len(bucket) <= 3 for bucket in first
+    )
 
 
 @pytest.mark.parametrize("run, name", cases(trained=True))
 def test_updates_match_adamw_on_transformers(results, folder, tmp_path, run, name):
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     betas = (SETTINGS["adam_beta1"], SETTINGS["adam_beta2"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["lr"], betas=betas, eps=SETTINGS["adam_eps"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=SETTINGS["lr"],
+        betas=betas,
+        eps=SETTINGS["adam_eps"],
+        weight_decay=0.0,
+    )
     got = [rank[name]["metrics"] for rank in results(run)]
     for step in range(3):
         batch = random_batch(8, VOCAB, seed=step)
         loss = -reference_logprobs(model, batch).sum() / len(batch.tokens)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        )
         optimizer.step()
         for metrics in got:
             assert metrics[step]["loss"] == pytest.approx(loss.item(), rel=2e-5)
@@ -195,13 +276,28 @@ def test_updates_match_adamw_on_transformers(results, folder, tmp_path, run, nam
 def test_sglang_generates_with_the_log_probs_of_the_export(results, folder, tmp_path, name):
     results("single")
     exported = folder / "single" / name
-    server = ServerProcess(ServerConfig(), str(exported), name="test", port=free_port(), seed=1, log_path=tmp_path / "server.log")
+    server = ServerProcess(
+        ServerConfig(),
+        str(exported),
+        name="test",
+        port=free_port(),
+        seed=1,
+        log_path=tmp_path / "server.log",
+    )
     prompt = list(range(5, 25))
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "return_logprob": True}
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 30, "ignore_eos": True},
+        "return_logprob": True,
+    }
     try:
         server.start()
         asyncio.run(server.wait_ready(240))
-        request = urllib.request.Request(f"{server.info.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"{server.info.url}/generate",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
         with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)
     finally:

@@ -52,15 +52,30 @@ def folder(tmp_path_factory) -> Path:
 
 def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) -> dict:
     """Tell `stories` on as many processes as the layout has, wait, and return what they returned; none is left behind."""
-    job = {"layout": layout, "model": str(folder / "model"), "stories": stories, "results": str(folder / f"{name}.json")}
+    job = {
+        "layout": layout,
+        "model": str(folder / "model"),
+        "stories": stories,
+        "results": str(folder / f"{name}.json"),
+    }
     job_file = folder / f"{name}-job.json"
     job_file.write_text(json.dumps(job))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     world = 2 if layout else 1
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHDYNAMO_DISABLE": "1"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    env |= {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, str(WORKER), str(job_file)],
@@ -74,7 +89,9 @@ def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) 
     try:
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=200)
-            assert process.returncode == status, f"{name}, rank {rank} of {world}:\n{output[-4000:]}"
+            assert process.returncode == status, (
+                f"{name}, rank {rank} of {world}:\n{output[-4000:]}"
+            )
     finally:
         for process in processes:
             process.kill()
@@ -85,7 +102,9 @@ def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) 
 def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole, by name."""
     state: dict = {}
-    _load_state_dict(state, dcp.FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(
+        state, dcp.FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
@@ -94,12 +113,21 @@ def run(folder, request) -> dict:
     """Six updates with a checkpoint after three; in new processes the last three again; and once more on one process."""
     name, layout = request.param, LAYOUTS[request.param]
     place = {kind: str(folder / f"{name}{kind}") for kind in ("", "-resumed", "-on-one")}
-    first = tell(folder, f"{name}-1", layout, {"run": {"tell": "uninterrupted", "args": {"folder": place[""]}}})["run"]
+    first = tell(
+        folder,
+        f"{name}-1",
+        layout,
+        {"run": {"tell": "uninterrupted", "args": {"folder": place[""]}}},
+    )["run"]
     again = {"tell": "resumed", "args": {"folder": place[""], "into": place["-resumed"]}}
     resumed = tell(folder, f"{name}-2", layout, {"run": again})["run"]
     again = {"tell": "resumed", "args": {"folder": place[""], "into": place["-on-one"]}}
     on_one = tell(folder, f"{name}-3", {}, {"run": again})["run"] if layout else resumed
-    last = {kind: contents(Path(path) / "step-6") for kind, path in place.items() if layout or kind != "-on-one"}
+    last = {
+        kind: contents(Path(path) / "step-6")
+        for kind, path in place.items()
+        if layout or kind != "-on-one"
+    }
     return first | {"resumed": resumed, "on_one": on_one, "last": last}
 
 
@@ -122,7 +150,13 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_process(run):
     expected, got = run["last"][""], run["last"].get("-on-one", run["last"]["-resumed"])
     assert expected.keys() == got.keys()
     for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name],
+            expected[name],
+            rtol=1e-5,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +169,24 @@ def stories(folder) -> dict:
         "stories",
         {},
         {
-            "first": {"tell": "uninterrupted", "args": {"folder": here["bf16"]}, "settings": bfloat16},
-            "second": {"tell": "resumed", "args": {"folder": here["bf16"], "into": here["bf16"] + "-resumed"}, "settings": bfloat16},
+            "first": {
+                "tell": "uninterrupted",
+                "args": {"folder": here["bf16"]},
+                "settings": bfloat16,
+            },
+            "second": {
+                "tell": "resumed",
+                "args": {"folder": here["bf16"], "into": here["bf16"] + "-resumed"},
+                "settings": bfloat16,
+            },
             "both": {"tell": "with_critic", "args": {"folder": here["both"]}},
             "alone": {"tell": "needs_critic", "args": {"folder": here["both"] + "-alone"}},
             "early": {"tell": "before_any_update", "args": {"folder": here["retention"]}},
-            "rate": {"tell": "other_rate", "args": {"folder": here["bf16"]}, "settings": {"lr": 4e-3, "lr_schedule": "constant"}},
+            "rate": {
+                "tell": "other_rate",
+                "args": {"folder": here["bf16"]},
+                "settings": {"lr": 4e-3, "lr_schedule": "constant"},
+            },
             "offload": {"tell": "offloaded"},
             "measured": {"tell": "measured"},
             "measured-bfloat16": {"tell": "measured", "settings": bfloat16},
@@ -185,7 +231,10 @@ def test_what_is_offloaded_comes_back(stories):
     assert stories["offload"]["got"] == stories["offload"]["expected"]
 
 
-@pytest.mark.parametrize(("name", "itemsize", "recompute"), [("", 4, "none"), ("-bfloat16", 2, "none"), ("-full", 4, "full")])
+@pytest.mark.parametrize(
+    ("name", "itemsize", "recompute"),
+    [("", 4, "none"), ("-bfloat16", 2, "none"), ("-full", 4, "full")],
+)
 def test_the_memory_that_is_planned_is_needed(folder, stories, name, itemsize, recompute):
     got, hf = stories[f"measured{name}"], AutoConfig.from_pretrained(folder / "model")
     trainer = TrainerConfig(recompute=recompute, tokens_per_microbatch=got["tokens"])
@@ -193,17 +242,34 @@ def test_the_memory_that_is_planned_is_needed(folder, stories, name, itemsize, r
     assert got["buckets"] == push_buckets(hf, trainer, itemsize, 60_000)
     planned = got["tokens"] * activation_bytes_per_token(hf, trainer, itemsize, 0)
     if recompute == "full":  # one layer at a time is computed again after the forward pass
-        planned -= got["tokens"] * activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0) / hf.num_hidden_layers
-    head = got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)  # the last norm, and what the head keeps but logits
+        planned -= (
+            got["tokens"]
+            * activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0)
+            / hf.num_hidden_layers
+        )
+    head = (
+        got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)
+    )  # the last norm, and what the head keeps but logits
     assert got["kept"] == pytest.approx(planned + head, rel=0.15)
 
 
 def test_a_killed_save_leaves_the_checkpoint_before(folder):
     place = folder / "killed"
-    tell(folder, "killed", {}, {"run": {"tell": "killed", "args": {"folder": str(place)}}}, status=-9)
+    tell(
+        folder, "killed", {}, {"run": {"tell": "killed", "args": {"folder": str(place)}}}, status=-9
+    )
     assert {path.name for path in place.iterdir()} == {"step-3", ".step-6.partial"}
     result = tell(
-        folder, "after", {}, {"run": {"tell": "resumed", "args": {"folder": str(place), "into": str(place)}, "settings": {"lr": 1e-3}}}
+        folder,
+        "after",
+        {},
+        {
+            "run": {
+                "tell": "resumed",
+                "args": {"folder": str(place), "into": str(place)},
+                "settings": {"lr": 1e-3},
+            }
+        },
     )
     assert result["run"]["extra"] == {}
     assert {path.name for path in place.iterdir()} == {"step-3", "step-6"}
@@ -223,7 +289,12 @@ def test_ranks_agree(folder):
     assert told["poison"]["same"]
     assert told["poison"]["next"][0]["skipped"] == 0.0
     hf = AutoConfig.from_pretrained(folder / "model")
-    assert told["measured"]["parameters"] == sum(rank_parameters(hf, TrainerConfig(tensor_parallel=2), 0))
-    assert "step-2: this checkpoint could not be written" in told["unwritable"] and "No such file" in told["unwritable"]
+    assert told["measured"]["parameters"] == sum(
+        rank_parameters(hf, TrainerConfig(tensor_parallel=2), 0)
+    )
+    assert (
+        "step-2: this checkpoint could not be written" in told["unwritable"]
+        and "No such file" in told["unwritable"]
+    )
     assert not (Path(place) / "step-2").exists()
     assert (Path(place) / "step-1").is_dir()

@@ -38,11 +38,17 @@ def model(tmp_path_factory) -> str:
 class Run:
     """A run directory, its controller, its servers and a trainer's clients."""
 
-    def __init__(self, path: Path, model: str, interrupt: str = "in_place", max_staleness: int = 1, **other):
+    def __init__(
+        self, path: Path, model: str, interrupt: str = "in_place", max_staleness: int = 1, **other
+    ):
         self.path = path
         config = TrainConfig(model=model, run_dir=str(path))
         config.data.max_digits = 3
-        config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.interrupt = MEMBERS, BUDGET, interrupt
+        config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.interrupt = (
+            MEMBERS,
+            BUDGET,
+            interrupt,
+        )
         config.trainer.batch_groups, config.buffer.max_staleness = GROUPS, max_staleness
         config.eval.problems = 5
         for key, value in other.items():
@@ -54,14 +60,29 @@ class Run:
         self.clients: list[ControllerClient] = []
 
     def start(self, name: str, *command: str) -> subprocess.Popen:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), **dying_with_me(), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            **dying_with_me(),
+            "OMP_NUM_THREADS": "1",
+        }
         with open(self.path / f"{name}.log", "wb") as log:
             argv = [sys.executable, *command]
-            self.processes[name] = subprocess.Popen(argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            self.processes[name] = subprocess.Popen(
+                argv, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+            )
         return self.processes[name]
 
     def start_server(self, name: str = "s0", delay: float = 0.001, version: int = 0) -> None:
-        self.start(name, "tests/fake_sglang.py", str(self.path), name, "--delay", str(delay), "--weight-version", str(version))
+        self.start(
+            name,
+            "tests/fake_sglang.py",
+            str(self.path),
+            name,
+            "--delay",
+            str(delay),
+            "--weight-version",
+            str(version),
+        )
 
     def start_controller(self) -> ControllerClient:
         self.start("controller", "-m", "areal_lite.rollout.controller", str(self.path))
@@ -105,7 +126,12 @@ def push(client: ControllerClient, version: int, mode: str | None) -> dict:
     for server in answer["servers"]:
         if mode:
             post(server, "/pause_generation", {"mode": mode}, 10)
-        post(server, "/update_weights_from_disk", {"model_path": "m", "weight_version": str(version)}, 10)
+        post(
+            server,
+            "/update_weights_from_disk",
+            {"model_path": "m", "weight_version": str(version)},
+            10,
+        )
         post(server, "/continue_generation", {}, 10)
     client.pushed(version)
     return answer
@@ -151,12 +177,19 @@ def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
         assert [bytes(f) for f in again.to_frames()] == [bytes(f) for f in batch.to_frames()]
         for shard in (batch, second):
             assert_exact(shard)
-            assert len(set(shard.group_ids)) == GROUPS // 2 and shard.num_sequences == GROUPS // 2 * MEMBERS
+            assert (
+                len(set(shard.group_ids)) == GROUPS // 2
+                and shard.num_sequences == GROUPS // 2 * MEMBERS
+            )
             sampled = shard.loss_mask
-            assert (step - shard.versions[sampled] <= 2).all() and (shard.versions[sampled] <= step).all()
+            assert (step - shard.versions[sampled] <= 2).all() and (
+                shard.versions[sampled] <= step
+            ).all()
         used[step] = sorted({*batch.group_ids.tolist(), *second.group_ids.tolist()})
         assert len(used[step]) == GROUPS
-        assert info["trajectories"] == GROUPS * MEMBERS and (info["masked_tokens"] or info["staleness_max"] <= 2)
+        assert info["trajectories"] == GROUPS * MEMBERS and (
+            info["masked_tokens"] or info["staleness_max"] <= 2
+        )
         interrupted += info["interrupted_share"]
         assert push(client, step + 1, mode)["drained"] == 0
     with pytest.raises(RuntimeError, match="version 6 was pushed already"):
@@ -200,8 +233,12 @@ def test_mode_none_drains_and_never_mixes_versions(run) -> None:
         drained += client.begin_push(step + 1)["drained"]
         with urllib.request.urlopen(announced(r.path)[0].url + "/model_info") as answer:
             assert json.load(answer)["running"] == 0
-        assert r.store().counts()["in_flight"] > 0 or step > 0  # what was not sent yet is held, not waited for
-        drained += push(client, step + 1, None)["drained"]  # an update without a pause waits for what runs: there is nothing
+        assert (
+            r.store().counts()["in_flight"] > 0 or step > 0
+        )  # what was not sent yet is held, not waited for
+        drained += push(client, step + 1, None)[
+            "drained"
+        ]  # an update without a pause waits for what runs: there is nothing
     totals = client.finish()
     assert totals["drained"] == drained > 0 and totals["aborts"] == 0
     assert r.processes["controller"].wait(10) == 0, r.log()
@@ -213,7 +250,9 @@ def test_synchronous_starts_only_what_the_next_step_needs(run) -> None:
     client = r.start_controller()
     for step in range(3):
         batch, info = client.batch(step, 0, 1)
-        assert info["staleness_max"] == 0 and sorted(set(batch.group_ids)) == list(range(step * GROUPS, (step + 1) * GROUPS))
+        assert info["staleness_max"] == 0 and sorted(set(batch.group_ids)) == list(
+            range(step * GROUPS, (step + 1) * GROUPS)
+        )
         time.sleep(0.1)
         assert sum(r.store().counts().values()) == (step + 1) * GROUPS
         assert push(client, step + 1, None)["drained"] == 0
@@ -298,7 +337,12 @@ def test_evaluation_beside_training(run) -> None:
     r.start_server()
     client = r.start_controller()
     result = client.evaluate(0)
-    assert (result["problems"], result["samples"], result["versions"], result["failures"]) == (5, 1, [0], 0)
+    assert (result["problems"], result["samples"], result["versions"], result["failures"]) == (
+        5,
+        1,
+        [0],
+        0,
+    )
     assert 0 <= result["greedy"] <= 1 and 0 <= result["sampled"] <= 1
     client.batch(0, 0, 1)
     assert sum(r.store().counts().values()) == 2 * GROUPS  # evaluation is no ticket
@@ -309,15 +353,31 @@ def test_several_eval_sets_and_pass_at_k(run, tmp_path) -> None:
     sets = {}
     for name, rows in {"easy": 2, "hard": 9}.items():
         sets[name] = str(tmp_path / f"{name}.jsonl")
-        Path(sets[name]).write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": "2"}) + "\n" for i in range(rows)))
-    r = run(reward__function="tests.integration.toy_reward:coin", eval__sets=list(sets.values()), eval__samples=4, data__chat=False)
+        Path(sets[name]).write_text(
+            "".join(
+                json.dumps({"question": f"{i} + 1 =", "answer": "2"}) + "\n" for i in range(rows)
+            )
+        )
+    r = run(
+        reward__function="tests.integration.toy_reward:coin",
+        eval__sets=list(sets.values()),
+        eval__samples=4,
+        data__chat=False,
+    )
     r.start_server()
     result = r.start_controller().evaluate(0)
     assert result["problems"] == 5 and list(result["sets"]) == ["easy", "hard"]
-    assert [result["sets"][name]["problems"] for name in sets] == [2, 5]  # eval.problems of each, as far as there are
+    assert [result["sets"][name]["problems"] for name in sets] == [
+        2,
+        5,
+    ]  # eval.problems of each, as far as there are
     for facts in (result, *result["sets"].values()):
         k = facts["pass_at_k"]
-        assert list(k) == ["1", "2", "4"] and k["1"] == pytest.approx(facts["sampled"]) and k["1"] <= k["2"] <= k["4"]
+        assert (
+            list(k) == ["1", "2", "4"]
+            and k["1"] == pytest.approx(facts["sampled"])
+            and k["1"] <= k["2"] <= k["4"]
+        )
         assert facts["versions"] == [0] and facts["failures"] == 0
 
 
@@ -335,9 +395,13 @@ def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
     assert info["staleness_max"] == 0 and info["dropped_groups"] == GROUPS
     while len(tickets := list(r.store().tickets())) < 4 * GROUPS and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert {t["prompt_index"] for t in tickets if t["state"] == "dropped"} == set(range(GROUPS, 2 * GROUPS))
+    assert {t["prompt_index"] for t in tickets if t["state"] == "dropped"} == set(
+        range(GROUPS, 2 * GROUPS)
+    )
     others = [t["prompt_index"] for t in tickets if t["state"] != "dropped"]
-    assert sorted(others) == list(range(3 * GROUPS))  # each prompt once, the dropped ones under a new ticket
+    assert sorted(others) == list(
+        range(3 * GROUPS)
+    )  # each prompt once, the dropped ones under a new ticket
     totals = client.finish()
     assert totals["trajectories_lost"] == 0 and sum(totals["dropped_by_length"].values()) == GROUPS
 
@@ -357,12 +421,20 @@ def test_failed_rewards_may_count_as_zero(run) -> None:
     r.start_server()
     client = r.start_controller()
     batch, info = client.batch(0, 0, 1)
-    assert info["reward_mean"] == 0 and info["reward_failures"] >= GROUPS * MEMBERS and info["lost_members"] == 0
+    assert (
+        info["reward_mean"] == 0
+        and info["reward_failures"] >= GROUPS * MEMBERS
+        and info["lost_members"] == 0
+    )
     assert batch.rewards.tolist() == [0.0] * (GROUPS * MEMBERS)
 
 
 def test_active_sampling_replaces_groups_without_variance(run) -> None:
-    r = run(reward__function="tests.integration.toy_reward:coin", rollout__active_sampling=True, trainer__steps=4)
+    r = run(
+        reward__function="tests.integration.toy_reward:coin",
+        rollout__active_sampling=True,
+        trainer__steps=4,
+    )
     r.start_server()
     client = r.start_controller()
     used: dict[int, list[int]] = {}
@@ -387,25 +459,43 @@ def test_a_run_in_which_every_group_is_filtered_ends_with_the_counts(run) -> Non
     r = run(reward__function="tests.integration.toy_reward:always", rollout__active_sampling=True)
     r.start_server(delay=0)
     client = r.start_controller()
-    with pytest.raises(RuntimeError, match="no batch can be made: 501 groups in a row.*501 zero_variance"):
+    with pytest.raises(
+        RuntimeError, match="no batch can be made: 501 groups in a row.*501 zero_variance"
+    ):
         client.batch(0, 0, 1)
     assert r.processes["controller"].wait(10) == 1
 
 
 def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_path) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": ""}) + "\n" for i in range(6)))
-    settings = {"data__source": "jsonl", "data__path": str(data), "data__chat": False, "eval__problems": 0}
-    r = run(reward__function="tests.integration.toy_reward:always", rollout__retire_above=0.9, **settings)
+    data.write_text(
+        "".join(json.dumps({"question": f"{i} + 1 =", "answer": ""}) + "\n" for i in range(6))
+    )
+    settings = {
+        "data__source": "jsonl",
+        "data__path": str(data),
+        "data__chat": False,
+        "eval__problems": 0,
+    }
+    r = run(
+        reward__function="tests.integration.toy_reward:always",
+        rollout__retire_above=0.9,
+        **settings,
+    )
     r.start_server()
     r.start_controller()
     client = r.client(timeout_s=3)
-    with contextlib.suppress(RuntimeError, TimeoutError):  # the latter when it was over before we asked
+    with contextlib.suppress(
+        RuntimeError, TimeoutError
+    ):  # the latter when it was over before we asked
         for step in range(100):
             client.batch(step, 0, 1)
             push(client, step + 1, "in_place")
     assert r.processes["controller"].wait(10) == 1
-    assert "the data set is exhausted at version" in (end := r.log().splitlines()[-1]) and "all 6 prompts are retired" in end
+    assert (
+        "the data set is exhausted at version" in (end := r.log().splitlines()[-1])
+        and "all 6 prompts are retired" in end
+    )
     tickets = list(r.store().tickets())
     assert all(t["state"] in ("used", "finished") for t in tickets)
     assert sum(t["state"] == "finished" for t in tickets) < GROUPS, "what could be used was not"
@@ -415,7 +505,9 @@ def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_
 def test_concurrency_follows_what_the_servers_can_run(run) -> None:
     r = run(rollout__adapt_concurrency=True, rollout__max_concurrent=200, max_staleness=30)
     for name in ("s0", "s1"):
-        r.start(name, "tests/fake_sglang.py", str(r.path), name, "--delay", "0.03", "--places", "12")
+        r.start(
+            name, "tests/fake_sglang.py", str(r.path), name, "--delay", "0.03", "--places", "12"
+        )
     while len(announced(r.path)) < 2:
         time.sleep(0.02)
     client, step, limit, deadline = r.start_controller(), 0, 200, time.monotonic() + 60
@@ -428,12 +520,21 @@ def test_concurrency_follows_what_the_servers_can_run(run) -> None:
 
 def test_replay_never_waits_and_uses_each_ticket_up_once(run) -> None:
     replay = ReplayConfig(capacity=8, recency_probability=0.3)
-    r = run(reward__function="tests.integration.toy_reward:coin", buffer__replay=replay, max_staleness=0, trainer__steps=5)
+    r = run(
+        reward__function="tests.integration.toy_reward:coin",
+        buffer__replay=replay,
+        max_staleness=0,
+        trainer__steps=5,
+    )
     r.start("s0", "tests/fake_sglang.py", str(r.path), "s0", "--delay", "0.001", "--vary")
     client = r.start_controller()
     for step in range(5):
         batch, info = client.batch(step, 0, 1)
-        assert len(set(batch.group_ids)) == GROUPS and info["masked_tokens"] == 0 and info["replay_prompts"] >= GROUPS
+        assert (
+            len(set(batch.group_ids)) == GROUPS
+            and info["masked_tokens"] == 0
+            and info["replay_prompts"] >= GROUPS
+        )
         time.sleep(0.2)
         push(client, step + 1, "in_place")
     totals = client.finish()

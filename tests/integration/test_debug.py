@@ -25,7 +25,10 @@ def train(model: Path, folder: Path, *overrides: str) -> None:  # noqa: F811
 
 def losses(folder: Path) -> list[tuple]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["loss"], line["grad_norm"], line["reward_mean"], line["staleness_max"]) for line in lines]
+    return [
+        (line["loss"], line["grad_norm"], line["reward_mean"], line["staleness_max"])
+        for line in lines
+    ]
 
 
 @pytest.mark.slow
@@ -33,7 +36,9 @@ def losses(folder: Path) -> list[tuple]:
 def test_rollout_only_then_train_only_twice(model: Path, tmp_path: Path) -> None:  # noqa: F811
     train(model, tmp_path / "stored", "debug=rollout_only")
     db = sqlite3.connect(tmp_path / "stored" / "trajectories.sqlite")
-    assert db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall() == [("finished", STEPS * GROUPS)]
+    assert db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall() == [
+        ("finished", STEPS * GROUPS)
+    ]
     assert not (tmp_path / "stored" / "metrics.jsonl").exists()
     for name in ("one", "two"):
         train(model, tmp_path / name, "debug=train_only", f"debug_run={tmp_path / 'stored'}")

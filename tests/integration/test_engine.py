@@ -27,13 +27,27 @@ RUNS = {"single": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}
 def make_model(name: str, folder: Path, layers: int = 2) -> None:
     kind, tie = name.split("_")
     common = dict(
-        vocab_size=98, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=98,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    common |= dict(tie_word_embeddings=tie == "tied", max_position_embeddings=256, rms_norm_eps=1e-6, rope_theta=10000.0)
+    common |= dict(
+        tie_word_embeddings=tie == "tied",
+        max_position_embeddings=256,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+    )
     torch.manual_seed(sum(map(ord, name)))
     if kind == "moe":
-        experts = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=48)
-        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(head_dim=32, **experts, **common))
+        experts = dict(
+            num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=48
+        )
+        model = transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(head_dim=32, **experts, **common)
+        )
     elif kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=32, **common))
     else:
@@ -59,14 +73,31 @@ def spawn(worker: Path, job: dict, folder: Path, world: int, timeout_s: float = 
     folder.mkdir()
     job_file = folder / "job.json"
     job_file.write_text(json.dumps(job))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+    }
+    env |= {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     processes = []
     try:
         for rank in range(world):
-            output = open(folder / f"{rank}.log", "w")  # not a pipe: one that nobody reads would stop its rank
-            argv, own = [sys.executable, str(worker), str(job_file)], {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(argv, env=env | own, stdout=output, stderr=subprocess.STDOUT))
+            output = open(
+                folder / f"{rank}.log", "w"
+            )  # not a pipe: one that nobody reads would stop its rank
+            argv, own = (
+                [sys.executable, str(worker), str(job_file)],
+                {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            processes.append(
+                subprocess.Popen(argv, env=env | own, stdout=output, stderr=subprocess.STDOUT)
+            )
             output.close()
         deadline = time.monotonic() + timeout_s
         while any(process.poll() is None for process in processes):
@@ -99,7 +130,18 @@ def results(folder) -> dict[str, dict]:
     loads = {"single": str(folder / "tp2" / "checkpoint"), "tp2": None, "dp2": None}
     for name in ("tp2", "dp2", "single"):
         tp, dp = RUNS[name]
-        spawn(WORKER, {"tp": tp, "dp": dp, "models": models, "out": str(folder / name), "load_from": loads[name]}, folder / name, tp * dp)
+        spawn(
+            WORKER,
+            {
+                "tp": tp,
+                "dp": dp,
+                "models": models,
+                "out": str(folder / name),
+                "load_from": loads[name],
+            },
+            folder / name,
+            tp * dp,
+        )
     return {name: torch.load(folder / name / "results.pt", weights_only=False) for name in RUNS}
 
 
@@ -123,14 +165,21 @@ def learning_rate(update: int) -> float:
     peak, least, warmup, total = (SETTINGS[k] for k in ("lr", "min_lr", "lr_warmup_steps", "steps"))
     if update <= warmup:
         return peak * update / warmup
-    return least + (peak - least) * 0.5 * (1 + math.cos(math.pi * (update - warmup) / (total - warmup)))
+    return least + (peak - least) * 0.5 * (
+        1 + math.cos(math.pi * (update - warmup) / (total - warmup))
+    )
 
 
 def reference_updates(model: torch.nn.Module, updates: int) -> list[dict[str, float]]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": SETTINGS["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, SETTINGS["adam_beta2"]), eps=SETTINGS["adam_eps"])
+    groups = [
+        {"params": matrices, "weight_decay": SETTINGS["weight_decay"]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, betas=(0.9, SETTINGS["adam_beta2"]), eps=SETTINGS["adam_eps"]
+    )
     history = []
     for step in range(updates):
         batch = random_batch(12, 98, seed=step)
@@ -143,7 +192,14 @@ def reference_updates(model: torch.nn.Module, updates: int) -> list[dict[str, fl
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step + 1)
         optimizer.step()
-        history.append({"loss": loss.item(), "grad_norm": norm.item(), "lr": learning_rate(step + 1), "tokens": len(batch.tokens)})
+        history.append(
+            {
+                "loss": loss.item(),
+                "grad_norm": norm.item(),
+                "lr": learning_rate(step + 1),
+                "tokens": len(batch.tokens),
+            }
+        )
     return history
 
 
@@ -182,7 +238,11 @@ def test_export_gives_the_same_bits_back(results, folder, run, name):
 def test_updates_match_adamw_on_transformers(results, folder, name):
     model = reference_model(folder, name)
     history = reference_updates(model, 3)
-    expected = {key: value for key, value in model.state_dict().items() if not (key == "lm_head.weight" and name.endswith("_tied"))}
+    expected = {
+        key: value
+        for key, value in model.state_dict().items()
+        if not (key == "lm_head.weight" and name.endswith("_tied"))
+    }
     assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in history)  # clipping is tested too
     for run in RUNS:
         for got, want in zip(results[run][f"metrics/updated_{name}"], history, strict=True):
@@ -193,7 +253,10 @@ def test_updates_match_adamw_on_transformers(results, folder, name):
 
 
 def test_updates_do_not_depend_on_packing(results, folder):
-    a, b = (weights_of(folder / "single" / name) for name in ("updated_qwen3_tied", "updated_one_microbatch"))
+    a, b = (
+        weights_of(folder / "single" / name)
+        for name in ("updated_qwen3_tied", "updated_one_microbatch")
+    )
     assert largest_difference(a, b) <= 1e-6
 
 
@@ -206,7 +269,9 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(results, folder, run):
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_one(results, folder):
-    for got, want in zip(results["single"]["metrics/resharded"], results["tp2"]["metrics/uninterrupted"], strict=True):
+    for got, want in zip(
+        results["single"]["metrics/resharded"], results["tp2"]["metrics/uninterrupted"], strict=True
+    ):
         assert got == pytest.approx(want, rel=2e-5, abs=2e-6)
     a, b = weights_of(folder / "single" / "resharded"), weights_of(folder / "tp2" / "uninterrupted")
     assert largest_difference(a, b) <= 1e-6

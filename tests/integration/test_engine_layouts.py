@@ -12,12 +12,23 @@ import transformers
 from areal_lite.config import TrainerConfig
 from tests.integration.engine_worker import SETTINGS, random_batch
 from tests.integration.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
-from tests.integration.test_engine import free_port, largest_difference, make_model, reference, reference_model, spawn, weights_of
+from tests.integration.test_engine import (
+    free_port,
+    largest_difference,
+    make_model,
+    reference,
+    reference_model,
+    spawn,
+    weights_of,
+)
 
 WORKER = Path(__file__).with_name("layout_worker.py")
 # name -> (model, layout); a name's first word is unique.
 TWO = {
-    "sequence": ("qwen3_tied", dict(tensor_parallel=2, sequence_parallel=True, recompute="selective")),
+    "sequence": (
+        "qwen3_tied",
+        dict(tensor_parallel=2, sequence_parallel=True, recompute="selective"),
+    ),
     "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
     "tied_pipeline": ("qwen3_tied", dict(pipeline_parallel=2)),
     "interleaved": ("qwen3_tied", dict(pipeline_parallel=2, virtual_pipeline=2)),
@@ -26,15 +37,39 @@ TWO = {
 }
 FOUR = {
     "tensor_pipeline": ("qwen3_tied", dict(tensor_parallel=2, pipeline_parallel=2)),
-    "tensor_interleaved": ("qwen2_untied", dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2)),
-    "tensor_context": ("qwen3_tied", dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2)),
-    "context_pipeline": ("qwen3_tied", dict(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2, recompute="full")),
+    "tensor_interleaved": (
+        "qwen2_untied",
+        dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2),
+    ),
+    "tensor_context": (
+        "qwen3_tied",
+        dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+    ),
+    "context_pipeline": (
+        "qwen3_tied",
+        dict(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2, recompute="full"),
+    ),
     "context4": ("qwen3_tied", dict(context_parallel=4)),
     "data_pipeline": ("qwen3_tied", dict(data_parallel=2, pipeline_parallel=2)),
-    "tensor_experts": ("moe_untied", dict(tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2)),
-    "experts_pipeline": ("moe_untied", dict(data_parallel=2, expert_parallel=2, pipeline_parallel=2)),
+    "tensor_experts": (
+        "moe_untied",
+        dict(tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2),
+    ),
+    "experts_pipeline": (
+        "moe_untied",
+        dict(data_parallel=2, expert_parallel=2, pipeline_parallel=2),
+    ),
 }
-CRITICS = ("sequence", "pipeline", "interleaved", "context", "experts", "tensor_interleaved", "context_pipeline", "tensor_experts")
+CRITICS = (
+    "sequence",
+    "pipeline",
+    "interleaved",
+    "context",
+    "experts",
+    "tensor_interleaved",
+    "context_pipeline",
+    "tensor_experts",
+)
 # Takes up the checkpoint of an earlier one, with the same model.
 RESUMES = {
     "tied_pipeline": "sequence",
@@ -47,7 +82,9 @@ RESUMES = {
 def runs(names=(*TWO, *FOUR)):
     """A test for each layout; four processes are slow."""
     slow = (pytest.mark.slow, pytest.mark.timeout(1800))
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names])
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +112,9 @@ def run(folder: Path, layouts: dict[str, tuple[str, dict]]) -> dict[str, list[di
                 "resume": checkpoint,
             }
         )
-    spawn(WORKER, {"cases": cases, "out": str(out)}, out, world, timeout_s=280 if world == 2 else 1700)
+    spawn(
+        WORKER, {"cases": cases, "out": str(out)}, out, world, timeout_s=280 if world == 2 else 1700
+    )
     return torch.load(out / "results.pt", weights_only=False)
 
 
@@ -109,12 +148,21 @@ def expected(folder):
 
 
 def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == big] for big in (True, False))
-    groups = [{"params": matrices, "weight_decay": SETTINGS["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, SETTINGS["adam_beta2"]), eps=SETTINGS["adam_eps"])
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.ndim > 1) == big] for big in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": SETTINGS["weight_decay"]},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=(0.9, SETTINGS["adam_beta2"]), eps=SETTINGS["adam_eps"]
+    )
 
 
-def train(model: torch.nn.Module, updates: range, loss_of, settings: dict, optimizer=None) -> list[dict[str, float]]:
+def train(
+    model: torch.nn.Module, updates: range, loss_of, settings: dict, optimizer=None
+) -> list[dict[str, float]]:
     optimizer = optimizer or optimizer_of(model, settings["lr"])
     total = UPDATES + RESUMED_UPDATES
     warmup, least = settings["lr_warmup_steps"], settings["min_lr"]
@@ -127,7 +175,11 @@ def train(model: torch.nn.Module, updates: range, loss_of, settings: dict, optim
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad"])
         update = step + 1
         share = 0.5 * (1 + math.cos(math.pi * (update - warmup) / (total - warmup)))
-        lr = settings["lr"] * update / warmup if update <= warmup else least + (settings["lr"] - least) * share
+        lr = (
+            settings["lr"] * update / warmup
+            if update <= warmup
+            else least + (settings["lr"] - least) * share
+        )
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -138,8 +190,12 @@ def train(model: torch.nn.Module, updates: range, loss_of, settings: dict, optim
 def policy_loss(model: torch.nn.Module, batch) -> torch.Tensor:
     logprobs, entropy = reference(model, batch)
     weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
-    sums = torch.zeros(batch.num_sequences).index_add(0, torch.from_numpy(batch.sequence_ids), logprobs)
-    return (0.001 * sums.square().sum() - (weights * logprobs).sum() - 0.1 * entropy.sum()) / len(batch.tokens)
+    sums = torch.zeros(batch.num_sequences).index_add(
+        0, torch.from_numpy(batch.sequence_ids), logprobs
+    )
+    return (0.001 * sums.square().sum() - (weights * logprobs).sum() - 0.1 * entropy.sum()) / len(
+        batch.tokens
+    )
 
 
 def reference_policy(folder: Path, name: str) -> dict:
@@ -151,7 +207,9 @@ def reference_policy(folder: Path, name: str) -> dict:
     with torch.no_grad():
         after, _ = reference(model, batch)
     model.save_pretrained(folder / f"trained_{name}")
-    further = train(model, range(UPDATES, UPDATES + RESUMED_UPDATES), policy_loss, SETTINGS, optimizer)
+    further = train(
+        model, range(UPDATES, UPDATES + RESUMED_UPDATES), policy_loss, SETTINGS, optimizer
+    )
     return {"logprobs": before, "history": history, "after": after, "further": further}
 
 
@@ -205,10 +263,15 @@ def test_logprobs_match_transformers(results, expected, name):
 def test_training_matches_adamw(results, expected, folder, name):
     ranks, want = results(name), expected(model_of(name))
     assert_curves_agree(ranks[0]["history"], want["history"])
-    assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"])  # clipping is tested too
+    assert any(
+        h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"]
+    )  # clipping is tested too
     for step, metrics in enumerate(ranks[0]["history"]):
         batch = random_batch(12, 98, seed=step)
-        assert (metrics["tokens"], metrics["length_max"]) == (len(batch.tokens), batch.lengths.max())
+        assert (metrics["tokens"], metrics["length_max"]) == (
+            len(batch.tokens),
+            batch.lengths.max(),
+        )
     world = len(ranks)
     assert (ranks[0]["after"] - want["after"]).abs().max() <= 2e-5
     exported = weights_of(folder / f"world{world}" / name / "export")

@@ -42,12 +42,13 @@ class Policy:
         """An openai client and its conversation."""
         params = SamplingParams(budget, self.temperature, self.tokenizer.eos_ids)
         member, self.episodes = self.episodes, self.episodes + 1
-        place = Place(self.fleet, params, self.tokenizer, f"0-{member}", await self.fleet.reserve(1))
+        place = Place(
+            self.fleet, params, self.tokenizer, f"0-{member}", await self.fleet.reserve(1)
+        )
         prompt = Prompt("p", [2], "", "")
-        with self.endpoint.conversation(Episode(prompt, member, 0, self.tokenizer, params, time.time, place.complete)) as (
-            key,
-            conversation,
-        ):
+        with self.endpoint.conversation(
+            Episode(prompt, member, 0, self.tokenizer, params, time.time, place.complete)
+        ) as (key, conversation):
             async with AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key) as client:
                 yield client, conversation
         place.release()
@@ -72,7 +73,9 @@ def with_policy(folder: str, test, temperature: float = 0.7) -> None:
     async def main() -> None:
         fake = FakeSGLang()
         try:
-            async with serving(folder, ServerInfo("s", await fake.start(), None, 1, 1), temperature) as policy:
+            async with serving(
+                folder, ServerInfo("s", await fake.start(), None, 1, 1), temperature
+            ) as policy:
                 await test(policy, fake)
         finally:
             await fake.stop()
@@ -109,7 +112,10 @@ def test_a_conversation_is_one_trajectory(model) -> None:  # noqa: F811
                 message = answer.choices[0].message
                 assert answer.choices[0].finish_reason in ("stop", "length")
                 assert answer.usage.prompt_tokens == len(fake.requests[-1]["input_ids"])
-                messages += [{"role": "assistant", "content": message.content.strip()}, user(f"Why? {turn}")]
+                messages += [
+                    {"role": "assistant", "content": message.content.strip()},
+                    user(f"Why? {turn}"),
+                ]
                 fake.weight_version = str(turn + 1)
         trajectory = conversation.trajectory(0.5)
         assert_exact(trajectory, [20] * 4)
@@ -132,10 +138,17 @@ def test_conversations_side_by_side_do_not_mix(model) -> None:  # noqa: F811
         async def one(number: int) -> None:
             async with policy.episode() as (client, conversation):
                 first = await ask(client, [user(f"I am {number}")], max_completion_tokens=10)
-                await ask(client, [user(f"I am {number}"), first.choices[0].message.model_dump(), user("More")], max_completion_tokens=10)
+                await ask(
+                    client,
+                    [user(f"I am {number}"), first.choices[0].message.model_dump(), user("More")],
+                    max_completion_tokens=10,
+                )
             trajectory = conversation.trajectory(None)
             assert_exact(trajectory, [10, 10])
-            assert policy.tokenizer.decode(trajectory.tokens).startswith(f"I am {number}") and trajectory.member < 20
+            assert (
+                policy.tokenizer.decode(trajectory.tokens).startswith(f"I am {number}")
+                and trajectory.member < 20
+            )
 
         await asyncio.gather(*(one(number) for number in range(20)))
 
@@ -156,7 +169,14 @@ REFUSALS = [
     ({"max_tokens": 0}, "max_tokens=0 must be a positive integer"),
     ({"stop": [""]}, "stop=.* none of them empty"),
     ({"messages": []}, "messages must be a list"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "content can only be text"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "content can only be text",
+    ),
 ]
 
 
@@ -165,10 +185,20 @@ def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(model) -> None
         async with policy.episode() as (client, conversation):
             for settings, complaint in REFUSALS:
                 with pytest.raises(openai.BadRequestError, match=complaint):
-                    await client.chat.completions.create(**{"model": "policy", "messages": [user("Hi")], **settings})
+                    await client.chat.completions.create(
+                        **{"model": "policy", "messages": [user("Hi")], **settings}
+                    )
             assert not fake.requests
             parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-            await ask(client, [{"role": "user", "content": parts}], max_tokens=5, user="me", tool_choice="auto", logit_bias={}, stop=None)
+            await ask(
+                client,
+                [{"role": "user", "content": parts}],
+                max_tokens=5,
+                user="me",
+                tool_choice="auto",
+                logit_bias={},
+                stop=None,
+            )
         assert_exact(conversation.trajectory(None), [5])
         async with AsyncOpenAI(base_url=policy.endpoint.base_url, api_key=client.api_key) as late:
             with pytest.raises(openai.AuthenticationError, match="no episode has this API key"):
@@ -176,10 +206,18 @@ def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(model) -> None
             with pytest.raises(openai.AuthenticationError):
                 await late.models.list()
         async with aiohttp.ClientSession() as session, policy.episode() as (client, _):
-            headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+            headers = {
+                "Authorization": f"Bearer {client.api_key}",
+                "Content-Type": "application/json",
+            }
             for body in ("{", "[]"):
-                async with session.post(f"{policy.endpoint.base_url}/chat/completions", data=body, headers=headers) as response:
-                    assert response.status == 400 and (await response.json())["error"]["code"] == "invalid_json"
+                async with session.post(
+                    f"{policy.endpoint.base_url}/chat/completions", data=body, headers=headers
+                ) as response:
+                    assert (
+                        response.status == 400
+                        and (await response.json())["error"]["code"] == "invalid_json"
+                    )
 
     with_policy(model, test)
 
@@ -193,13 +231,18 @@ def test_an_episode_is_one_conversation(model) -> None:  # noqa: F811
                 ([user("Hello")], r"messages\[0\]"),
                 ([user("Hi")], "none of the 1 given is new"),
                 (answered, "none of the 2 given is new"),
-                ([user("Hi"), {"role": "assistant", "content": first + "!"}, user("?")], r"messages\[1\]"),
+                (
+                    [user("Hi"), {"role": "assistant", "content": first + "!"}, user("?")],
+                    r"messages\[1\]",
+                ),
             ]:
                 with pytest.raises(openai.BadRequestError, match=where) as error:
                     await ask(client, diverging)
                 assert error.value.code == "conversation_diverged"
             # A client that retries gets the answer that it missed.
-            retried = await ask(client, [user("Hi")], max_tokens=10, extra_headers={"x-stainless-retry-count": "1"})
+            retried = await ask(
+                client, [user("Hi")], max_tokens=10, extra_headers={"x-stainless-retry-count": "1"}
+            )
             assert retried.choices[0].message.content == first and len(fake.requests) == 1
             await ask(client, [*answered, user("?")], max_tokens=10)
         assert_exact(conversation.trajectory(None), [10, 10])
@@ -216,9 +259,16 @@ def test_the_budget_of_an_episode(model) -> None:  # noqa: F811
                     answer = await ask(client, messages, max_tokens=10)
                     turns += 1
                     messages += [answer.choices[0].message.model_dump(), user("Go on")]
-            assert error.value.code == "context_length_exceeded" and conversation.truncated and turns > 1
+            assert (
+                error.value.code == "context_length_exceeded"
+                and conversation.truncated
+                and turns > 1
+            )
         trajectory = conversation.trajectory(None)
-        assert trajectory.finish_reason == "length" and len(trajectory.tokens) <= len(policy.tokenizer.encode("Hi")) + 30
+        assert (
+            trajectory.finish_reason == "length"
+            and len(trajectory.tokens) <= len(policy.tokenizer.encode("Hi")) + 30
+        )
 
     with_policy(model, test)
 
@@ -226,12 +276,23 @@ def test_the_budget_of_an_episode(model) -> None:  # noqa: F811
 def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> None:
     tokenizer = save_chat_tokenizer(tmp_path)
     said = 'I look.<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
-    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "look",
+                "description": "",
+                "parameters": {"type": "object", "properties": {}},
+            },
+        }
+    ]
 
     async def main() -> None:
         endpoint = OpenAIEndpoint()
         await endpoint.start()
-        async with playing(tokenizer, chat_prompt(tokenizer), ["one, two, three", said, "It is red."]) as (episodes, scripted, _):
+        async with playing(
+            tokenizer, chat_prompt(tokenizer), ["one, two, three", said, "It is red."]
+        ) as (episodes, scripted, _):
             with endpoint.conversation(episodes[0]) as (key, conversation):
                 async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key) as client:
                     messages = [user("Count")]
@@ -239,10 +300,17 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
                     assert answer.message.content == "one, two" and answer.finish_reason == "stop"
                     messages += [answer.message.model_dump(exclude_none=True), user("Look")]
                     answer = (await ask(client, messages, tools=tools)).choices[0]
-                    assert answer.finish_reason == "tool_calls" and answer.message.content == "I look."
+                    assert (
+                        answer.finish_reason == "tool_calls" and answer.message.content == "I look."
+                    )
                     (call,) = answer.message.tool_calls
-                    assert call.function.name == "look" and json.loads(call.function.arguments) == {"at": "it"}
-                    messages += [answer.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "red"}]
+                    assert call.function.name == "look" and json.loads(call.function.arguments) == {
+                        "at": "it"
+                    }
+                    messages += [
+                        answer.message.model_dump(exclude_none=True),
+                        {"role": "tool", "tool_call_id": call.id, "content": "red"},
+                    ]
                     with pytest.raises(openai.BadRequestError, match="tools must be the same"):
                         await ask(client, messages)
                     answer = (await ask(client, messages, tools=tools)).choices[0]
@@ -251,8 +319,13 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
         await endpoint.close()
         text = tokenizer._fast.decode(trajectory.tokens.tolist(), skip_special_tokens=False)
         assert text.startswith("<|im_start|>system\nTools: look<|im_end|>")
-        assert f"one, two, three<|im_end|>\n<|im_start|>user\nLook<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n" in text
-        assert text.endswith("<tool_response>red</tool_response><|im_end|>\n<|im_start|>assistant\nIt is red.<|im_end|>")
+        assert (
+            f"one, two, three<|im_end|>\n<|im_start|>user\nLook<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
+            in text
+        )
+        assert text.endswith(
+            "<tool_response>red</tool_response><|im_end|>\n<|im_start|>assistant\nIt is red.<|im_end|>"
+        )
         spoken = [tokenizer.decode(trajectory.tokens[turn]) for turn in sampled_turns(trajectory)]
         assert spoken == ["one, two, three", said, "It is red."]
 
@@ -266,7 +339,15 @@ def run(tmp_path, model):  # noqa: F811
     def make(agent: str, **settings) -> Run:
         arguments = {"agent": f"tests.integration.toy_agent:{agent}"}
         workflow = "areal_lite.rollout.workflows.agent:Agent"
-        runs.append(Run(tmp_path / f"run{len(runs)}", model, rollout__workflow=workflow, rollout__workflow_args=arguments, **settings))
+        runs.append(
+            Run(
+                tmp_path / f"run{len(runs)}",
+                model,
+                rollout__workflow=workflow,
+                rollout__workflow_args=arguments,
+                **settings,
+            )
+        )
         return runs[-1]
 
     yield make
@@ -280,16 +361,24 @@ def test_agents_in_the_real_controller(run) -> None:
     r.start_server("s0"), r.start_server("s1")
     client = r.start_controller()
     evaluated = client.evaluate(0)  # by agents too, greedy ones and others
-    assert evaluated["failures"] == 0 and 0.25 <= evaluated["greedy"] <= 1 and 0.25 <= evaluated["sampled"] <= 1
+    assert (
+        evaluated["failures"] == 0
+        and 0.25 <= evaluated["greedy"] <= 1
+        and 0.25 <= evaluated["sampled"] <= 1
+    )
     for step in range(3):
         batch, _ = client.batch(step, 0, 1)
         assert set(batch.rewards.tolist()) <= {0.25, 0.5, 0.75, 1.0}
         for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:]):
             tokens, mask = batch.tokens[start:end].tolist(), batch.loss_mask[start:end]
-            edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+            edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(
+                -1, 2
+            )
             assert len(edges) > 1
             for turn, (first, after) in enumerate(edges):
-                left = int(edges[0][0]) + 40 - first  # of rollout.max_new_tokens, which bounds all that follows the prompt
+                left = (
+                    int(edges[0][0]) + 40 - first
+                )  # of rollout.max_new_tokens, which bounds all that follows the prompt
                 assert tokens[first:after] == completion(tokens[:first], min(8, left)), turn
         announced = json.loads((r.path / "openai_endpoint.json").read_text())
         assert announced["base_url"].startswith("http://127.0.0.1:")
@@ -309,15 +398,23 @@ def test_an_agent_that_raises_costs_its_trajectory_only(run) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_server_scored_these_tokens_and_no_others(sglang_server, tiny_model, reference) -> None:  # noqa: F811
+def test_a_real_server_scored_these_tokens_and_no_others(
+    sglang_server, tiny_model, reference
+) -> None:  # noqa: F811
     """Log-probs of a recorded conversation are those that transformers gives the same tokens in the same places."""
 
     async def main() -> None:
-        async with serving(tiny_model, sglang_server.info) as policy, policy.episode() as (client, conversation):
+        async with (
+            serving(tiny_model, sglang_server.info) as policy,
+            policy.episode() as (client, conversation),
+        ):
             messages = [user("12 + 34 = ")]
             for turn in range(3):
                 answer = await ask(client, messages, max_tokens=25, temperature=1.0)
-                messages += [answer.choices[0].message.model_dump(exclude_none=True), user(f" no, {turn}! ")]
+                messages += [
+                    answer.choices[0].message.model_dump(exclude_none=True),
+                    user(f" no, {turn}! "),
+                ]
             trajectory = conversation.trajectory(None)
         tokens = trajectory.tokens.tolist()
         turns = sampled_turns(trajectory)

@@ -11,7 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("overrides", [[], ["seed=2", "data.max_digits=6", "make_model.hidden_size=96"]], ids=["default", "smaller"])
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["seed=2", "data.max_digits=6", "make_model.hidden_size=96"]],
+    ids=["default", "smaller"],
+)
 def test_quickstart_learns(tmp_path, overrides):
     command = ["bash", "examples/quickstart.sh", f"run_dir={tmp_path / 'run'}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)

@@ -16,7 +16,9 @@ def frames(batch) -> list[bytes]:
 
 def recorded(run, source, **settings):  # noqa: F811
     r = run(eval__problems=0, **settings)
-    text = (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
+    text = (
+        (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
+    )
     (r.path / "config.yaml").write_text(text)
     r.start("controller", "-m", "areal_lite.rollout.recorded", str(r.path))
     return r, r.client()
@@ -34,7 +36,9 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F8
         push(client, step + 1, "in_place")
     client.finish()
     for _ in range(2):
-        r, client = recorded(run, first, max_staleness=7)  # the bound that counts is that of the stored run
+        r, client = recorded(
+            run, first, max_staleness=7
+        )  # the bound that counts is that of the stored run
         for step in range(STEPS):
             got = [client.batch(step, rank, 2) for rank in (0, 1)]
             assert [frames(batch) for batch, _ in got] == batches[step]
@@ -59,7 +63,9 @@ def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
     # Its store breaks: the answer is an exception that no handler foresees.
     with sqlite3.connect(first.path / "trajectories.sqlite") as books:
         books.execute("ALTER TABLE tickets RENAME TO other")
-    with pytest.raises(RuntimeError, match="asked for the batch of step 1.*OperationalError: no such table"):
+    with pytest.raises(
+        RuntimeError, match="asked for the batch of step 1.*OperationalError: no such table"
+    ):
         client.batch(1, 0, 1)
     assert r.processes["controller"].wait(10) == 1, r.log()
 

@@ -16,7 +16,14 @@ import pytest
 
 from areal_lite.config import ReplayConfig
 from areal_lite.resume import STOPPED, complete
-from tests.integration.test_controller import GROUPS, MEMBERS, Run, assert_books_are_right, assert_exact, push, run  # noqa: F401
+from tests.integration.test_controller import (
+    GROUPS,
+    MEMBERS,
+    Run,
+    assert_books_are_right,
+    assert_exact,
+    push,
+)  # noqa: F401
 from tests.integration.test_controller import model as tokenizer_only  # noqa: F401
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
 
@@ -69,9 +76,14 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
         client.batch(SAVED - 1, 0, 1)
     again = {t["group_id"]: t["state"] for t in r.store().tickets()}
     waiting = [g for g in before if again[g] == "finished"]
-    assert all(again[g] == "used" for step in range(SAVED) for g in used[step]) and len(waiting) >= GROUPS
+    assert (
+        all(again[g] == "used" for step in range(SAVED) for g in used[step])
+        and len(waiting) >= GROUPS
+    )
     for step in range(SAVED, 8):
-        batch, _ = client.batch(step, 0, 1, lambda step=step: catch_ups.append(push(client, step, "in_place")))
+        batch, _ = client.batch(
+            step, 0, 1, lambda step=step: catch_ups.append(push(client, step, "in_place"))
+        )
         assert_exact(batch)
         used[step] = sorted(set(batch.group_ids.tolist()))
         assert len(used[step]) == GROUPS and (step - batch.versions[batch.loss_mask] <= ETA).all()
@@ -80,7 +92,9 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
         if step > SAVED:
             room = (ETA + step + 1) * GROUPS
             counts = r.store().counts()
-            assert counts["used"] + counts["finished"] + counts["in_flight"] <= room, "more was admitted than staleness allows"
+            assert counts["used"] + counts["finished"] + counts["in_flight"] <= room, (
+                "more was admitted than staleness allows"
+            )
         push(client, step + 1, "in_place")
     totals = client.finish()
     assert r.processes["controller"].wait(10) == 0, r.log()
@@ -91,7 +105,9 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     held = sorted(t["prompt_index"] for t in tickets if t["state"] != "dropped")
     assert held == list(range(len(held))), "each prompt has one ticket that counts"
     new = {t["group_id"] for t in tickets} - set(before)
-    assert all(t["min_version"] >= SAVED for t in r.store().trajectories() if t["group_id"] in new), "a server worked with older weights"
+    assert all(
+        t["min_version"] >= SAVED for t in r.store().trajectories() if t["group_id"] in new
+    ), "a server worked with older weights"
 
 
 def test_servers_are_caught_up_when_nothing_waits(start) -> None:
@@ -104,14 +120,24 @@ def test_servers_are_caught_up_when_nothing_waits(start) -> None:
     kill(r, 3)
     r.start_server()
     client, pushed = r.start_controller(), []
-    batch, info = client.batch(3, 0, 1, lambda: pushed.extend(s.name for s in push(client, 3, "in_place")["servers"]))
-    assert pushed == ["s0"] and set(batch.versions[batch.loss_mask]) == {3} and info["staleness_max"] == 0
+    batch, info = client.batch(
+        3, 0, 1, lambda: pushed.extend(s.name for s in push(client, 3, "in_place")["servers"])
+    )
+    assert (
+        pushed == ["s0"]
+        and set(batch.versions[batch.loss_mask]) == {3}
+        and info["staleness_max"] == 0
+    )
     time.sleep(0.3)
-    assert r.store().counts()["in_flight"] + r.store().counts()["finished"] == GROUPS, "room is for the coming step alone"
+    assert r.store().counts()["in_flight"] + r.store().counts()["finished"] == GROUPS, (
+        "room is for the coming step alone"
+    )
 
 
 def test_a_replay_buffer_is_filled_again(start) -> None:
-    settings = dict(reward__function="tests.integration.toy_reward:coin", max_staleness=0, trainer__steps=9)
+    settings = dict(
+        reward__function="tests.integration.toy_reward:coin", max_staleness=0, trainer__steps=9
+    )
     r = start(buffer__replay=ReplayConfig(capacity=8, recency_probability=0.0), **settings)
     fake = ("tests/fake_sglang.py", str(r.path), "s0", "--delay", "0.001", "--vary")
     r.start("s0", *fake)
@@ -120,25 +146,41 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
         client.batch(step, 0, 1)
         push(client, step + 1, "in_place")
     kill(r, 2)
-    batch, info = r.start_controller().batch(2, 0, 1)  # there is no server: all that it has was there
+    batch, info = r.start_controller().batch(
+        2, 0, 1
+    )  # there is no server: all that it has was there
     store = r.store()
     held: dict[str, set[bytes]] = {}
     for trajectory in (t for state in ("finished", "used") for t in store.trajectories(state)):
         held.setdefault(trajectory["prompt_id"], set()).add(trajectory["tokens"].tobytes())
-    drawable = [distinct for distinct in held.values() if len(distinct) > 1]  # of a single one there is nothing to balance
-    assert info["replay_prompts"] == len(drawable) >= GROUPS and GROUPS * 2 <= batch.num_sequences <= GROUPS * MEMBERS
+    drawable = [
+        distinct for distinct in held.values() if len(distinct) > 1
+    ]  # of a single one there is nothing to balance
+    assert (
+        info["replay_prompts"] == len(drawable) >= GROUPS
+        and GROUPS * 2 <= batch.num_sequences <= GROUPS * MEMBERS
+    )
     assert (batch.versions <= 2).all()
 
 
 def write_rows(path: Path, count: int) -> dict:
     """A data set of `count` prompts, and the settings that name it."""
-    path.write_text("".join(json.dumps({"question": f"{i} + 1 =", "answer": ""}) + "\n" for i in range(count)))
-    return {"data__source": "jsonl", "data__path": str(path), "data__chat": False, "eval__problems": 0}
+    path.write_text(
+        "".join(json.dumps({"question": f"{i} + 1 =", "answer": ""}) + "\n" for i in range(count))
+    )
+    return {
+        "data__source": "jsonl",
+        "data__path": str(path),
+        "data__chat": False,
+        "eval__problems": 0,
+    }
 
 
 def test_retired_prompts_stay_retired(start, tmp_path) -> None:
     data = write_rows(tmp_path / "data.jsonl", 2 * GROUPS)
-    r = start(reward__function="tests.integration.toy_reward:always", rollout__retire_above=0.9, **data)
+    r = start(
+        reward__function="tests.integration.toy_reward:always", rollout__retire_above=0.9, **data
+    )
     r.start_server()
     client = r.start_controller()
     for step in range(3):
@@ -153,7 +195,9 @@ def test_retired_prompts_stay_retired(start, tmp_path) -> None:
     assert after["retired_prompts"] >= before["retired_prompts"] >= GROUPS
     time.sleep(0.3)
     asked = {t["prompt_index"] for t in list(r.store().tickets())[len(tickets) :]}
-    assert not asked & {index for index, groups in solved.items() if groups > 1}, "a prompt that was solved twice was asked again"
+    assert not asked & {index for index, groups in solved.items() if groups > 1}, (
+        "a prompt that was solved twice was asked again"
+    )
 
 
 def test_another_data_set_is_refused(start, tmp_path) -> None:
@@ -170,14 +214,33 @@ def test_another_data_set_is_refused(start, tmp_path) -> None:
 
 
 def command(folder: Path, model: Path, *overrides: str) -> list[str]:  # noqa: F811
-    settings = [*COMMON, "trainer.steps=7", "trainer.save_every=2", "buffer.max_staleness=2", *overrides]
-    return [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", "resume=auto", *settings]
+    settings = [
+        *COMMON,
+        "trainer.steps=7",
+        "trainer.save_every=2",
+        "buffer.max_staleness=2",
+        *overrides,
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        "resume=auto",
+        *settings,
+    ]
 
 
 def wait_for(process: subprocess.Popen, folder: Path, steps: int, saved: int) -> None:
     """Until `steps` steps are logged and the checkpoint of step `saved` is complete."""
     log = folder / "metrics.jsonl"
-    while not (log.exists() and log.read_bytes().count(b"\n") >= steps and saved in complete(folder / "checkpoints")):
+    while not (
+        log.exists()
+        and log.read_bytes().count(b"\n") >= steps
+        and saved in complete(folder / "checkpoints")
+    ):
         assert process.poll() is None, (folder.parent / "output").read_text()
         time.sleep(0.05)
 
@@ -186,18 +249,35 @@ def check_whole_run(folder: Path) -> None:
     """Each of the seven steps counts once, and so does each trajectory."""
     summary = json.loads((folder / "summary.json").read_text())
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    evals = [json.loads(line)["version"] for line in (folder / "evals.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == [m["version"] for m in metrics] == list(range(1, 8)) and evals == [0, 7]
-    assert summary["steps"] == 7 and summary["trajectories_lost"] == 0 and summary["max_staleness"] <= 2
-    assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in metrics), "servers and trainer must agree after going on too"
-    assert metrics[0]["verified"] > 0 and metrics[-1]["verified"] > 0  # a step may end before there is a server again
+    evals = [
+        json.loads(line)["version"] for line in (folder / "evals.jsonl").read_text().splitlines()
+    ]
+    assert [m["step"] for m in metrics] == [m["version"] for m in metrics] == list(
+        range(1, 8)
+    ) and evals == [0, 7]
+    assert (
+        summary["steps"] == 7
+        and summary["trajectories_lost"] == 0
+        and summary["max_staleness"] <= 2
+    )
+    assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in metrics), (
+        "servers and trainer must agree after going on too"
+    )
+    assert (
+        metrics[0]["verified"] > 0 and metrics[-1]["verified"] > 0
+    )  # a step may end before there is a server again
     db = sqlite3.connect(folder / "trajectories.sqlite")
-    steps = dict(db.execute("SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step"))
+    steps = dict(
+        db.execute("SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step")
+    )
     assert steps == dict.fromkeys(range(7), 4)
     assert db.execute("SELECT count(*) FROM tickets WHERE state = 'in_flight'").fetchone() == (0,)
     newer = "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used' AND max_version > step"
     assert db.execute(newer).fetchone() == (0,), "a step was trained on what later weights sampled"
-    prompts = [index for (index,) in db.execute("SELECT prompt_index FROM tickets WHERE state != 'dropped'")]
+    prompts = [
+        index
+        for (index,) in db.execute("SELECT prompt_index FROM tickets WHERE state != 'dropped'")
+    ]
     assert len(prompts) == len(set(prompts))
     db.close()
     assert complete(folder / "checkpoints")[-1] == 7 and processes_of(folder) == []
@@ -212,12 +292,16 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
 
     def start() -> subprocess.Popen:
         with open(tmp_path / "output", "wb") as output:
-            return subprocess.Popen(command(folder, model), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                command(folder, model), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
 
     try:
         process = start()
         wait_for(process, folder, 3, 2)
-        second = subprocess.run(command(folder, model), cwd=ROOT, capture_output=True, text=True, timeout=120)
+        second = subprocess.run(
+            command(folder, model), cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
         assert second.returncode == 1 and "a run is going on there" in second.stderr
         process.kill()
         process.wait()
@@ -229,13 +313,23 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
         process.send_signal(signal.SIGUSR1)
         assert process.wait(300) == STOPPED == os.EX_TEMPFAIL, (tmp_path / "output").read_text()
         stopped = complete(folder / "checkpoints")[-1]
-        assert 4 <= stopped < 7 and len((folder / "metrics.jsonl").read_text().splitlines()) == stopped
-        assert (folder / "stop").exists() and not (folder / "checkpoints" / "hf").exists() and (folder / "summary.json").exists()
+        assert (
+            4 <= stopped < 7 and len((folder / "metrics.jsonl").read_text().splitlines()) == stopped
+        )
+        assert (
+            (folder / "stop").exists()
+            and not (folder / "checkpoints" / "hf").exists()
+            and (folder / "summary.json").exists()
+        )
         process = start()
         assert process.wait(300) == 0, (tmp_path / "output").read_text()
         check_whole_run(folder)
-        assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and not (folder / "stop").exists()
-        last = subprocess.run(command(folder, model), cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and not (
+            folder / "stop"
+        ).exists()
+        last = subprocess.run(
+            command(folder, model), cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
         assert last.returncode == 0 and "the run is complete" in last.stderr, last.stderr
         assert last.stdout.splitlines()[-1] == str(folder / "summary.json")
         check_whole_run(folder)

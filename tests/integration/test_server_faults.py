@@ -24,21 +24,44 @@ from areal_lite.rollout.server import ServerInfo, ServerProcess, announced, cond
 from areal_lite.sync.broadcast import WeightGroup, flatten
 from areal_lite.sync.control import ServersFailed, post
 from areal_lite.sync.push import WeightPusher
-from tests.integration.test_controller import GROUPS, assert_books_are_right, assert_exact, model, push, run  # noqa: F401
+from tests.integration.test_controller import (
+    GROUPS,
+    assert_books_are_right,
+    assert_exact,
+    push,
+)  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
 
 
-def fake_pool(folder: Path, *names: str, max_restarts: int = 3, delay: float = 0.005, code: str | None = None) -> ServerPool:
+def fake_pool(
+    folder: Path, *names: str, max_restarts: int = 3, delay: float = 0.005, code: str | None = None
+) -> ServerPool:
     """Supervised fake servers; `code`: what to run instead."""
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")  # all that is looked at of a model
 
     def make(name: str) -> ServerProcess:
         config, port = ServerConfig(device="cpu", start_timeout_s=20), free_port()
-        server = ServerProcess(config, str(folder), name=name, port=port, seed=1, log_path=folder / "logs" / f"{name}.log")
-        server.argv = [sys.executable, "tests/fake_sglang.py", str(folder), name, "--port", str(port), "--delay", str(delay)]
+        server = ServerProcess(
+            config,
+            str(folder),
+            name=name,
+            port=port,
+            seed=1,
+            log_path=folder / "logs" / f"{name}.log",
+        )
+        server.argv = [
+            sys.executable,
+            "tests/fake_sglang.py",
+            str(folder),
+            name,
+            "--port",
+            str(port),
+            "--delay",
+            str(delay),
+        ]
         server.argv = [sys.executable, "-c", code] if code else server.argv
         server.environment = {**server.environment, "PYTHONPATH": str(ROOT)}
         return server
@@ -114,12 +137,21 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
         killed, stopped = announced(r.path)
         os.kill(killed.pid, signal.SIGKILL)
         os.kill(stopped.pid, signal.SIGSTOP)
-        batch, _ = client.batch(1, 0, 1, lambda: caught_up.append([s.name for s in push(client, 1, "in_place")["servers"]]))
+        batch, _ = client.batch(
+            1,
+            0,
+            1,
+            lambda: caught_up.append([s.name for s in push(client, 1, "in_place")["servers"]]),
+        )
         assert_exact(batch)
         assert set(batch.versions[batch.loss_mask]) == {1}, "they came back with version 0"
         assert caught_up[0] in (["s0"], ["s1"], ["s0", "s1"])
         used[1] = groups(batch)
-        until(lambda: {s.name for s in announced(r.path) if s not in (killed, stopped)} == {"s0", "s1"})
+        until(
+            lambda: (
+                {s.name for s in announced(r.path) if s not in (killed, stopped)} == {"s0", "s1"}
+            )
+        )
         until(lambda: r.log().count("has version 0, not 1") == 2)
         assert push(client, 2, "in_place")["servers"] == announced(r.path)
         batch, _ = client.batch(2, 0, 1)
@@ -129,7 +161,9 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
         totals = client.finish()
     assert totals["retries"] > 0
     assert_books_are_right(r, totals, used)
-    assert "status -9" in log_of(r.path) and "no answer to /server_info within 1 s" in log_of(r.path)
+    assert "status -9" in log_of(r.path) and "no answer to /server_info within 1 s" in log_of(
+        r.path
+    )
 
 
 def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa: F811
@@ -141,17 +175,23 @@ def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa:
         push(client, 1, "in_place")
         r.start_server("late", delay=0)
         asked: list[list[str]] = []
-        client.batch(1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place")["servers"]]))
+        client.batch(
+            1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place")["servers"]])
+        )
         assert asked == [["late"]], "the one that has the version goes on"
 
 
 def kill_soon(victims: list[ServerInfo]) -> None:
     """While requests are on them: `post` them to be paused before."""
-    threading.Timer(0.5, lambda: [os.kill(victim.pid, signal.SIGKILL) for victim in victims]).start()
+    threading.Timer(
+        0.5, lambda: [os.kill(victim.pid, signal.SIGKILL) for victim in victims]
+    ).start()
 
 
 @pytest.mark.parametrize("max_restarts", [0, 3])
-def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(run, max_restarts) -> None:  # noqa: F811
+def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
+    run, max_restarts
+) -> None:  # noqa: F811
     """Whether or not they come back: there is no push that would bring them the last weights. While one is left it goes on there."""
     r = run(trainer__steps=1, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", max_restarts=max_restarts) as pool:
@@ -166,7 +206,10 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(ru
         post(s1, "/pause_generation", {"mode": "in_place"}, 10)
         kill_soon([s1])
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"evaluation at version 1 is lost: no server .*\(server s.*Training is complete.*checkpoints/hf"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"evaluation at version 1 is lost: no server .*\(server s.*Training is complete.*checkpoints/hf",
+        ):
             client.evaluate(1)
         assert time.monotonic() - started < 8
         totals = client.finish()
@@ -206,7 +249,9 @@ class Engine:
         yield [("b", torch.ones(3, dtype=torch.bfloat16))]
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"])
+@pytest.mark.parametrize(
+    "path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+)
 def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, path: str) -> None:  # noqa: F811
     r = run(max_staleness=0, sync__transport="disk", **SETTINGS)
     Path(r.path, "config.json").write_text("{}")
@@ -234,21 +279,41 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     r.start_server("good")
     batch, _ = client.batch(3, 0, 1, lambda: pusher.push(3))
     assert_exact(batch)
-    assert set(batch.versions[batch.loss_mask]) == {3} and [s.name for s in pusher.servers] == ["good"]
+    assert set(batch.versions[batch.loss_mask]) == {3} and [s.name for s in pusher.servers] == [
+        "good"
+    ]
     pusher.close()
 
 
 @contextmanager
 def gloo_servers(*die_at: str | None):
     """Servers as a weight group sees them, and their processes."""
-    environment = os.environ | dying_with_me() | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = (
+        os.environ
+        | dying_with_me()
+        | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    )
     processes = []
     try:
         for path in die_at:
-            command = [sys.executable, "tests/gloo_server.py", *(["--die-at", path] if path else [])]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+            command = [
+                sys.executable,
+                "tests/gloo_server.py",
+                *(["--die-at", path] if path else []),
+            ]
+            processes.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+                )
+            )
         ports = [int(process.stdout.readline()) for process in processes]
-        yield [ServerInfo(f"s{i}", f"http://127.0.0.1:{port}", None, 1, i) for i, port in enumerate(ports)], processes
+        yield (
+            [
+                ServerInfo(f"s{i}", f"http://127.0.0.1:{port}", None, 1, i)
+                for i, port in enumerate(ports)
+            ],
+            processes,
+        )
     finally:
         for process in processes:
             process.kill()
@@ -258,7 +323,9 @@ def gloo_servers(*die_at: str | None):
 @pytest.fixture
 def gloo(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
     yield
     torch.distributed.destroy_process_group()
 

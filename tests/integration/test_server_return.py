@@ -28,18 +28,38 @@ def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_pa
         "buffer.max_staleness=1",
         f"trainer.steps={STEPS}",
     ]
-    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *COMMON, *faults]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        *COMMON,
+        *faults,
+    ]
     key = {"SERVERS_KEY": "hush-20fa7c"}
     with open(tmp_path / "output", "wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | key)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ | key
+        )
     try:
         announcements = [folder / "servers" / f"server-{i}.json" for i in range(2)]
         metrics = folder / "metrics.jsonl"
-        while not all(a.exists() for a in announcements) or not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
+        while (
+            not all(a.exists() for a in announcements)
+            or not metrics.exists()
+            or metrics.read_bytes().count(b"\n") < 2
+        ):
             assert process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.05)
-        lines = [" ".join(child.cmdline()) for child in psutil.Process(process.pid).children(recursive=True)]
-        assert sum("areal_lite.rollout.serve" in line for line in lines) >= 2 and not any(key["SERVERS_KEY"] in line for line in lines)
+        lines = [
+            " ".join(child.cmdline())
+            for child in psutil.Process(process.pid).children(recursive=True)
+        ]
+        assert sum("areal_lite.rollout.serve" in line for line in lines) >= 2 and not any(
+            key["SERVERS_KEY"] in line for line in lines
+        )
         killed, stopped = (json.loads(a.read_text())["pid"] for a in announcements)
         os.killpg(stopped, signal.SIGSTOP)
         os.killpg(killed, signal.SIGKILL)
@@ -50,11 +70,18 @@ def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_pa
             process.wait()
     assert processes_of(folder) == []
     run = Run(folder)
-    assert run.summary["steps"] == len(run.metrics) == STEPS and run.summary["trajectories_lost"] == 0
+    assert (
+        run.summary["steps"] == len(run.metrics) == STEPS and run.summary["trajectories_lost"] == 0
+    )
     assert run.summary["max_staleness"] <= 1
     assert len(run.used("1")) == STEPS * 4 * 8, "every step trains on B whole groups, none twice"
-    assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics), "weights are not those that the version names"
+    assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics), (
+        "weights are not those that the version names"
+    )
     assert not any(key["SERVERS_KEY"] in log.read_text() for log in (folder / "logs").iterdir())
     supervision = (folder / "logs" / "servers.log").read_text()
-    assert "server-0 exited with status -9" in supervision and "server-1 is started again" in supervision
+    assert (
+        "server-0 exited with status -9" in supervision
+        and "server-1 is started again" in supervision
+    )
     assert "pushed again, to server-" in (folder / "logs" / "trainer.log").read_text()

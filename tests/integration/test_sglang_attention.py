@@ -17,8 +17,14 @@ SCRIPT = Path(__file__).with_name("compare_attention.py")
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", "1e-5"), ("bfloat16", "2e-2")])
 def test_equals_the_stock_backend(dtype, tolerance):
-    environment = os.environ | {"SGLANG_PLATFORM": "areal_lite_cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "SGLANG_PLATFORM": "areal_lite_cpu",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [sys.executable, str(SCRIPT), dtype, tolerance]
-    result = subprocess.run(command, env=environment, cwd=SCRIPT.parents[2], capture_output=True, text=True, timeout=240)
+    result = subprocess.run(
+        command, env=environment, cwd=SCRIPT.parents[2], capture_output=True, text=True, timeout=240
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "batches agree" in result.stdout

@@ -40,9 +40,21 @@ class Http:
             assert response.status == 200, (path, response.status, await response.text())
             return await response.json() if response.content_type == "application/json" else {}
 
-    async def generate(self, input_ids: list[int], max_new_tokens: int, temperature: float = 1.0, ignore_eos: bool = True) -> dict:
-        params = {"max_new_tokens": max_new_tokens, "temperature": temperature, "ignore_eos": ignore_eos}
-        return await self.post("/generate", input_ids=input_ids, sampling_params=params, return_logprob=True)
+    async def generate(
+        self,
+        input_ids: list[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        ignore_eos: bool = True,
+    ) -> dict:
+        params = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "ignore_eos": ignore_eos,
+        }
+        return await self.post(
+            "/generate", input_ids=input_ids, sampling_params=params, return_logprob=True
+        )
 
 
 def sampled(answer: dict) -> tuple[list[int], list[float]]:
@@ -60,7 +72,9 @@ def reference(tiny_model: str):
 
     @torch.no_grad()
     def logprobs(prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+        logits = (
+            model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+        )
         return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].float()
 
     return logprobs
@@ -73,20 +87,26 @@ def test_logprobs_are_those_of_transformers(sglang_server, reference, temperatur
 
     async def run() -> list[dict]:
         async with Http(sglang_server.url) as http:
-            return await asyncio.gather(*(http.generate(p, n, temperature) for p, n in zip(prompts, (40, 5, 33, 64))))
+            return await asyncio.gather(
+                *(http.generate(p, n, temperature) for p, n in zip(prompts, (40, 5, 33, 64)))
+            )
 
     for prompt, answer, count in zip(prompts, asyncio.run(run()), (40, 5, 33, 64)):
         tokens, logprobs = sampled(answer)
         assert len(tokens) == count and tokens == answer["output_ids"]
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
         # Logits reach 40 here, where neighbouring float32 numbers are 4e-6 apart.
-        torch.testing.assert_close(torch.tensor(logprobs), reference(prompt, tokens, temperature), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), reference(prompt, tokens, temperature), atol=2e-5, rtol=0
+        )
 
 
 def test_stops_at_the_end_token(sglang_server):
     async def run() -> list[dict]:
         async with Http(sglang_server.url) as http:
-            return await asyncio.gather(*(http.generate([5, 6, i], 500, ignore_eos=False) for i in range(2, 18)))
+            return await asyncio.gather(
+                *(http.generate([5, 6, i], 500, ignore_eos=False) for i in range(2, 18))
+            )
 
     stopped = [a for a in asyncio.run(run()) if a["meta_info"]["finish_reason"]["type"] == "stop"]
     assert stopped and all(sampled(a)[0][-1] == 1 and 1 not in sampled(a)[0][:-1] for a in stopped)
@@ -96,10 +116,16 @@ async def interrupt(http: Http, server, mode: str, version: int) -> dict:
     """Generate `LONG` tokens, and push the same weights as `version` with the given interruption in their middle."""
     request = asyncio.create_task(http.generate([5, 6, 7, 8], LONG))
     await asyncio.sleep(0.05)
-    await http.generate([9], 8)  # first come, first served: when this is done, the long one is well under way
+    await http.generate(
+        [9], 8
+    )  # first come, first served: when this is done, the long one is well under way
     await http.post("/pause_generation", mode=mode)
     try:
-        body = {"model_path": server.model, "weight_version": str(version), "flush_cache": mode != "in_place"}
+        body = {
+            "model_path": server.model,
+            "weight_version": str(version),
+            "flush_cache": mode != "in_place",
+        }
         assert (await http.post("/update_weights_from_disk", **body))["success"]
     finally:
         await http.post("/continue_generation")
@@ -117,10 +143,14 @@ def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     tokens, logprobs = sampled(answer)
     spans = answer["meta_info"]["weight_versions"]
     assert [s["version"] for s in spans] == [str(before), str(before + 1)]
-    assert (spans[0]["start"], spans[1]["end"]) == (0, LONG) and spans[0]["end"] == spans[1]["start"]
+    assert (spans[0]["start"], spans[1]["end"]) == (0, LONG) and spans[0]["end"] == spans[1][
+        "start"
+    ]
     # The weights were the same, so the cache that was kept or computed again must give the same numbers; float32 over 1500 tokens
     # is good for about 1e-5, and a token that met a wrong cache is off by a thousand times as much.
-    torch.testing.assert_close(torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=5e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=5e-5, rtol=0
+    )
 
 
 def test_abort_returns_what_there_is(sglang_server):
@@ -135,7 +165,9 @@ def test_abort_returns_what_there_is(sglang_server):
     assert 0 < len(tokens) < LONG and len(logprobs) == len(tokens)
 
 
-def test_a_prefix_cached_under_older_weights_serves_no_newer_version(sglang_server, tiny_model, tmp_path):
+def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
+    sglang_server, tiny_model, tmp_path
+):
     """After a push in_place the old cache is still there: the cache key, which is the version, keeps new requests from it."""
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +181,12 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(sglang_serv
     async def push(http: Http, model: str, version: int, mode: str) -> None:
         await http.post("/pause_generation", mode=mode)
         flush = mode != "in_place"
-        await http.post("/update_weights_from_disk", model_path=model, weight_version=str(version), flush_cache=flush)
+        await http.post(
+            "/update_weights_from_disk",
+            model_path=model,
+            weight_version=str(version),
+            flush_cache=flush,
+        )
         await http.post("/continue_generation")
 
     async def run() -> list[Piece]:
@@ -158,7 +195,9 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(sglang_serv
             old = await client.weight_version(sglang_server.info)
 
             async def ask(rid: str, version: int) -> Piece:
-                return await client.request(sglang_server.info, prompt, params, f"prefix-{rid}", str(version))
+                return await client.request(
+                    sglang_server.info, prompt, params, f"prefix-{rid}", str(version)
+                )
 
             before = await ask("before", old)
             await push(http, str(tmp_path), old + 1, "in_place")
@@ -169,12 +208,21 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(sglang_serv
 
     @torch.no_grad()
     def expected(piece: Piece) -> torch.Tensor:
-        logits = other(torch.tensor([[*prompt, *piece.tokens]])).logits[0, len(prompt) - 1 : -1].double()
-        return logits.log_softmax(-1).gather(1, torch.tensor(piece.tokens).long()[:, None])[:, 0].float()
+        logits = (
+            other(torch.tensor([[*prompt, *piece.tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        )
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(piece.tokens).long()[:, None])[:, 0]
+            .float()
+        )
 
     before, after, trap = asyncio.run(run())
     torch.testing.assert_close(torch.from_numpy(after.logprobs), expected(after), atol=5e-5, rtol=0)
-    for piece in (before, trap):  # the same weights as `after`, over the older cache: this is what must not happen
+    for piece in (
+        before,
+        trap,
+    ):  # the same weights as `after`, over the older cache: this is what must not happen
         assert (torch.from_numpy(piece.logprobs) - expected(piece)).abs().max() > 1e-2
 
 
@@ -184,7 +232,12 @@ def test_it_says_how_busy_it_is(sglang_server) -> None:
     async def run() -> tuple[list[Load], float]:
         client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)
         loads = [await client.load(sglang_server.info)]
-        asked = [asyncio.create_task(client.request(sglang_server.info, prompt, params, f"busy-{i}", "0")) for i in range(6)]
+        asked = [
+            asyncio.create_task(
+                client.request(sglang_server.info, prompt, params, f"busy-{i}", "0")
+            )
+            for i in range(6)
+        ]
         while loads[-1].running < 6:  # the scheduler says it now and then
             await asyncio.sleep(0.05)
             loads.append(await client.load(sglang_server.info))
@@ -228,11 +281,22 @@ def wait_until(condition, seconds: float) -> bool:
 
 
 def test_nothing_survives_a_killed_parent(tiny_model, tmp_path):
-    command = [sys.executable, "-c", PARENT, tiny_model, str(free_port()), str(tmp_path / "server.log")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    command = [
+        sys.executable,
+        "-c",
+        PARENT,
+        tiny_model,
+        str(free_port()),
+        str(tmp_path / "server.log"),
+    ]
+    parent = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
     server = psutil.Process(int(parent.stdout.readline()))
     try:
-        assert wait_until(lambda: len(server.children(recursive=True)) >= 2, 120), "the scheduler and the detokenizer did not start"
+        assert wait_until(lambda: len(server.children(recursive=True)) >= 2, 120), (
+            "the scheduler and the detokenizer did not start"
+        )
         family = [server, *server.children(recursive=True)]
         parent.kill()
         parent.wait()

@@ -45,21 +45,49 @@ def cluster():
     if reason := why_not():
         pytest.skip(reason)
     # Not one of pytest's folders: munge's own user has to get there.
-    with tempfile.TemporaryDirectory(prefix="areal_lite-slurm-") as folder, Cluster(Path(folder), nodes=4, port=free_port()) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="areal_lite-slurm-") as folder,
+        Cluster(Path(folder), nodes=4, port=free_port()) as cluster,
+    ):
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("model") / "random"
-    sizes = ["hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16", "mlp_size=128"]
-    subprocess.run([sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes], cwd=ROOT, check=True, timeout=120)
+    sizes = [
+        "hidden_size=64",
+        "num_layers=2",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "head_dim=16",
+        "mlp_size=128",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
     return out
 
 
-def areal_lite(cluster: Cluster, command: str, model: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess:
-    words = [sys.executable, "-m", "areal_lite", command, f"model={model}", f"run_dir={folder}", *TRAIN, *overrides]
-    return subprocess.run(words, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=280)
+def areal_lite(
+    cluster: Cluster, command: str, model: Path, folder: Path, *overrides: str
+) -> subprocess.CompletedProcess:
+    words = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        command,
+        f"model={model}",
+        f"run_dir={folder}",
+        *TRAIN,
+        *overrides,
+    ]
+    return subprocess.run(
+        words, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=280
+    )
 
 
 def submit(cluster: Cluster, model: Path, folder: Path, *overrides: str) -> list[str]:
@@ -78,12 +106,21 @@ def wait_for(true: Callable[[], bool], folder: Path) -> None:
 
 def end_of(cluster: Cluster, job: str, folder: Path) -> str:
     """Wait; the state that the job ends in."""
-    wait_for(lambda: cluster.of(job, "JobState") not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"), folder)
+    wait_for(
+        lambda: (
+            cluster.of(job, "JobState")
+            not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+        ),
+        folder,
+    )
     return cluster.of(job, "JobState")
 
 
 def logs(folder: Path) -> str:
-    return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted((folder / "logs").glob("*.log")))
+    return "\n".join(
+        f"== {path.name}\n{path.read_text()[-3000:]}"
+        for path in sorted((folder / "logs").glob("*.log"))
+    )
 
 
 def left(folder: Path) -> list[str]:
@@ -105,10 +142,16 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def check_nothing_lost_or_repeated(folder: Path, steps: int) -> None:
-    assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), "no step is missing, none is there twice"
+    assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), (
+        "no step is missing, none is there twice"
+    )
     db = sqlite3.connect(folder / "trajectories.sqlite")
-    used = db.execute("SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step ORDER BY step").fetchall()
-    assert used == [(step, 4) for step in range(steps)], "each step was trained on a batch of its own"
+    used = db.execute(
+        "SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step ORDER BY step"
+    ).fetchall()
+    assert used == [(step, 4) for step in range(steps)], (
+        "each step was trained on a batch of its own"
+    )
     assert json.loads((folder / "summary.json").read_text())["trajectories_lost"] == 0
     assert left(folder) == []
 
@@ -120,15 +163,22 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == summary["pushes"] == 4 and summary["trajectories_lost"] == 0
-    assert all(m["verified"] > 0 and m["logprob_diff"] < 1e-4 and not m["failed"] for m in metrics(folder))
+    assert all(
+        m["verified"] > 0 and m["logprob_diff"] < 1e-4 and not m["failed"] for m in metrics(folder)
+    )
     names = {path.name for path in (folder / "logs").glob("*-node*.log")}
-    on = {role: {name for name in names if name.startswith(role)} for role in ("servers", "controller", "trainer")}
+    on = {
+        role: {name for name in names if name.startswith(role)}
+        for role in ("servers", "controller", "trainer")
+    }
     assert on == {
         "servers": {"servers-node3.log", "servers-node4.log"},
         "controller": {"controller-node1.log"},
         "trainer": {"trainer-node1.log", "trainer-node2.log"},
     }
-    assert "127.0.1.3" in (folder / "logs" / "server-0.log").read_text(), "a server listens at its node's own address"
+    assert "127.0.1.3" in (folder / "logs" / "server-0.log").read_text(), (
+        "a server listens at its node's own address"
+    )
     assert (folder / "config.yaml").stat().st_mode & 0o077 == 0, "it holds the servers' key"
     assert left(folder) == []
 
@@ -138,7 +188,9 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     done = areal_lite(cluster, "train", model, again, *replay)
     assert done.returncode == 0, done.stderr
     for name in ("loss", "grad_norm"):
-        assert [m[name] for m in metrics(again)] == pytest.approx([m[name] for m in metrics(folder)], rel=1e-6, abs=0), name
+        assert [m[name] for m in metrics(again)] == pytest.approx(
+            [m[name] for m in metrics(folder)], rel=1e-6, abs=0
+        ), name
     assert len({m["grad_norm"] for m in metrics(folder)}) == 4
 
 
@@ -146,7 +198,13 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
 def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, chain):
     """The signal that comes before the time is over: the step ends with a checkpoint, and the job's second start, or a second job, ends the run."""
     folder, steps = tmp_path / "run", 12
-    settings = ["server.count=2", "cluster.trainer_nodes=1", "cluster.nodes=2", f"trainer.steps={steps}", "eval.problems=0"]
+    settings = [
+        "server.count=2",
+        "cluster.trainer_nodes=1",
+        "cluster.nodes=2",
+        f"trainer.steps={steps}",
+        "eval.problems=0",
+    ]
     jobs = submit(cluster, model, folder, *settings, f"cluster.chain={chain}")
     assert len(jobs) == chain
     refused = areal_lite(cluster, "slurm", model, folder, *NODES, *settings, "resume=auto")
@@ -155,7 +213,9 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, cha
     cluster.run("scancel", "--batch", "--signal=USR1", jobs[0])
     assert [end_of(cluster, job, folder) for job in jobs] == ["COMPLETED"] * chain, logs(folder)
     assert cluster.of(jobs[0], "Restarts") == ("1" if chain == 1 else "0")
-    assert chain == 1 or cluster.of(jobs[1], "StartTime") >= cluster.of(jobs[0], "EndTime"), "one after the other, though there was room"
+    assert chain == 1 or cluster.of(jobs[1], "StartTime") >= cluster.of(jobs[0], "EndTime"), (
+        "one after the other, though there was room"
+    )
     first = min(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*"))
     assert first < steps, "the stop left a checkpoint"
     check_nothing_lost_or_repeated(folder, steps)
@@ -165,12 +225,23 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, cha
 def test_a_run_outlives(cluster, model, tmp_path, dies):
     """The script requeues a job of which a rank is gone; Slurm one of which a node is, and gives it the other three."""
     folder, steps = tmp_path / "run", 12
-    settings = ["cluster.nodes=3", "trainer.data_parallel=2", "server.count=1", f"trainer.steps={steps}", "trainer.save_every=2"]
+    settings = [
+        "cluster.nodes=3",
+        "trainer.data_parallel=2",
+        "server.count=1",
+        f"trainer.steps={steps}",
+        "trainer.save_every=2",
+    ]
     (job,) = submit(cluster, model, folder, *settings, "eval.problems=0")
     wait_for(lambda: complete(folder / "checkpoints"), folder)
     _, second, third = cluster.nodes_of(job)
     if dies == "rank":
-        (rank,) = (p for p in cluster.processes(second) if "areal_lite.trainer.loop" in p.cmdline() and "torch.distributed.run" not in p.cmdline())
+        (rank,) = (
+            p
+            for p in cluster.processes(second)
+            if "areal_lite.trainer.loop" in p.cmdline()
+            and "torch.distributed.run" not in p.cmdline()
+        )
         rank.kill()
         assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
     else:
@@ -180,7 +251,10 @@ def test_a_run_outlives(cluster, model, tmp_path, dies):
     check_nothing_lost_or_repeated(folder, steps)
 
 
-@pytest.mark.parametrize("nodes, gpus", [(1, {"trainer": "0,1", "servers": "2,3"}), (2, {"trainer": "0,1,2,3", "servers": "0,1,2,3"})])
+@pytest.mark.parametrize(
+    "nodes, gpus",
+    [(1, {"trainer": "0,1", "servers": "2,3"}), (2, {"trainer": "0,1,2,3", "servers": "0,1,2,3"})],
+)
 def test_gpus_of_the_roles(cluster, model, tmp_path, nodes, gpus):
     """A command in the place of python, as there are no GPUs to use."""
     folder, python = tmp_path / "run", tmp_path / "python"
@@ -194,11 +268,22 @@ def test_gpus_of_the_roles(cluster, model, tmp_path, nodes, gpus):
         esac"""
     )
     python.chmod(0o755)
-    roles = {1: ["trainer.data_parallel=2", "server.count=2"], 2: ["trainer.data_parallel=4", "server.count=4"]}[nodes]
-    own = [f"cluster.nodes={nodes}", "cluster.trainer_nodes=null", f"cluster.gpus_per_node={GPUS}", f"cluster.python={python}"]
+    roles = {
+        1: ["trainer.data_parallel=2", "server.count=2"],
+        2: ["trainer.data_parallel=4", "server.count=4"],
+    }[nodes]
+    own = [
+        f"cluster.nodes={nodes}",
+        "cluster.trainer_nodes=null",
+        f"cluster.gpus_per_node={GPUS}",
+        f"cluster.python={python}",
+    ]
     (job,) = submit(cluster, model, folder, *roles, *own)
     assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
-    assert {role: next((folder / "logs").glob(f"{role}-*.log")).read_text().split("\n")[0] for role in gpus} == gpus
+    assert {
+        role: next((folder / "logs").glob(f"{role}-*.log")).read_text().split("\n")[0]
+        for role in gpus
+    } == gpus
 
 
 def test_a_failing_role_ends_the_job(cluster, model, tmp_path):

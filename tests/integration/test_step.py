@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from areal_lite.config import MakeModelConfig, RolloutConfig, TrainConfig, TrainerConfig
-from areal_lite.config_algo import AdvantageConfig, AlgoConfig, CorrectionConfig, CriticConfig, KLConfig, ShapingConfig
+from areal_lite.config_algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KLConfig,
+    ShapingConfig,
+)
 from areal_lite.make_model import run as make_model
 from areal_lite.trainer.engine import MegatronEngine
 from areal_lite.trainer.loop import build_models
@@ -39,8 +46,12 @@ def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
                     member=member,
                     tokens=rng.integers(2, 98, prompt + length).astype(np.int32),
                     loss_mask=sampled,
-                    behavior_logprobs=np.where(sampled, -4.5 + rng.normal(0, 0.2, prompt + length), 0).astype(np.float32),
-                    versions=np.where(sampled, np.sort(rng.integers(1, 4, prompt + length)), -1).astype(np.int32),
+                    behavior_logprobs=np.where(
+                        sampled, -4.5 + rng.normal(0, 0.2, prompt + length), 0
+                    ).astype(np.float32),
+                    versions=np.where(
+                        sampled, np.sort(rng.integers(1, 4, prompt + length)), -1
+                    ).astype(np.int32),
                     finish_reason="stop",
                     reward=float(rng.integers(0, 2)),
                 ).check()
@@ -50,11 +61,15 @@ def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
 
 def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trainer):  # noqa: B008
     settings = TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer)
-    config = TrainConfig(model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9))
+    config = TrainConfig(
+        model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9)
+    )
     engine = MegatronEngine(settings, model, 1)
     before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
     result = policy_step(Models(engine), data, config, 3)
-    weights = {name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket}
+    weights = {
+        name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket
+    }
     return result, weights, before.cpu()
 
 
@@ -66,12 +81,16 @@ def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], atol
 def test_prox_is_the_policy_before_the_step(model):
     result, _, before = step(model, batch())
     torch.testing.assert_close(result.prox, before, rtol=0, atol=1e-6)
-    assert result.metrics["ratio"] == pytest.approx(1.0, abs=1e-5), "in the first minibatch theta is still the proximal policy"
+    assert result.metrics["ratio"] == pytest.approx(1.0, abs=1e-5), (
+        "in the first minibatch theta is still the proximal policy"
+    )
     assert result.metrics["clip_fraction"] == 0
 
 
 def test_reuse_is_recompute_with_one_minibatch(model):
-    (a, weights_a, _), (b, weights_b, _) = (step(model, batch(), AlgoConfig(prox=prox)) for prox in ("recompute", "reuse"))
+    (a, weights_a, _), (b, weights_b, _) = (
+        step(model, batch(), AlgoConfig(prox=prox)) for prox in ("recompute", "reuse")
+    )
     torch.testing.assert_close(a.prox, b.prox, rtol=0, atol=1e-6)
     assert_same(weights_a, weights_b, 1e-6)
     assert a.metrics["behave_kl"] == pytest.approx(b.metrics["behave_kl"], abs=1e-6)
@@ -79,7 +98,10 @@ def test_reuse_is_recompute_with_one_minibatch(model):
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_a_step_does_not_depend_on_packing(model, num_minibatches):
-    whole, split = (step(model, batch(), minibatches=num_minibatches, tokens_per_microbatch=budget) for budget in (8192, 25))
+    whole, split = (
+        step(model, batch(), minibatches=num_minibatches, tokens_per_microbatch=budget)
+        for budget in (8192, 25)
+    )
     assert_same(whole[1], split[1], 2e-6)
     for name, value in whole[0].metrics.items():
         assert split[0].metrics[name] == pytest.approx(value, abs=2e-5), name
@@ -90,7 +112,9 @@ def test_metrics_against_the_definition(model):
     result, _, before = step(model, data)
     d = (before.double().numpy() - data.behavior_logprobs)[data.loss_mask]
     assert result.metrics["behave_kl"] == pytest.approx(np.mean(np.exp(d) - d - 1), rel=1e-4)
-    assert result.metrics["ess"] == pytest.approx(np.exp(d).sum() ** 2 / np.square(np.exp(d)).sum() / len(d), rel=1e-4)
+    assert result.metrics["ess"] == pytest.approx(
+        np.exp(d).sum() ** 2 / np.square(np.exp(d)).sum() / len(d), rel=1e-4
+    )
 
 
 def test_a_batch_without_advantages_changes_nothing(model):
@@ -100,14 +124,26 @@ def test_a_batch_without_advantages_changes_nothing(model):
     assert_same(weights, untouched, 0)
 
 
-LONG = AlgoConfig(loss="gspo", eps_low=0.3, eps_high=0.3, reduction="sequence", correction=CorrectionConfig(level="geometric"))
+LONG = AlgoConfig(
+    loss="gspo",
+    eps_low=0.3,
+    eps_high=0.3,
+    reduction="sequence",
+    correction=CorrectionConfig(level="geometric"),
+)
 OBJECTIVES = {
     "gspo": LONG,
     "cispo": AlgoConfig(loss="cispo", eps_low=1.0, eps_high=2.0),
-    "reinforce": AlgoConfig(loss="reinforce", reduction="constant", advantage=AdvantageConfig("rloo")),
+    "reinforce": AlgoConfig(
+        loss="reinforce", reduction="constant", advantage=AdvantageConfig("rloo")
+    ),
     "kl and entropy": AlgoConfig(kl=KLConfig(0.1, "k2", "loss"), entropy_coef=0.01),
-    "kl in reward": AlgoConfig(kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")),
-    "critic": AlgoConfig(advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)),
+    "kl in reward": AlgoConfig(
+        kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
+    ),
+    "critic": AlgoConfig(
+        advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
+    ),
     "tb": AlgoConfig(loss="tb", tb_beta=0.5),
 }
 
@@ -115,9 +151,21 @@ OBJECTIVES = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_does_not_depend_on_packing(model, name):
     algo = replace(OBJECTIVES[name], reference=str(model))
-    whole, split = (steps(model, batch(), algo, minibatches=2, tokens_per_microbatch=budget) for budget in (8192, 25))
-    untouched = steps(model, replace(batch(), loss_mask=np.zeros(len(batch().tokens), bool), versions=np.full(len(batch().tokens), -1, np.int32)))
-    assert any(not torch.equal(whole[1][n], untouched[1][n]) for n in whole[1]), "nothing was learned"
+    whole, split = (
+        steps(model, batch(), algo, minibatches=2, tokens_per_microbatch=budget)
+        for budget in (8192, 25)
+    )
+    untouched = steps(
+        model,
+        replace(
+            batch(),
+            loss_mask=np.zeros(len(batch().tokens), bool),
+            versions=np.full(len(batch().tokens), -1, np.int32),
+        ),
+    )
+    assert any(not torch.equal(whole[1][n], untouched[1][n]) for n in whole[1]), (
+        "nothing was learned"
+    )
     assert_same(whole[1], split[1], 2e-5)
     for metrics, others in zip(whole[0], split[0]):
         assert np.isfinite(np.concatenate([np.atleast_1d(x) for x in metrics.values()])).all()
@@ -127,15 +175,25 @@ def test_every_objective_trains_and_does_not_depend_on_packing(model, name):
 
 def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trainer):  # noqa: B008
     """Metrics of two steps, and the weights after them."""
-    config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer))
+    config = TrainConfig(
+        model=str(model),
+        algo=algo,
+        trainer=TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer),
+    )
     models = build_models(config)
     metrics = [policy_step(models, data, config, version).metrics for version in (3, 4)]
-    return metrics, {name: tensor.clone() for bucket in models.policy.hf_weights(2**30) for name, tensor in bucket}
+    return metrics, {
+        name: tensor.clone()
+        for bucket in models.policy.hf_weights(2**30)
+        for name, tensor in bucket
+    }
 
 
 def test_a_critic_learns_the_reward(model):
     """All rewards alike: the value of every state is that reward."""
-    algo = AlgoConfig(advantage=AdvantageConfig("gae"), critic=CriticConfig(lr=1e-2, clip_value=None))
+    algo = AlgoConfig(
+        advantage=AdvantageConfig("gae"), critic=CriticConfig(lr=1e-2, clip_value=None)
+    )
     config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=40, lr=1e-9))
     data = replace(batch(), rewards=np.full(12, 0.75, np.float32))
     models = build_models(config)
@@ -146,7 +204,9 @@ def test_a_critic_learns_the_reward(model):
 
 def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
     data = batch()
-    data.loss_mask[np.flatnonzero(data.versions == 1)[:2]] = False  # overdue at version 6 with a bound of 4
+    data.loss_mask[np.flatnonzero(data.versions == 1)[:2]] = (
+        False  # overdue at version 6 with a bound of 4
+    )
     lost = np.flatnonzero(data.versions == 3)[:3]
     data.loss_mask[lost] = False  # as where a log-prob was not finite
     data.truncated[0] = True
@@ -158,4 +218,8 @@ def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
     assert metrics["masked_truncated"] == (sampled & of_first).sum()
     assert metrics["masked_overdue"] == ((data.versions == 1) & ~data.loss_mask & ~of_first).sum()
     assert metrics["masked_nonfinite"] == ((data.versions == 3) & ~data.loss_mask & ~of_first).sum()
-    assert sum(metrics["tokens_by_staleness"]) == metrics["trained_tokens"] == (data.loss_mask & ~of_first).sum()
+    assert (
+        sum(metrics["tokens_by_staleness"])
+        == metrics["trained_tokens"]
+        == (data.loss_mask & ~of_first).sum()
+    )

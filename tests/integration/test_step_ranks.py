@@ -11,15 +11,35 @@ import torch
 import torch.multiprocessing
 
 from areal_lite.config import TrainConfig, TrainerConfig
-from areal_lite.config_algo import AdvantageConfig, AlgoConfig, CorrectionConfig, CriticConfig, KLConfig
+from areal_lite.config_algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KLConfig,
+)
 from areal_lite.rollout.server import free_port
 from tests.integration.test_step import batch, model  # noqa: F401
 
 OBJECTIVES = {
-    "sequences": AlgoConfig(loss="gspo", eps_low=0.3, eps_high=0.3, reduction="sequence", correction=CorrectionConfig(level="geometric")),
-    "batch statistics": AlgoConfig(reduction="constant", advantage=AdvantageConfig(mean="batch", std="batch", whiten=True), entropy_coef=0.01),
-    "returns": AlgoConfig(kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")),
-    "critic": AlgoConfig(advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)),
+    "sequences": AlgoConfig(
+        loss="gspo",
+        eps_low=0.3,
+        eps_high=0.3,
+        reduction="sequence",
+        correction=CorrectionConfig(level="geometric"),
+    ),
+    "batch statistics": AlgoConfig(
+        reduction="constant",
+        advantage=AdvantageConfig(mean="batch", std="batch", whiten=True),
+        entropy_coef=0.01,
+    ),
+    "returns": AlgoConfig(
+        kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
+    ),
+    "critic": AlgoConfig(
+        advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
+    ),
     "tb": AlgoConfig(loss="tb", tb_beta=0.5),
 }
 # Which groups each rank has. With two minibatches, the m-th of the step is the m-th of all ranks together.
@@ -30,17 +50,43 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
     from areal_lite.trainer.loop import build_models
     from areal_lite.trainer.step import policy_step
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     data = batch()
-    share = data.select([i for group in GROUPS[ranks][rank] for i in range(data.num_sequences) if data.group_ids[i] == group])
+    share = data.select(
+        [
+            i
+            for group in GROUPS[ranks][rank]
+            for i in range(data.num_sequences)
+            if data.group_ids[i] == group
+        ]
+    )
     results = {}
     for name, algo in OBJECTIVES.items():
-        trainer = TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, minibatches=2, data_parallel=ranks, tokens_per_microbatch=40)
-        config = TrainConfig(model=model_path, algo=replace(algo, reference=model_path), trainer=trainer)
+        trainer = TrainerConfig(
+            steps=10,
+            lr=1e-3,
+            adam_eps=1e-5,
+            minibatches=2,
+            data_parallel=ranks,
+            tokens_per_microbatch=40,
+        )
+        config = TrainConfig(
+            model=model_path, algo=replace(algo, reference=model_path), trainer=trainer
+        )
         models = build_models(config)
         metrics = [policy_step(models, share, config, version).metrics for version in (3, 4)]
         if models.policy.weights.takes_part:
-            weights = {key: tensor.clone() for bucket in models.policy.hf_weights(2**30) for key, tensor in bucket}
+            weights = {
+                key: tensor.clone()
+                for bucket in models.policy.hf_weights(2**30)
+                for key, tensor in bucket
+            }
         results[name] = (metrics, weights if rank == 0 else None)
     torch.save(results, f"{folder}/{ranks}-{rank}.pt")
 
@@ -50,12 +96,19 @@ def results(model: Path, tmp_path_factory) -> dict[int, list[dict]]:  # noqa: F8
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2):
         torch.multiprocessing.spawn(worker, (ranks, str(folder), str(model), free_port()), ranks)
-    return {ranks: [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)] for ranks in (1, 2)}
+    return {
+        ranks: [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
+        for ranks in (1, 2)
+    }
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_two_ranks_are_one(results, name):
-    (one, weights), (two, of_two), (other, _) = results[1][0][name], results[2][0][name], results[2][1][name]
+    (one, weights), (two, of_two), (other, _) = (
+        results[1][0][name],
+        results[2][0][name],
+        results[2][1][name],
+    )
     assert two == other, "every rank reports the whole step"
     for expected, got in zip(one, two):
         assert expected.keys() == got.keys()

@@ -23,8 +23,20 @@ pytestmark = pytest.mark.timeout(400)
 def model(tmp_path_factory) -> Path:
     """A random model: its completions nearly always reach the token limit, so that they live through pushes."""
     out = tmp_path_factory.mktemp("model") / "random"
-    sizes = ["hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16", "mlp_size=128"]
-    subprocess.run([sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes], cwd=ROOT, check=True, timeout=120)
+    sizes = [
+        "hidden_size=64",
+        "num_layers=2",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "head_dim=16",
+        "mlp_size=128",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
+    )
     return out
 
 
@@ -47,15 +59,28 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
         self.summary = json.loads((folder / "summary.json").read_text())
-        self.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.metrics = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
         self.db = sqlite3.connect(folder / "trajectories.sqlite")
 
     def used(self, columns: str) -> list[tuple]:
-        return self.db.execute(f"SELECT {columns} FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used'").fetchall()
+        return self.db.execute(
+            f"SELECT {columns} FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used'"
+        ).fetchall()
 
 
 def train(model: Path, folder: Path, *overrides: str) -> Run:
-    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *COMMON, *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        *COMMON,
+        *overrides,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(folder / "summary.json")
@@ -76,19 +101,31 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def check_common(run: Run, bound: int) -> None:
-    assert [m["step"] for m in run.metrics] == [m["version"] for m in run.metrics] == [1, 2, 3, 4, 5]
+    assert (
+        [m["step"] for m in run.metrics] == [m["version"] for m in run.metrics] == [1, 2, 3, 4, 5]
+    )
     assert run.summary["pushes"] == 5 and run.summary["trajectories_lost"] == 0
     assert run.summary["max_staleness"] <= run.summary["staleness_bound"] == bound
     assert all(m["grad_norm"] > 0 and m["skipped"] == 0 for m in run.metrics)
-    assert all(dashboard.of_steps() <= set(m) for m in run.metrics), "the dashboard that ships asks for nothing else"
-    assert all(m["verified"] > 0 for m in run.metrics), "tensors read back from the server must equal the trainer's"
-    assert all(m["logprob_diff"] < 1e-4 for m in run.metrics), "server and trainer must agree on log-probs under the same weights"
+    assert all(dashboard.of_steps() <= set(m) for m in run.metrics), (
+        "the dashboard that ships asks for nothing else"
+    )
+    assert all(m["verified"] > 0 for m in run.metrics), (
+        "tensors read back from the server must equal the trainer's"
+    )
+    assert all(m["logprob_diff"] < 1e-4 for m in run.metrics), (
+        "server and trainer must agree on log-probs under the same weights"
+    )
     assert len(run.used("1")) == 5 * 4 * 8, "every step trains on B whole groups, none twice"
     states = dict(run.db.execute("SELECT state, count(*) FROM tickets GROUP BY state"))
     assert states == {"used": 20}, "admission ends with the run"
     for tokens, versions, logprobs, n_prompt in run.used("tokens, versions, logprobs, n_prompt"):
         versions = np.frombuffer(versions, np.int32)[n_prompt:]
-        assert len(tokens) == 4 * (n_prompt + len(versions)) and (np.diff(versions) >= 0).all() and versions.min() >= 0
+        assert (
+            len(tokens) == 4 * (n_prompt + len(versions))
+            and (np.diff(versions) >= 0).all()
+            and versions.min() >= 0
+        )
         assert np.isfinite(np.frombuffer(logprobs, np.float32)).all()
 
 
@@ -99,22 +136,49 @@ def test_async_in_place_push_in_flight(model, tmp_path):
     assert run.summary["requests_drained"] == 0
     assert run.summary["multi_segment_share"] > 0
     # A trajectory of two versions was one request that the server itself kept alive through the push.
-    spans = [json.loads(s) for s, requests in run.used("segments, requests") if requests == 1 and len(json.loads(s)) > 1]
+    spans = [
+        json.loads(s)
+        for s, requests in run.used("segments, requests")
+        if requests == 1 and len(json.loads(s)) > 1
+    ]
     assert spans, "no request lived through a push"
-    assert all(a[2] == b[1] and a[0] < b[0] for segments in spans for a, b in zip(segments, segments[1:]))
-    for name in ("report.png", "config.yaml", "checkpoints/hf/model.safetensors", "logs/trainer.log", "logs/controller.log", "logs/server-0.log"):
+    assert all(
+        a[2] == b[1] and a[0] < b[0] for segments in spans for a, b in zip(segments, segments[1:])
+    )
+    for name in (
+        "report.png",
+        "config.yaml",
+        "checkpoints/hf/model.safetensors",
+        "logs/trainer.log",
+        "logs/controller.log",
+        "logs/server-0.log",
+    ):
         assert (run.folder / name).exists(), name
 
 
 def test_two_servers_two_ranks_retract_by_disk(model, tmp_path):
     two = ["server.count=2", "trainer.data_parallel=2"]
-    run = train(model, tmp_path / "run", "buffer.max_staleness=2", "rollout.interrupt=retract", "sync.transport=disk", "algo.prox=reuse", *two)
+    run = train(
+        model,
+        tmp_path / "run",
+        "buffer.max_staleness=2",
+        "rollout.interrupt=retract",
+        "sync.transport=disk",
+        "algo.prox=reuse",
+        *two,
+    )
     check_common(run, bound=2)
     assert run.summary["requests_drained"] == 0 and run.summary["multi_segment_share"] > 0
 
 
 def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
-    run = train(model, tmp_path / "run", "buffer.max_staleness=2", "rollout.interrupt=abort", "server.count=2")
+    run = train(
+        model,
+        tmp_path / "run",
+        "buffer.max_staleness=2",
+        "rollout.interrupt=abort",
+        "server.count=2",
+    )
     check_common(run, bound=2)
     assert run.summary["multi_segment_share"] > 0
     assert max(requests for (requests,) in run.used("requests")) > 1
@@ -130,8 +194,19 @@ def test_schedules_without_interruption(model, tmp_path, schedule, bound):
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *COMMON, "trainer.steps=500"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        *COMMON,
+        "trainer.steps=500",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
@@ -141,7 +216,11 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
         os.kill(process.pid, sign)
         assert process.wait(60) == (130 if sign == signal.SIGINT else -signal.SIGKILL)
         deadline = time.monotonic() + 20
-        while alive := [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        while alive := [
+            pid
+            for pid in children
+            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        ]:
             assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive]
             time.sleep(0.2)
     finally:
@@ -154,7 +233,15 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
     """Requests of a killed server continue on the other one; the push leaves it out; nothing is lost."""
     folder = tmp_path / "run"
     overrides = [*COMMON, "server.count=2", "buffer.max_staleness=2", "trainer.steps=30"]
-    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        *overrides,
+    ]
     with open(tmp_path / "output", "wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -170,28 +257,52 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
             process.wait()
     run = Run(folder)
     assert run.summary["steps"] == 30 and run.summary["trajectories_lost"] == 0
-    assert len(run.metrics) == 30 and all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics)
+    assert len(run.metrics) == 30 and all(
+        m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics
+    )
     assert len(run.used("1")) == 30 * 4 * 8
 
 
 def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_path):
     """What was learned is saved, and the run ends at once, with an error that says so."""
     folder = tmp_path / "run"
-    overrides = [*COMMON, "trainer.steps=1", "eval.problems=32", "eval.samples=0", "server.max_restarts=0"]
-    command = [sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", *overrides]
+    overrides = [
+        *COMMON,
+        "trainer.steps=1",
+        "eval.problems=32",
+        "eval.samples=0",
+        "server.max_restarts=0",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "areal_lite",
+        "train",
+        f"model={model}",
+        f"run_dir={folder}",
+        *overrides,
+    ]
     with open(tmp_path / "output", "wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
-        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_bytes():
+        while (
+            not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_bytes()
+        ):
             assert process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.02)
-        os.killpg(json.loads((folder / "servers" / "server-0.json").read_text())["pid"], signal.SIGKILL)
+        os.killpg(
+            json.loads((folder / "servers" / "server-0.json").read_text())["pid"], signal.SIGKILL
+        )
         assert process.wait(60) == 1, (tmp_path / "output").read_text()
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
-    assert "the evaluation at version 1 is lost: no server is left" in (text := (tmp_path / "output").read_text()), text
+    assert "the evaluation at version 1 is lost: no server is left" in (
+        text := (tmp_path / "output").read_text()
+    ), text
     assert "Training is complete" in text and "server-0 is given up" in text
-    assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and (folder / "checkpoints" / "step-1").exists()
+    assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and (
+        folder / "checkpoints" / "step-1"
+    ).exists()
     assert Run(folder).summary["steps"] == 1 and processes_of(folder) == []

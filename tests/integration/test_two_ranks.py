@@ -31,23 +31,34 @@ def inputs(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     vocab, rows, _, _, dtype, _ = CASES[name]
     g = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, WIDTH, generator=g).to(dtype) for n in (TOKENS, rows))
-    return hidden, weight, torch.randint(0, vocab, (TOKENS,), generator=g), torch.randn(2, TOKENS, generator=g)
+    return (
+        hidden,
+        weight,
+        torch.randint(0, vocab, (TOKENS,), generator=g),
+        torch.randn(2, TOKENS, generator=g),
+    )
 
 
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     results = {}
     for name, (vocab, rows, chunk, temperature, _, fp32) in CASES.items():
         hidden, weight, targets, mix = inputs(name)
         hidden, weight = hidden.requires_grad_(), weight.chunk(RANKS)[rank].clone().requires_grad_()
         group = dist.group.WORLD
-        logprob, entropy = lm_logprobs(hidden, weight, targets, temperature, group, vocab_size=vocab, fp32=fp32, chunk=chunk)
+        logprob, entropy = lm_logprobs(
+            hidden, weight, targets, temperature, group, vocab_size=vocab, fp32=fp32, chunk=chunk
+        )
         (mix[0] * logprob + mix[1] * entropy).sum().backward()
         results[name] = [logprob.detach(), entropy.detach(), hidden.grad, weight.grad]
         targets[0] = rows - 1
         if vocab < rows:
-            results[name + ": padding"] = lm_logprobs(hidden, weight, targets, temperature, group, vocab_size=vocab)[0][0].item()
+            results[name + ": padding"] = lm_logprobs(
+                hidden, weight, targets, temperature, group, vocab_size=vocab
+            )[0][0].item()
     microbatches = make_microbatches(batch_of(LENGTHS[rank]), 10, group=group, multiple=2)
     results["microbatches"] = [m.where.tolist() for m in microbatches]
     torch.save(results, f"{folder}/{rank}.pt")
@@ -88,4 +99,7 @@ def test_padding_has_probability_zero(results):
 
 def test_ranks_run_equally_many_microbatches(results):
     """Budget 10, an even number: rank 0 needs 3 microbatches, so 4, and rank 1 could do with 2 but has sequences for 4."""
-    assert [[len(where) for where in result["microbatches"]] for result in results] == [[9, 9, 9, 1], [4, 2, 2, 2]]
+    assert [[len(where) for where in result["microbatches"]] for result in results] == [
+        [9, 9, 9, 1],
+        [4, 2, 2, 2],
+    ]

@@ -17,7 +17,9 @@ async def three_turns(base_url, api_key, prompt):
     messages = [{"role": "user", "content": prompt.text}]
     for turn in range(3):
         try:
-            completion = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+            completion = await client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=8
+            )
         except BadRequestError:
             return turn / 4
         messages.append(completion.choices[0].message.model_dump(exclude_none=True))
@@ -27,6 +29,8 @@ async def three_turns(base_url, api_key, prompt):
 
 async def fails_often(base_url, api_key, prompt):
     client = shared(base_url).with_options(api_key=api_key)
-    completion = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt.text}])
+    completion = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": prompt.text}]
+    )
     if len(completion.choices[0].message.content) % 2:
         raise KeyError("odd")

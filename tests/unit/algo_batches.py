@@ -9,7 +9,9 @@ import torch
 from areal_lite.algo.losses import LossInputs
 
 
-def ragged(seed: int, *, sequences: int = 6, spread: float = 0.5) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
+def ragged(
+    seed: int, *, sequences: int = 6, spread: float = 0.5
+) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
     """(tokens, rewards [n], group ids [n]). Always among the sequences: an empty one, one of a single token, one without unmasked token.
     Groups have lost members; one behaviour log-prob is -inf."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -29,14 +31,25 @@ def ragged(seed: int, *, sequences: int = 6, spread: float = 0.5) -> tuple[LossI
     behavior[rng.randrange(t - 1)] = -math.inf
     rewards = torch.randint(0, 3, (n,), generator=g).double()
     groups = torch.tensor([40 * rng.randint(0, 2) for _ in range(n)])
-    return LossInputs(logprobs, prox, behavior, per_sequence[ids], mask, sequence_ids=ids), rewards, groups
+    return (
+        LossInputs(logprobs, prox, behavior, per_sequence[ids], mask, sequence_ids=ids),
+        rewards,
+        groups,
+    )
 
 
 def rows(x: LossInputs) -> list[list[dict]]:
     """The usable tokens of each sequence as plain numbers, sequences in order of id (those of no usable token are empty lists)."""
     result: list[list[dict]] = [[] for _ in range(int(x.sequence_ids.max()) + 1)]
     weights = [1.0] * len(x.mask) if x.weights is None else x.weights.tolist()
-    columns = zip(x.logprobs.tolist(), x.prox.tolist(), x.behavior.tolist(), x.advantages.tolist(), x.mask.tolist(), weights)
+    columns = zip(
+        x.logprobs.tolist(),
+        x.prox.tolist(),
+        x.behavior.tolist(),
+        x.advantages.tolist(),
+        x.mask.tolist(),
+        weights,
+    )
     for i, (lp, prox, behav, a, m, weight) in zip(x.sequence_ids.tolist(), columns):
         if m and math.isfinite(behav):
             result[i].append({"lp": lp, "prox": prox, "behav": behav, "a": a, "weight": weight})

@@ -16,7 +16,10 @@ def expressions() -> list[str]:
     """
     asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     asked += [variable["query"]["query"] for variable in DASHBOARD["templating"]["list"]]
-    return [re.sub(r'\{__name__=~"sglang\[:_\](\w+)", ', r"sglang:\1{", expression) for expression in asked]
+    return [
+        re.sub(r'\{__name__=~"sglang\[:_\](\w+)", ', r"sglang:\1{", expression)
+        for expression in asked
+    ]
 
 
 def metrics(prefix: str) -> set[str]:

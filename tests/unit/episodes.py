@@ -29,7 +29,9 @@ CHAT_TEMPLATE = """
 
 def save_chat_tokenizer(folder) -> Tokenizer:
     tokenizer = build_char_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return Tokenizer(folder)
@@ -57,11 +59,20 @@ class Scripted:
         text = self.script[int(rid.split("-")[2])].pop(0)
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_ids[0]]
         end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids))
-        finish, tokens = ("stop", tokens[:end]) if end <= params.max_new_tokens else ("length", tokens[: params.max_new_tokens])
+        finish, tokens = (
+            ("stop", tokens[:end])
+            if end <= params.max_new_tokens
+            else ("length", tokens[: params.max_new_tokens])
+        )
         self.seen.append((server, input_ids.tolist(), tokens))
         self.params.append(params)
         logprobs = -0.01 * (len(input_ids) + np.arange(len(tokens), dtype=np.float32))
-        return Piece(np.array(tokens, np.int32), logprobs, np.full(len(tokens), self.version, np.int32), finish)
+        return Piece(
+            np.array(tokens, np.int32),
+            logprobs,
+            np.full(len(tokens), self.version, np.int32),
+            finish,
+        )
 
     async def weight_version(self, server) -> int:
         return self.version
@@ -84,8 +95,17 @@ async def playing(
     try:
         server = await fleet.reserve(len(script))
         params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids)
-        places = [Place(fleet, params, tokenizer, f"0-{member}", server) for member in range(len(script))]
-        yield [Episode(prompt, i, 0, tokenizer, params, lambda: 0.0, place.complete) for i, place in enumerate(places)], client, fleet
+        places = [
+            Place(fleet, params, tokenizer, f"0-{member}", server) for member in range(len(script))
+        ]
+        yield (
+            [
+                Episode(prompt, i, 0, tokenizer, params, lambda: 0.0, place.complete)
+                for i, place in enumerate(places)
+            ],
+            client,
+            fleet,
+        )
         for place in places:
             place.release()
         assert not any(fleet.router.load.values())

@@ -44,7 +44,14 @@ def trajectory(group_id, member, segments, started_at, finished_at, reward=1.0):
 def write_group(store, group, step=None):
     """Through admission and finish to use at `step`, unless that is None."""
     last = max(t.finished_at for t in group.trajectories)
-    store.admit(group.group_id, group.prompt_id, group.group_id, group.group_id + 1, group.size, group.trajectories[0].started_at)
+    store.admit(
+        group.group_id,
+        group.prompt_id,
+        group.group_id,
+        group.group_id + 1,
+        group.size,
+        group.trajectories[0].started_at,
+    )
     store.finish(group, [("1+1=", "2")] * len(group.trajectories), None, last)
     if step is not None:
         store.use([group.group_id], step)
@@ -61,8 +68,14 @@ def hand_made(run_dir, killed=False):
     config = config_of(run_dir, steps=2, max_staleness=2)
     save_config(config, run_dir)
     groups = [
-        [trajectory(0, 0, [(0, 30)], T0 + 1, T0 + 3), trajectory(0, 1, [(0, 20), (1, 40)], T0 + 1, T0 + 8)],
-        [trajectory(1, 0, [(1, 50)], T0 + 6, T0 + 9), trajectory(1, 1, [(0, 10), (1, 10)], T0 + 2, T0 + 9)],
+        [
+            trajectory(0, 0, [(0, 30)], T0 + 1, T0 + 3),
+            trajectory(0, 1, [(0, 20), (1, 40)], T0 + 1, T0 + 8),
+        ],
+        [
+            trajectory(1, 0, [(1, 50)], T0 + 6, T0 + 9),
+            trajectory(1, 1, [(0, 10), (1, 10)], T0 + 2, T0 + 9),
+        ],
         [trajectory(2, 0, [(1, 500), (2, 500)], T0 + 6, T0 + 20)],
     ]
     store = Store(run_dir / "trajectories.sqlite")
@@ -80,19 +93,36 @@ def hand_made(run_dir, killed=False):
             file.write('{"step": 1, "version": 2, "rew')
         return config
     push = {"logged_at": T0 + 11, "time_s": 11.0, "paused_at": T0 + 10, "pause_s": 0.3}
-    log.log(step_record(1, reward_mean=0.75, staleness_mean=1.0, staleness_max=2, tokens=70, **push))
+    log.log(
+        step_record(1, reward_mean=0.75, staleness_mean=1.0, staleness_max=2, tokens=70, **push)
+    )
     log.close()
     append_event(run_dir, "evals", {"version": 2, "greedy": 0.60, "sampled": 0.70, "problems": 50})
-    write_json(run_dir / "controller_totals.json", {"tickets": TICKETS, "drained": 0, "trajectories_lost": 0})
+    write_json(
+        run_dir / "controller_totals.json",
+        {"tickets": TICKETS, "drained": 0, "trajectories_lost": 0},
+    )
     return config
 
 
-def simulate(run_dir, steps=60, batch_groups=4, group_size=8, slots=64, max_staleness=4, step_s=4.0, pause_s=0.12, tokens_per_s=40.0):
+def simulate(
+    run_dir,
+    steps=60,
+    batch_groups=4,
+    group_size=8,
+    slots=64,
+    max_staleness=4,
+    step_s=4.0,
+    pause_s=0.12,
+    tokens_per_s=40.0,
+):
     """A pushes-every-`step_s` run with long-tailed lengths on `slots` concurrent requests. Interrupted in place; oldest groups first."""
     rng = random.Random(1)
     config = config_of(run_dir, steps, max_staleness)
     save_config(config, run_dir)
-    pushes = [T0 + 20 + step_s * (k + rng.uniform(-0.15, 0.15)) for k in range(steps)]  # the push of version k + 1
+    pushes = [
+        T0 + 20 + step_s * (k + rng.uniform(-0.15, 0.15)) for k in range(steps)
+    ]  # the push of version k + 1
     pauses = [pause_s * rng.uniform(0.7, 1.6) for _ in range(steps)]
     free = [T0 + rng.uniform(0, 0.05) for _ in range(slots)]
     heapq.heapify(free)
@@ -105,16 +135,37 @@ def simulate(run_dir, steps=60, batch_groups=4, group_size=8, slots=64, max_stal
         members = []
         for member in range(group_size):
             start = max(heapq.heappop(free), born) + rng.uniform(0, 0.02)
-            segments, end = _generate(start, int(min(2000, max(20, rng.lognormvariate(5.0, 0.9)))), tokens_per_s, pushes, pauses)
+            segments, end = _generate(
+                start,
+                int(min(2000, max(20, rng.lognormvariate(5.0, 0.9)))),
+                tokens_per_s,
+                pushes,
+                pauses,
+            )
             heapq.heappush(free, end)
-            members.append(trajectory(group_id, member, segments, start, end, float(rng.random() < reward_rate)))
+            members.append(
+                trajectory(
+                    group_id, member, segments, start, end, float(rng.random() < reward_rate)
+                )
+            )
         groups.append(Group(group_id, members[0].prompt_id, group_size, members))
-        write_group(store, groups[-1], group_id // batch_groups if group_id < batch_groups * steps else None)
+        write_group(
+            store, groups[-1], group_id // batch_groups if group_id < batch_groups * steps else None
+        )
     store.commit()
     store.close()
     _log_steps(run_dir, groups, batch_groups, pushes, pauses, rng)
-    for version, greedy, sampled in ((0, 0.41, 0.36), (steps // 3, 0.55, 0.51), (2 * steps // 3, 0.7, 0.64), (steps, 0.83, 0.79)):
-        append_event(run_dir, "evals", {"version": version, "greedy": greedy, "sampled": sampled, "problems": 200})
+    for version, greedy, sampled in (
+        (0, 0.41, 0.36),
+        (steps // 3, 0.55, 0.51),
+        (2 * steps // 3, 0.7, 0.64),
+        (steps, 0.83, 0.79),
+    ):
+        append_event(
+            run_dir,
+            "evals",
+            {"version": version, "greedy": greedy, "sampled": sampled, "problems": 200},
+        )
     return config
 
 
@@ -137,7 +188,11 @@ def _generate(now, tokens, tokens_per_s, pushes, pauses):
 def _log_steps(run_dir, groups, batch_groups, pushes, pauses, rng):
     log = MetricsLog(run_dir, LoggerConfig(), {})
     for step, (push, pause) in enumerate(zip(pushes, pauses)):
-        batch = [t for group in groups[step * batch_groups : (step + 1) * batch_groups] for t in group.trajectories]
+        batch = [
+            t
+            for group in groups[step * batch_groups : (step + 1) * batch_groups]
+            for t in group.trajectories
+        ]
         staleness = np.maximum(step - np.concatenate([t.versions[t.loss_mask] for t in batch]), 0)
         log.log(
             step_record(

@@ -31,7 +31,9 @@ max_digits = st.integers(1, MAX_DIGITS)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    return make_problem(draw(splits), draw(indices), seed=draw(st.integers(0, 99)), max_digits=draw(max_digits))
+    return make_problem(
+        draw(splits), draw(indices), seed=draw(st.integers(0, 99)), max_digits=draw(max_digits)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,10 @@ def test_format_is_the_documented_one() -> None:
     assert prompt(problem) == "b4a7+B8A5=?"
     assert answer(problem) == "x1y3z2"
     assert demonstration(problem, random.Random(0)) == "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
-    assert demonstration(problem, random.Random(0), forget_carry=1.0) == "a7+A5+0=1z2\nb4+B8+0=1y2\n#y2z2"
+    assert (
+        demonstration(problem, random.Random(0), forget_carry=1.0)
+        == "a7+A5+0=1z2\nb4+B8+0=1y2\n#y2z2"
+    )
 
 
 @given(problems())
@@ -77,7 +82,9 @@ def test_splits_are_disjoint_and_both_hold_every_digit_count() -> None:
 
 def test_problem_is_the_same_in_another_process() -> None:
     code = "from areal_lite.data.addition import *; print([make_problem('test', i, seed=3) for i in range(20)])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() == str([make_problem("test", i, seed=3) for i in range(20)])
 
 
@@ -87,15 +94,21 @@ def test_seed_changes_the_problems() -> None:
 
 
 def test_weights_rule_the_digit_counts() -> None:
-    only_three = [make_problem("train", i, max_digits=5, weights=[0, 0, 1, 0, 0]).digits for i in range(50)]
+    only_three = [
+        make_problem("train", i, max_digits=5, weights=[0, 0, 1, 0, 0]).digits for i in range(50)
+    ]
     assert set(only_three) == {3}
     default = [make_problem("train", i, max_digits=8).digits for i in range(4000)]
     counts = [default.count(d) for d in range(1, 9)]
-    assert counts == sorted(counts, reverse=True) and counts[-1] > 50  # short is frequent, and there is a tail
+    assert (
+        counts == sorted(counts, reverse=True) and counts[-1] > 50
+    )  # short is frequent, and there is a tail
 
 
 @given(problems(), st.integers(0, 1000), st.floats(0, 1), st.floats(0, 1))
-def test_errors_are_carried_on_consistently(problem: Problem, seed: int, forget: float, wrong: float) -> None:
+def test_errors_are_carried_on_consistently(
+    problem: Problem, seed: int, forget: float, wrong: float
+) -> None:
     text = demonstration(problem, random.Random(seed), forget_carry=forget, wrong_sum=wrong)
     *lines, stated = text.split("\n")
     assert len(lines) == problem.digits
@@ -103,7 +116,12 @@ def test_errors_are_carried_on_consistently(problem: Problem, seed: int, forget:
     for place, line in enumerate(lines):
         left, total = line[1:].split("=")
         x, y, carry = (int(term[-1]) for term in left.split("+"))
-        assert line[0] == FIRST[place] and line[3] == SECOND[place] and len(line) == 11 and total[1] == SUM[place]
+        assert (
+            line[0] == FIRST[place]
+            and line[3] == SECOND[place]
+            and len(line) == 11
+            and total[1] == SUM[place]
+        )
         assert (x, y) == tuple(number // 10**place % 10 for number in (problem.a, problem.b))
         assert carry == 0 or (carry == 1 and sums[-1] >= 10)
         sums.append(int(total[0] + total[2]))
@@ -112,7 +130,10 @@ def test_errors_are_carried_on_consistently(problem: Problem, seed: int, forget:
             assert sums[-1] == x + y + carry
     units = [f"{SUM[i]}{s % 10}" for i, s in enumerate(sums)]
     last = f"{SUM[len(sums)]}1" if sums[-1] >= 10 else None
-    without, with_last = "#" + "".join(reversed(units)), "#" + "".join(reversed([*units, last or ""]))
+    without, with_last = (
+        "#" + "".join(reversed(units)),
+        "#" + "".join(reversed([*units, last or ""])),
+    )
     assert stated in (without, with_last)
 
 
@@ -133,7 +154,9 @@ def test_forgetting_carries_is_wrong_at_the_expected_rate(forget: float) -> None
 def test_wrong_sums_are_wrong_at_the_expected_rate() -> None:
     rng, n = random.Random(0), 3000
     one_column = [make_problem("train", i, max_digits=1) for i in range(n)]
-    right = sum(addition_reward(demonstration(p, rng, wrong_sum=0.3), answer(p)) for p in one_column)
+    right = sum(
+        addition_reward(demonstration(p, rng, wrong_sum=0.3), answer(p)) for p in one_column
+    )
     assert right / n == pytest.approx(0.7, abs=0.03)
 
 
@@ -212,7 +235,9 @@ def test_tokenizer_specials(tokenizer) -> None:
 def test_tokenizer_chat_template(tokenizer) -> None:
     question = prompt(Problem(47, 85, 2))
     chat = [{"role": "user", "content": question}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
     assert ids == tokenizer.encode(question)
     chat.append({"role": "assistant", "content": "#a1\n"})
     assert tokenizer.apply_chat_template(chat, tokenize=False) == question + "#a1\n<eos>"

@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 from areal_lite.algo.advantages import gae, grpo, moments, reinforce_plus_plus, rloo, whiten
 from areal_lite.algo.correction import finite_mask
 from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.metrics import by_staleness, clip_counts, effective_sample_size, entropy_sum, ratio_sums
+from areal_lite.algo.metrics import (
+    by_staleness,
+    clip_counts,
+    effective_sample_size,
+    entropy_sum,
+    ratio_sums,
+)
 from areal_lite.algo.sequences import discounted_sum, group_mean
 from areal_lite.algo.shaping import kl_in_reward, overlong_penalty, scale_and_clip, token_rewards
 from tests.unit.algo_batches import ragged, rows
 
 seeds = st.integers(0, 100_000)
-rewards_of_groups = st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=5), min_size=1, max_size=5)
+rewards_of_groups = st.lists(
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=5), min_size=1, max_size=5
+)
 
 
 def scattered(groups, seed):
@@ -39,7 +47,9 @@ def test_rloo_and_leave_one_out_grpo(groups, seed, std):
             a = r - sum(rest) / len(rest) if rest else 0.0
             expected.append(a / (statistics.stdev(g) + 1e-6) if std and len(set(g)) > 1 else a)
     got = grpo(rewards, ids, leave_one_out=True) if std else rloo(rewards, ids)
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -55,18 +65,31 @@ def test_grpo_with_statistics_of_the_batch(groups, seed, batch_mean, divide):
         for r in g:
             a = r - (mean if batch_mean else sum(g) / len(g))
             expected.append((a / (std + 1e-6) if std else 0.0) if divide else a)
-    got = grpo(rewards, ids, divide_by_std=divide, batch_mean=stats if batch_mean else None, batch_std=stats)
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12)
+    got = grpo(
+        rewards,
+        ids,
+        divide_by_std=divide,
+        batch_mean=stats if batch_mean else None,
+        batch_std=stats,
+    )
+    torch.testing.assert_close(
+        got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12
+    )
 
 
 def test_moments_over_ranks_are_those_of_the_whole():
     parts = [torch.tensor([1.0, 4.0, 2.0]), torch.tensor([]), torch.tensor([1e4])]
     whole = moments(torch.cat(parts))
-    sums = [torch.tensor([4.0, 10007.0], dtype=torch.float64), sum((p.double() - whole.mean).square().sum() for p in parts)]
+    sums = [
+        torch.tensor([4.0, 10007.0], dtype=torch.float64),
+        sum((p.double() - whole.mean).square().sum() for p in parts),
+    ]
     for part in parts:  # what an all-reduce gives each rank, one answer after the other
         answers = iter(sums)
         got = moments(part, reduce=lambda partial: next(answers))
-        assert (got.count, got.mean, got.std) == pytest.approx((whole.count, whole.mean, whole.std), rel=1e-12)
+        assert (got.count, got.mean, got.std) == pytest.approx(
+            (whole.count, whole.mean, whole.std), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -79,7 +102,12 @@ def test_equal_rewards_give_no_signal(dtype):
 
 def test_no_trajectories_have_no_advantages():
     empty, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert len(grpo(empty, ids)) == len(rloo(empty, ids)) == len(group_mean(empty, empty.bool(), ids)) == 0
+    assert (
+        len(grpo(empty, ids))
+        == len(rloo(empty, ids))
+        == len(group_mean(empty, empty.bool(), ids))
+        == 0
+    )
     assert moments(empty) == moments(torch.zeros(3), torch.zeros(3, dtype=torch.bool))
     assert all(len(part) == 0 for part in gae(empty, empty, empty.bool(), ids))
 
@@ -100,8 +128,21 @@ def test_gae(seed, gamma, lam, cut_off):
     x, per_sequence, _ = ragged(seed)
     rewards, values = x.advantages + x.prox, x.logprobs.detach()
     bootstrap = per_sequence if cut_off else torch.zeros_like(per_sequence)
-    got = gae(rewards, values, x.mask, x.sequence_ids, gamma=gamma, lam=lam, bootstrap=bootstrap if cut_off else None)
-    expected = plain_gae(*(v.tolist() for v in (rewards, values, x.mask, x.sequence_ids)), gamma, lam, bootstrap.tolist())
+    got = gae(
+        rewards,
+        values,
+        x.mask,
+        x.sequence_ids,
+        gamma=gamma,
+        lam=lam,
+        bootstrap=bootstrap if cut_off else None,
+    )
+    expected = plain_gae(
+        *(v.tolist() for v in (rewards, values, x.mask, x.sequence_ids)),
+        gamma,
+        lam,
+        bootstrap.tolist(),
+    )
     for ours, plain in zip(got, expected):
         assert ours.tolist() == pytest.approx(plain, rel=1e-10, abs=1e-12)
 
@@ -114,7 +155,9 @@ def test_discounted_sums_of_long_sequences_neither_overflow_nor_drift(discount):
     for t in reversed(range(len(ids))):
         running = 1.0 + (discount * running if t + 1 < len(ids) and ids[t] == ids[t + 1] else 0.0)
         expected.append(running)
-    torch.testing.assert_close(discounted_sum(values, ids, discount), torch.tensor(expected[::-1]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        discounted_sum(values, ids, discount), torch.tensor(expected[::-1]), rtol=1e-5, atol=0
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,12 +171,20 @@ def test_reinforce_plus_plus(seed, gamma):
     for sequence in set(ids):
         running, last = 0.0, True
         for t in reversed([t for t in range(len(ids)) if ids[t] == sequence and mask[t]]):
-            running = (float(rewards[sequence]) if last else 0.0) - 0.1 * (lp[t] - ref[t]) + gamma * running
+            running = (
+                (float(rewards[sequence]) if last else 0.0)
+                - 0.1 * (lp[t] - ref[t])
+                + gamma * running
+            )
             returns[t], last = running, False
     mean = statistics.fmean(returns.values())
     std = statistics.stdev(returns.values()) if len(returns) > 1 else 0.0
-    expected = [(returns[t] - mean) / (std + 1e-8) if t in returns and std else 0.0 for t in range(len(ids))]
-    assert reinforce_plus_plus(per_token, x.mask, x.sequence_ids, gamma=gamma).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    expected = [
+        (returns[t] - mean) / (std + 1e-8) if t in returns and std else 0.0 for t in range(len(ids))
+    ]
+    assert reinforce_plus_plus(
+        per_token, x.mask, x.sequence_ids, gamma=gamma
+    ).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=20, deadline=None)
@@ -141,17 +192,25 @@ def test_reinforce_plus_plus(seed, gamma):
 def test_kl_in_reward(seed):
     x, rewards, _ = ragged(seed)
     expected = rewards.tolist()
-    for i, lp, ref, m in zip(x.sequence_ids.tolist(), x.logprobs.tolist(), x.prox.tolist(), x.mask.tolist()):
+    for i, lp, ref, m in zip(
+        x.sequence_ids.tolist(), x.logprobs.tolist(), x.prox.tolist(), x.mask.tolist()
+    ):
         if m:
             expected[i] -= 0.3 * (lp - ref) ** 2 / 2
-    got = kl_in_reward(rewards, x.logprobs, x.prox, x.mask, x.sequence_ids, beta=0.3, estimator="k2")
+    got = kl_in_reward(
+        rewards, x.logprobs, x.prox, x.mask, x.sequence_ids, beta=0.3, estimator="k2"
+    )
     assert got.tolist() == pytest.approx(expected, abs=1e-12) and not got.requires_grad
 
 
 def test_shaped_rewards():
-    assert scale_and_clip(torch.tensor([0.0, 1.0, 4.0]), scale=2.0, bias=-0.5, clip=3.0).tolist() == [-1.0, 1.0, 3.0]
+    assert scale_and_clip(
+        torch.tensor([0.0, 1.0, 4.0]), scale=2.0, bias=-0.5, clip=3.0
+    ).tolist() == [-1.0, 1.0, 3.0]
     lengths = torch.tensor([0, 80, 81, 90, 99, 100, 500])
-    assert overlong_penalty(lengths, max_length=100, margin=20).tolist() == pytest.approx([0, 0, -0.05, -0.5, -0.95, -1, -1])
+    assert overlong_penalty(lengths, max_length=100, margin=20).tolist() == pytest.approx(
+        [0, 0, -0.05, -0.5, -0.95, -1, -1]
+    )
     with pytest.raises(ValueError, match="margin"):
         overlong_penalty(lengths, max_length=100, margin=0)
 

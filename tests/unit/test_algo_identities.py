@@ -20,8 +20,12 @@ OFF = Correction("off")
 LOSSES = {
     "ppo": lambda x: ppo_loss(x, eps_low=0.2, eps_high=0.28, dual_clip=3.0),
     "naive ppo": lambda x: ppo_loss(x, eps_low=0.2, eps_high=0.28, decoupled=False),
-    "icepop": lambda x: ppo_loss(x, eps_low=0.2, eps_high=0.28, correction=Correction("mask", 2.0, low=0.5, veto=(0.2, 9.0))),
-    "gspo": lambda x: gspo_loss(x, eps_low=0.1, eps_high=0.1, correction=Correction("mask", 1.5, level="geometric")),
+    "icepop": lambda x: ppo_loss(
+        x, eps_low=0.2, eps_high=0.28, correction=Correction("mask", 2.0, low=0.5, veto=(0.2, 9.0))
+    ),
+    "gspo": lambda x: gspo_loss(
+        x, eps_low=0.1, eps_high=0.1, correction=Correction("mask", 1.5, level="geometric")
+    ),
     "cispo": lambda x: cispo_loss(x, correction=Correction("cap", 2.0, level="product")),
     "reinforce": lambda x: reinforce_loss(x),
 }
@@ -49,7 +53,9 @@ def test_decoupled_with_prox_equal_to_behavior_is_the_naive_loss(loss, seed):
 @given(seeds)
 def test_gspo_of_single_tokens_is_ppo(seed):
     x, _, _ = ragged(seed)
-    x = replace(x, sequence_ids=torch.randperm(len(x.mask), generator=torch.Generator().manual_seed(seed)))
+    x = replace(
+        x, sequence_ids=torch.randperm(len(x.mask), generator=torch.Generator().manual_seed(seed))
+    )
     clip = {"eps_low": 0.1, "eps_high": 0.2}
     same(gspo_loss(x, **clip), ppo_loss(x, **clip), x)
     same(gspo_loss(x, decoupled=False, **clip), ppo_loss(x, decoupled=False, **clip), x)
@@ -75,7 +81,11 @@ def test_unclipped_everything_token_level_has_one_gradient(seed):
 @given(seeds)
 def test_reinforce_with_truncated_importance_sampling_is_naive_cispo(seed):
     x, _, _ = ragged(seed)
-    same(reinforce_loss(x, correction=Correction("cap", 1.3)), cispo_loss(x, decoupled=False, eps_high=0.3), x)
+    same(
+        reinforce_loss(x, correction=Correction("cap", 1.3)),
+        cispo_loss(x, decoupled=False, eps_high=0.3),
+        x,
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -99,10 +109,14 @@ def test_on_policy_trajectory_balance_is_reinforce_on_kl_shaped_reward(seed, bet
     present = torch.tensor([bool(x.mask[x.sequence_ids == i].any()) for i in range(len(rewards))])
     shaped = kl_in_reward(rewards, policy, reference, x.mask, x.sequence_ids, beta=beta)
     advantages = torch.zeros_like(rewards)
-    advantages[present] = grpo(shaped[present], groups[present], divide_by_std=False)  # Dr. GRPO's: r - mean
+    advantages[present] = grpo(
+        shaped[present], groups[present], divide_by_std=False
+    )  # Dr. GRPO's: r - mean
     on_policy = replace(x, prox=policy, behavior=policy, advantages=advantages[x.sequence_ids])
     expected = 2 / beta * gradient(reinforce_loss(on_policy, denominator=5.0), x)
-    out = trajectory_balance_loss(x.logprobs, reference, x.mask, x.sequence_ids, rewards, groups, beta=beta, denominator=5.0)
+    out = trajectory_balance_loss(
+        x.logprobs, reference, x.mask, x.sequence_ids, rewards, groups, beta=beta, denominator=5.0
+    )
     torch.testing.assert_close(gradient(out, x), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -110,7 +124,11 @@ def split(ids: torch.Tensor, seed: int, whole: bool) -> list[torch.Tensor]:
     """Token indices of three packs in random order; with `whole`, the tokens of a sequence stay in one pack."""
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(ids), generator=g)
-    pack = torch.randint(0, 3, (int(ids.max()) + 1,), generator=g)[ids] if whole else torch.randint(0, 3, (len(ids),), generator=g)
+    pack = (
+        torch.randint(0, 3, (int(ids.max()) + 1,), generator=g)[ids]
+        if whole
+        else torch.randint(0, 3, (len(ids),), generator=g)
+    )
     return [order[pack[order] == p] for p in range(3)]
 
 
@@ -124,22 +142,30 @@ def test_packing_does_not_matter(name, seed, mode):
     whole = mode == "sequence" or name in ("icepop", "gspo", "cispo")
     packs = [index for index in split(x.sequence_ids, seed, whole) if len(index)]
     if whole:
-        count = sum(reduction_count(mask[index], x.sequence_ids[index], mode=mode) for index in packs)
+        count = sum(
+            reduction_count(mask[index], x.sequence_ids[index], mode=mode) for index in packs
+        )
         assert count == reduction_count(mask, x.sequence_ids, mode=mode)
     count = reduction_count(mask, x.sequence_ids, mode=mode)
 
     def out(part):
         usable = finite_mask(part.mask, part.behavior)
         options = {"mode": mode, "denominator": count, "length": 8, "dtype": torch.float64}
-        return LOSSES[name](replace(part, weights=reduction_weights(usable, part.sequence_ids, **options)))
+        return LOSSES[name](
+            replace(part, weights=reduction_weights(usable, part.sequence_ids, **options))
+        )
 
     one, parts = out(x), [out(take(x, index)) for index in packs]
     total = sum(part.loss for part in parts)
     torch.testing.assert_close(total, one.loss, rtol=0, atol=1e-10)
-    torch.testing.assert_close(torch.autograd.grad(total, x.logprobs)[0], gradient(one, x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(total, x.logprobs)[0], gradient(one, x), rtol=0, atol=1e-10
+    )
     for key, value in one.metrics.items():
         combine = max if key.endswith("_max") else sum
-        assert combine(part.metrics[key].item() for part in parts) == pytest.approx(value.item(), rel=1e-5, abs=1e-5)
+        assert combine(part.metrics[key].item() for part in parts) == pytest.approx(
+            value.item(), rel=1e-5, abs=1e-5
+        )
 
 
 @settings(max_examples=15, deadline=None)

@@ -50,7 +50,9 @@ def plain_clip(a: float, r: float, low: float, high: float) -> float:
 @given(seeds, corrections)
 def test_behavior_weight(seed, c):
     x, _, _ = ragged(seed)
-    weight, kept = behavior_weight(x.prox, x.behavior, x.mask, sequence_ids=x.sequence_ids, **vars(c))
+    weight, kept = behavior_weight(
+        x.prox, x.behavior, x.mask, sequence_ids=x.sequence_ids, **vars(c)
+    )
     usable = finite_mask(x.mask, x.behavior)
     expected = [w for row in rows(x) for w in plain_weights(row, c)]
     assert kept[usable].tolist() == [w is not None for w in expected]
@@ -69,9 +71,13 @@ def test_gspo(seed, c, decoupled):
         anchor = "prox" if decoupled else "behav"
         s = math.exp(sum(t["lp"] - t[anchor] for t in row) / len(row))
         weights = plain_weights(row, c) if decoupled else [1.0] * len(row)
-        expected += sum(w * plain_clip(t["a"], s, 0.1, 0.2) for t, w in zip(row, weights) if w is not None)
+        expected += sum(
+            w * plain_clip(t["a"], s, 0.1, 0.2) for t, w in zip(row, weights) if w is not None
+        )
         rejected += weights.count(None)
-    got = gspo_loss(x, denominator=7.0, eps_low=0.1, eps_high=0.2, decoupled=decoupled, correction=c)
+    got = gspo_loss(
+        x, denominator=7.0, eps_low=0.1, eps_high=0.2, decoupled=decoupled, correction=c
+    )
     assert got.loss.item() == pytest.approx(expected / 7, abs=1e-12)
     assert got.metrics["rejected"].item() == rejected
 
@@ -90,14 +96,20 @@ def test_cispo(seed, c, decoupled, low):
     got = cispo_loss(x, eps_low=low, eps_high=0.4, decoupled=decoupled, correction=c).loss
     assert got.item() == pytest.approx(expected, abs=1e-12)
     usable = finite_mask(x.mask, x.behavior)
-    assert torch.autograd.grad(got, x.logprobs)[0][usable].tolist() == pytest.approx(gradient, abs=1e-12)
+    assert torch.autograd.grad(got, x.logprobs)[0][usable].tolist() == pytest.approx(
+        gradient, abs=1e-12
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(seeds, corrections)
 def test_reinforce(seed, c):
     x, _, _ = ragged(seed)
-    gradient = [-(w or 0.0) * t["a"] / 3 for row in rows(x) for t, w in zip(row, plain_weights(row, c, "lp"))]
+    gradient = [
+        -(w or 0.0) * t["a"] / 3
+        for row in rows(x)
+        for t, w in zip(row, plain_weights(row, c, "lp"))
+    ]
     got = torch.autograd.grad(reinforce_loss(x, denominator=3.0, correction=c).loss, x.logprobs)[0]
     usable = finite_mask(x.mask, x.behavior)
     assert got[usable].tolist() == pytest.approx(gradient, abs=1e-12)
@@ -110,10 +122,16 @@ def test_reductions(seed, mode):
     x, _, _ = ragged(seed)
     mask = finite_mask(x.mask, x.behavior)
     count = reduction_count(mask, x.sequence_ids, mode=mode)
-    x.weights = reduction_weights(mask, x.sequence_ids, mode=mode, denominator=count, length=11, dtype=torch.float64)
+    x.weights = reduction_weights(
+        mask, x.sequence_ids, mode=mode, denominator=count, length=11, dtype=torch.float64
+    )
     got = ppo_loss(x, eps_low=0.2, eps_high=0.3).loss.item()
     losses = [
-        [min(math.exp(t["prox"] - t["behav"]), 5.0) * plain_clip(t["a"], math.exp(t["lp"] - t["prox"]), 0.2, 0.3) for t in row]
+        [
+            min(math.exp(t["prox"] - t["behav"]), 5.0)
+            * plain_clip(t["a"], math.exp(t["lp"] - t["prox"]), 0.2, 0.3)
+            for t in row
+        ]
         for row in rows(x)
         if row
     ]
@@ -128,10 +146,19 @@ def test_reductions(seed, mode):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_terms(estimator):
     x, _, _ = ragged(1)
-    weights, importance = torch.linspace(0.1, 0.9, len(x.mask)).double(), torch.linspace(2, 3, len(x.mask)).double()
-    formula = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[estimator]
+    weights, importance = (
+        torch.linspace(0.1, 0.9, len(x.mask)).double(),
+        torch.linspace(2, 3, len(x.mask)).double(),
+    )
+    formula = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}[
+        estimator
+    ]
     d = [a - b for a, b in zip(x.logprobs.tolist(), x.prox.tolist())]
-    expected = sum(w * i * formula(v) for w, i, v, m in zip(weights.tolist(), importance.tolist(), d, x.mask.tolist()) if m)
+    expected = sum(
+        w * i * formula(v)
+        for w, i, v, m in zip(weights.tolist(), importance.tolist(), d, x.mask.tolist())
+        if m
+    )
     got = kl_loss(x.logprobs, x.prox, x.mask, weights, estimator=estimator, importance=importance)
     assert got.item() == pytest.approx(expected, abs=1e-12)
     entropy = -x.behavior.clamp(min=-9)
@@ -146,21 +173,34 @@ def test_expected_kl_gradients(estimator, forward):
     logits, ref = torch.randn(2, 7, generator=g, dtype=torch.float64).log_softmax(1)
     logits.requires_grad_()
     lp, everything = logits.log_softmax(0), torch.ones(7, dtype=torch.bool)
-    got = torch.autograd.grad(kl_loss(lp, ref, everything, lp.exp().detach(), estimator=estimator), logits, retain_graph=True)[0]
-    exact = {None: 0 * lp.sum(), False: (lp.exp() * (lp - ref)).sum(), True: (ref.exp() * (ref - lp)).sum()}[forward]
+    got = torch.autograd.grad(
+        kl_loss(lp, ref, everything, lp.exp().detach(), estimator=estimator),
+        logits,
+        retain_graph=True,
+    )[0]
+    exact = {
+        None: 0 * lp.sum(),
+        False: (lp.exp() * (lp - ref)).sum(),
+        True: (ref.exp() * (ref - lp)).sum(),
+    }[forward]
     torch.testing.assert_close(got, torch.autograd.grad(exact, logits)[0], rtol=1e-10, atol=1e-12)
 
 
 def plain_balance(x, rewards, groups, beta):
     """Residuals d_k + logZ by sequence, of the sequences with an unmasked token."""
     d: dict[int, float] = {}
-    for i, lp, ref, m in zip(x.sequence_ids.tolist(), x.logprobs.tolist(), x.prox.tolist(), x.mask.tolist()):
+    for i, lp, ref, m in zip(
+        x.sequence_ids.tolist(), x.logprobs.tolist(), x.prox.tolist(), x.mask.tolist()
+    ):
         if m:
             d[i] = d.get(i, -float(rewards[i]) / beta) + lp - ref
     members: dict[int, list[int]] = {}
     for i in d:
         members.setdefault(int(groups[i]), []).append(i)
-    return {i: d[i] - sum(d[j] for j in members[int(groups[i])]) / len(members[int(groups[i])]) for i in d}
+    return {
+        i: d[i] - sum(d[j] for j in members[int(groups[i])]) / len(members[int(groups[i])])
+        for i in d
+    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -169,11 +209,17 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, beta):
     x, rewards, groups = ragged(seed)
     residual = plain_balance(x, rewards, groups, beta)
     count = reduction_count(x.mask, x.sequence_ids, mode="sequence")
-    out = trajectory_balance_loss(x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=beta, denominator=count)
-    assert out.loss.item() == pytest.approx(sum(v * v for v in residual.values()) / len(residual), rel=1e-10, abs=1e-12)
+    out = trajectory_balance_loss(
+        x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=beta, denominator=count
+    )
+    assert out.loss.item() == pytest.approx(
+        sum(v * v for v in residual.values()) / len(residual), rel=1e-10, abs=1e-12
+    )
     got = torch.autograd.grad(out.loss, x.logprobs)[0].tolist()
     for i, m, value in zip(x.sequence_ids.tolist(), x.mask.tolist(), got):
-        assert value == pytest.approx(2 * residual[i] / len(residual) if m else 0.0, rel=1e-9, abs=1e-12)
+        assert value == pytest.approx(
+            2 * residual[i] / len(residual) if m else 0.0, rel=1e-9, abs=1e-12
+        )
 
 
 def test_losses_are_differentiated_right():
@@ -186,9 +232,19 @@ def test_losses_are_differentiated_right():
         lambda lp: gspo_loss(replace(x, logprobs=lp), **options).loss,
         lambda lp: kl_loss(lp, x.prox, x.mask, x.advantages, estimator="k3"),
         lambda lp: kl_loss(lp, x.prox, x.mask, x.advantages, estimator="k2"),
-        lambda lp: trajectory_balance_loss(
-            lp, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=0.5, denominator=9, log_z=torch.linspace(0, 1, len(rewards)).double()
-        ).loss,
+        lambda lp: (
+            trajectory_balance_loss(
+                lp,
+                x.prox,
+                x.mask,
+                x.sequence_ids,
+                rewards,
+                groups,
+                beta=0.5,
+                denominator=9,
+                log_z=torch.linspace(0, 1, len(rewards)).double(),
+            ).loss
+        ),
     ):
         assert torch.autograd.gradcheck(loss, (x.logprobs,), eps=1e-7, atol=1e-6)
 
@@ -197,7 +253,9 @@ def test_losses_are_differentiated_right():
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_token_without_finite_behavior_logprob_leaves_loss_gradient_and_metrics(loss, decoupled):
     x, _, _ = ragged(8)
-    gone = replace(x, mask=finite_mask(x.mask, x.behavior), behavior=torch.nan_to_num(x.behavior, neginf=-1.0))
+    gone = replace(
+        x, mask=finite_mask(x.mask, x.behavior), behavior=torch.nan_to_num(x.behavior, neginf=-1.0)
+    )
     outs = [loss(v, eps_low=0.2, eps_high=0.2, decoupled=decoupled) for v in (x, gone)]
     assert outs[0].loss.item() == outs[1].loss.item() and outs[0].metrics == outs[1].metrics
     grads = [torch.autograd.grad(out.loss, x.logprobs)[0] for out in outs]
@@ -207,9 +265,16 @@ def test_a_token_without_finite_behavior_logprob_leaves_loss_gradient_and_metric
 def test_empty_batches_have_loss_zero():
     x, rewards, groups = ragged(3)
     nothing = replace(x, mask=torch.zeros_like(x.mask))
-    for out in (ppo_loss(nothing, eps_low=0.2, eps_high=0.2), gspo_loss(nothing), cispo_loss(nothing), reinforce_loss(nothing)):
+    for out in (
+        ppo_loss(nothing, eps_low=0.2, eps_high=0.2),
+        gspo_loss(nothing),
+        cispo_loss(nothing),
+        reinforce_loss(nothing),
+    ):
         assert out.loss.item() == 0 and (torch.autograd.grad(out.loss, x.logprobs)[0] == 0).all()
-    out = trajectory_balance_loss(x.logprobs, x.prox, nothing.mask, x.sequence_ids, rewards, groups, beta=1.0, denominator=1)
+    out = trajectory_balance_loss(
+        x.logprobs, x.prox, nothing.mask, x.sequence_ids, rewards, groups, beta=1.0, denominator=1
+    )
     assert out.loss.item() == 0
 
 
@@ -230,4 +295,6 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="length"):
         reduction_weights(x.mask, x.sequence_ids, mode="constant", denominator=3)
     with pytest.raises(ValueError, match="positive"):
-        trajectory_balance_loss(x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=0.0, denominator=1)
+        trajectory_balance_loss(
+            x.logprobs, x.prox, x.mask, x.sequence_ids, rewards, groups, beta=0.0, denominator=1
+        )

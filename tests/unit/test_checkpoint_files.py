@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from areal_lite.trainer.checkpoint import AsyncRequest, _host_copy, complete, latest, obsolete
-from areal_lite.trainer.files import load_batch, publish_folder, reading, remove_unread, save_batch, scratch_folder
+from areal_lite.trainer.files import (
+    load_batch,
+    publish_folder,
+    reading,
+    remove_unread,
+    save_batch,
+    scratch_folder,
+)
 from areal_lite.trajectory import TrainBatch
 
 
@@ -63,8 +70,17 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 def test_what_is_written_is_a_copy_of_the_model():
     layer = torch.nn.Linear(3, 2)
     other = torch.zeros(2)  # copied by Megatron already
-    request = AsyncRequest(None, (), [], preload_fn=lambda: [("file", "key", ([], [("weight", layer.weight.detach()), ("other", other)]))])
-    [(_, _, (_, [(_, weight), (_, same)]))] = _host_copy(request, {"policy": SimpleNamespace(model=layer)})
+    request = AsyncRequest(
+        None,
+        (),
+        [],
+        preload_fn=lambda: [
+            ("file", "key", ([], [("weight", layer.weight.detach()), ("other", other)]))
+        ],
+    )
+    [(_, _, (_, [(_, weight), (_, same)]))] = _host_copy(
+        request, {"policy": SimpleNamespace(model=layer)}
+    )
     before = weight.clone()
     layer.weight.data.zero_()
     assert torch.equal(weight, before) and before.any()

@@ -18,7 +18,10 @@ def settle(concurrency: Concurrency, places: list[int], rounds: int = 60) -> tup
     return sum(load.running for load in loads), sum(load.waiting for load in loads)
 
 
-@given(st.lists(st.integers(8, 400), min_size=1, max_size=4), st.lists(st.integers(8, 400), min_size=1, max_size=4))
+@given(
+    st.lists(st.integers(8, 400), min_size=1, max_size=4),
+    st.lists(st.integers(8, 400), min_size=1, max_size=4),
+)
 def test_servers_are_full_and_their_queues_short(before: list[int], after: list[int]) -> None:
     concurrency = Concurrency(2000, GROUP)
     for places in (before, after):  # also after what they can run has changed
@@ -54,7 +57,9 @@ def test_what_is_held_back_by_something_else_says_nothing() -> None:
     concurrency = Concurrency(100, GROUP)
     concurrency.observe([Load(20, 10, 0.1)], 30)
     limit = concurrency.limit
-    concurrency.observe([Load(4, 0, 0.1)], 4)  # admission has no room: there is nothing to learn about the servers
+    concurrency.observe(
+        [Load(4, 0, 0.1)], 4
+    )  # admission has no room: there is nothing to learn about the servers
     assert concurrency.limit == limit
 
 

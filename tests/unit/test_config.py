@@ -30,13 +30,17 @@ def complaint(capsys, *args: str) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("command", ["train", "quickstart", "make-model", "sft", "eval", "generate"])
+@pytest.mark.parametrize(
+    "command", ["train", "quickstart", "make-model", "sft", "eval", "generate"]
+)
 def test_every_command_has_help_with_its_settings(command, capsys):
     assert main([command, "--help"]) == 0
     assert "seed" in (out := capsys.readouterr().out) or "prompts" in out
 
 
-@pytest.mark.parametrize("schedule", sorted(p.stem for p in (config_dir() / "schedule").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "schedule", sorted(p.stem for p in (config_dir() / "schedule").glob("*.yaml"))
+)
 def test_every_schedule_composes(schedule, capsys):
     assert main(["train", f"schedule={schedule}", "--cfg", "job"]) == 0
     assert "max_staleness" in capsys.readouterr().out
@@ -51,11 +55,17 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
     where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
     config = to_dataclass(_compose(command, [f"algo={preset}", *where]))
     validate(config)
-    written = OmegaConf.to_container(OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False)
+    written = OmegaConf.to_container(
+        OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
+    )
     written.pop("reference", None)
     for key, value in written.items():  # what the file says arrives: nothing is laid over it
         got = getattr(config.algo, key)
-        assert {k: getattr(got, k) for k in value} == value if isinstance(value, dict) else got == value
+        assert (
+            {k: getattr(got, k) for k in value} == value
+            if isinstance(value, dict)
+            else got == value
+        )
 
 
 def test_the_published_recipes_are_there():
@@ -66,7 +76,10 @@ def test_the_published_recipes_are_there():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("trainer.batch_group=3", "unknown key trainer.batch_group; did you mean trainer.batch_groups?"),
+        (
+            "trainer.batch_group=3",
+            "unknown key trainer.batch_group; did you mean trainer.batch_groups?",
+        ),
         ("schedule=asink", "async"),
         ("trainer.batch_groups=x", "could not be converted to Integer"),
         ("buffer.max_staleness=-1", "buffer.max_staleness=-1: 0 is synchronous"),
@@ -106,9 +119,23 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
 
 
 def test_reuse_needs_one_minibatch(model, tmp_path, capsys):
-    line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", "algo.prox=reuse", "trainer.minibatches=2")
+    line = complaint(
+        capsys,
+        "train",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "algo.prox=reuse",
+        "trainer.minibatches=2",
+    )
     assert "algo.prox=reuse is exact with one minibatch only" in line
-    line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", "algo=tba", "algo.prox=loglinear")
+    line = complaint(
+        capsys,
+        "train",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "algo=tba",
+        "algo.prox=loglinear",
+    )
     assert "algo.prox=loglinear: algo.loss=tb needs the log-probs before the update" in line
 
 
@@ -123,11 +150,18 @@ def test_reuse_needs_one_minibatch(model, tmp_path, capsys):
 )
 def test_what_replay_does_not_go_with(model, tmp_path, capsys, override, message):
     replay = ["algo=tba", f"algo.reference={model}", "buffer.replay.capacity=20"]
-    assert message in complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", *replay, override)
+    assert message in complaint(
+        capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", *replay, override
+    )
 
 
 def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
-    where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "debug=train_only", f"debug_run={tmp_path}"]
+    where = [
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "debug=train_only",
+        f"debug_run={tmp_path}",
+    ]
     assert "with its config.yaml and trajectories.sqlite" in complaint(capsys, "train", *where)
     (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1, replay: {capacity: 5}}")
     (tmp_path / "trajectories.sqlite").touch()
@@ -146,7 +180,9 @@ def test_a_port_in_use_is_named(model, tmp_path, capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", f"server.port={port}")
+        line = complaint(
+            capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", f"server.port={port}"
+        )
     assert f"port {port} cannot be used" in line
 
 
@@ -156,7 +192,9 @@ def test_unknown_command(capsys):
 
 def test_a_run_directory_is_not_overwritten(model, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert "holds a run already" in complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path}")
+    assert "holds a run already" in complaint(
+        capsys, "train", f"model={model}", f"run_dir={tmp_path}"
+    )
 
 
 def test_config_comes_back_from_a_run_directory(tmp_path):
@@ -169,15 +207,32 @@ def test_config_comes_back_from_a_run_directory(tmp_path):
 
 
 @pytest.mark.parametrize("safe_path", [False, True])
-def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(model, tmp_path, safe_path):
+def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(
+    model, tmp_path, safe_path
+):
     (tmp_path / "my_flow.py").write_text("async def flow(episode): ...")
     script = tmp_path / "bin" / "areal-lite"
     script.parent.mkdir()
     script.write_text("import sys; from areal_lite.cli import main; sys.exit(main())")
-    arguments = ["prepare", f"model={model}", f"run_dir={tmp_path / 'run'}", "rollout.workflow=my_flow:flow"]
+    arguments = [
+        "prepare",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "rollout.workflow=my_flow:flow",
+    ]
     path = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment = path | {"PYTHONPATH": str(config_dir().parent)} | ({"PYTHONSAFEPATH": "1"} if safe_path else {})
-    done = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = (
+        path
+        | {"PYTHONPATH": str(config_dir().parent)}
+        | ({"PYTHONSAFEPATH": "1"} if safe_path else {})
+    )
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == (2 if safe_path else 0), done.stderr
     assert ("cannot import my_flow" in done.stderr) == safe_path
 

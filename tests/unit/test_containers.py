@@ -20,7 +20,9 @@ def test_the_dockerfile_passes_hadolint() -> None:
 
 
 def test_the_compose_file_has_the_schema_of_compose_files() -> None:
-    done = run(TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yaml")
+    done = run(
+        TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yaml"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -28,7 +30,10 @@ def test_the_compose_file_has_the_schema_of_compose_files() -> None:
     "tool, text",
     [
         (["hadolint"], "FROM python\nRUN cd /tmp\n"),
-        (["check-jsonschema", "--builtin-schema", "vendor.compose-spec"], "services: {a: {imagine: b}}\n"),
+        (
+            ["check-jsonschema", "--builtin-schema", "vendor.compose-spec"],
+            "services: {a: {imagine: b}}\n",
+        ),
     ],
 )
 def test_these_tools_do_find_mistakes(tmp_path, tool, text) -> None:

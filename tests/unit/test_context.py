@@ -37,10 +37,20 @@ def split(lengths: list[int], size: int, extra: int):
 @given(LENGTHS, st.sampled_from([1, 2, 3, 4]), st.integers(0, 90))
 def test_what_is_gathered_is_the_microbatch(lengths, size, extra):
     whole, ranks = split(lengths, size, extra)
-    for name, expected in (("tokens", whole.tokens), ("position_ids", whole.position_ids), ("following", whole.tokens.roll(-1))):
-        assert torch.equal(torch.cat([getattr(rank, name) for rank in ranks])[ranks[0].places], expected)
+    for name, expected in (
+        ("tokens", whole.tokens),
+        ("position_ids", whole.position_ids),
+        ("following", whole.tokens.roll(-1)),
+    ):
+        assert torch.equal(
+            torch.cat([getattr(rank, name) for rank in ranks])[ranks[0].places], expected
+        )
     assert len({tuple(rank.places.tolist()) for rank in ranks}) == 1
-    assert {len(rank.tokens) for rank in ranks} == {int(rank.cu_seqlens[-1]) for rank in ranks} == {local_length(whole, size) + extra}
+    assert (
+        {len(rank.tokens) for rank in ranks}
+        == {int(rank.cu_seqlens[-1]) for rank in ranks}
+        == {local_length(whole, size) + extra}
+    )
 
 
 @given(LENGTHS, st.sampled_from([2, 3, 4]), st.integers(0, 90))
@@ -50,7 +60,9 @@ def test_a_token_sees_those_of_its_sequence_up_to_itself(lengths, size, extra):
     real = set(ranks[0].places.tolist())
     seen_by = {}
     for r, rank in enumerate(ranks):
-        bounds = zip(rank.cu_seqlens[:-1], rank.cu_seqlens[1:], rank.cu_seqlens_k[:-1], rank.cu_seqlens_k[1:])
+        bounds = zip(
+            rank.cu_seqlens[:-1], rank.cu_seqlens[1:], rank.cu_seqlens_k[:-1], rank.cu_seqlens_k[1:]
+        )
         for start, end, first, last in (map(int, b) for b in bounds):
             for i in range(start, end):
                 place = r * len(rank.tokens) + i
@@ -70,7 +82,12 @@ def test_ranks_see_equally_many_keys(lengths, size):
 
 def test_a_multiple_is_made_up_by_padding():
     whole = microbatch_of([5, 3])
-    assert [local_length(whole, 1), local_length(whole, 1, 3), local_length(whole, 2), local_length(whole, 2, 4)] == [8, 9, 6, 8]
+    assert [
+        local_length(whole, 1),
+        local_length(whole, 1, 3),
+        local_length(whole, 2),
+        local_length(whole, 2, 4),
+    ] == [8, 9, 6, 8]
 
 
 @settings(max_examples=25, deadline=None)
@@ -83,7 +100,9 @@ def test_attention_is_the_same_as_of_one_rank(lengths, size, extra):
     whole, ranks = split(lengths, size, extra)
     alone = PackedSequences.build(split(lengths, 1, 0)[1][0], inv_freq, torch.float64)
     rows, key = alone.rows, rotate(k, alone.cos, alone.sin)
-    expected = _in_blocks(rotate(q, alone.cos, alone.sin)[rows], key[rows], v[rows], alone)[alone.places]
+    expected = _in_blocks(rotate(q, alone.cos, alone.sin)[rows], key[rows], v[rows], alone)[
+        alone.places
+    ]
     ids = torch.cat([rank.tokens for rank in ranks])  # token i has id i
     outputs = []
     for rank in ranks:
@@ -103,9 +122,16 @@ def test_flash_attention_sees_the_same_tokens(size):
     _, ranks = split(lengths, size, 5)
     ids = torch.cat([rank.tokens for rank in ranks])
     for rank in ranks:
-        slow, fast = PackedSequences.build(rank, inv_freq, torch.float32), PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16)
+        slow, fast = (
+            PackedSequences.build(rank, inv_freq, torch.float32),
+            PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16),
+        )
         rows = slow.rows if slow.key_rows is None else slow.key_rows
-        blocks = _in_blocks(q[rank.tokens][slow.rows].float(), k[ids][rows].float(), v[ids][rows].float(), slow)[slow.places]
+        blocks = _in_blocks(
+            q[rank.tokens][slow.rows].float(), k[ids][rows].float(), v[ids][rows].float(), slow
+        )[slow.places]
         keys = slice(None) if fast.key_rows is None else fast.key_rows.cpu()
-        flash = _varlen(q[rank.tokens].cuda(), k[ids][keys].cuda(), v[ids][keys].cuda(), fast).flatten(1)
+        flash = _varlen(
+            q[rank.tokens].cuda(), k[ids][keys].cuda(), v[ids][keys].cuda(), fast
+        ).flatten(1)
         assert (flash.float().cpu() - blocks).abs().max() < 0.03

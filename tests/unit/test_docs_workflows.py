@@ -19,8 +19,16 @@ from tests.unit.episodes import playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-CODE = {body.splitlines()[0].removeprefix("# "): body for language, body in BLOCKS if language == "python"}
-COMMANDS = [body for language, body in BLOCKS if body.startswith("areal-lite ") and "module:name" not in body]
+CODE = {
+    body.splitlines()[0].removeprefix("# "): body
+    for language, body in BLOCKS
+    if language == "python"
+}
+COMMANDS = [
+    body
+    for language, body in BLOCKS
+    if body.startswith("areal-lite ") and "module:name" not in body
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +53,9 @@ def rollout(command: str) -> RolloutConfig:
     return to_dataclass(_compose("train", ["model=somewhere", *arguments[2:]])).rollout
 
 
-def rewards_and_texts(tokenizer: Tokenizer, config: RolloutConfig, script: list[str]) -> tuple[float | None, str]:
+def rewards_and_texts(
+    tokenizer: Tokenizer, config: RolloutConfig, script: list[str]
+) -> tuple[float | None, str]:
     async def main():
         messages = [{"role": "user", "content": "Hi"}]
         prompt = Prompt("p", tokenizer.chat(messages), "4", "Hi", messages)
@@ -60,7 +70,12 @@ def rewards_and_texts(tokenizer: Tokenizer, config: RolloutConfig, script: list[
 
 
 def test_there_is_a_command_for_each_kind() -> None:
-    assert len(COMMANDS) == 3 and list(CODE) == ["my_task.py", "my_tools.py", "my_agent.py", "my_workflow.py"]
+    assert len(COMMANDS) == 3 and list(CODE) == [
+        "my_task.py",
+        "my_tools.py",
+        "my_agent.py",
+        "my_workflow.py",
+    ]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -79,7 +94,10 @@ def test_every_name_in_the_tables_is_there(name: str) -> None:
     if name.startswith("areal_lite.rewards"):
         load_function(name)
         return
-    arguments = {"MultiTurn": {"feedback": "my_task:feedback"}, "Agent": {"agent": "my_agent:agent"}}.get(name.rpartition(":")[2], {})
+    arguments = {
+        "MultiTurn": {"feedback": "my_task:feedback"},
+        "Agent": {"agent": "my_agent:agent"},
+    }.get(name.rpartition(":")[2], {})
     load_workflow(RolloutConfig(workflow=name, workflow_args=arguments))
 
 

@@ -13,7 +13,11 @@ from areal_lite.sweep import sweep
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))
-CLUSTERS = {"areal": 16, "olmorl": 9, "pipelinerl": 2}  # nodes that the file says it is for; the others are for one
+CLUSTERS = {
+    "areal": 16,
+    "olmorl": 9,
+    "pipelinerl": 2,
+}  # nodes that the file says it is for; the others are for one
 QWEN = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=512, intermediate_size=512, num_hidden_layers=4,
             num_attention_heads=8, num_key_value_heads=4, vocab_size=1024, tie_word_embeddings=False)  # fmt: skip
 
@@ -37,16 +41,35 @@ def where(model, tmp_path, monkeypatch) -> list[str]:
 def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
     config = _checked("train", [f"+experiment={name}", *where])
     gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
-    assert name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
+    assert (
+        name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
+    )
     assert main(["train", "--dry-run", f"+experiment={name}", *where]) == 0
     assert f"{config.trainer.steps} steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "one_gpu"])
 def test_every_experiment_fits_its_nodes(name, where, capsys):
-    config = _checked("slurm", [f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"])
-    assert isinstance(config, SlurmConfig) and config.server.host == "node" and len(config.server.api_key) == 32
-    assert main(["slurm", "--print", f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"]) == 0
+    config = _checked(
+        "slurm", [f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"]
+    )
+    assert (
+        isinstance(config, SlurmConfig)
+        and config.server.host == "node"
+        and len(config.server.api_key) == 32
+    )
+    assert (
+        main(
+            [
+                "slurm",
+                "--print",
+                f"+experiment={name}",
+                *where,
+                f"cluster.nodes={CLUSTERS.get(name, 1)}",
+            ]
+        )
+        == 0
+    )
     assert "step trainer" in capsys.readouterr().out
 
 
@@ -60,16 +83,34 @@ def test_every_task_is_valid(name, where, tmp_path):
 
 
 def test_what_an_experiment_says_can_be_overridden(where):
-    config = _checked("train", ["+experiment=areal", "schedule=sync", "algo=dapo", "trainer.data_parallel=2", *where])
+    config = _checked(
+        "train",
+        ["+experiment=areal", "schedule=sync", "algo=dapo", "trainer.data_parallel=2", *where],
+    )
     assert config.trainer.data_parallel == 2 and config.algo.eps_high == 0.28
 
 
 def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_plus(where):
-    config = _checked("slurm", [*where, "cluster.options.partition=x", "cluster.options={account: a, qos: 1}", "+server.args.a=2", "server.args.b.c=3"])
-    assert config.cluster.options == {"partition": "x", "account": "a", "qos": 1} and config.server.args == {"a": 2, "b": {"c": 3}}
+    config = _checked(
+        "slurm",
+        [
+            *where,
+            "cluster.options.partition=x",
+            "cluster.options={account: a, qos: 1}",
+            "+server.args.a=2",
+            "server.args.b.c=3",
+        ],
+    )
+    assert config.cluster.options == {
+        "partition": "x",
+        "account": "a",
+        "qos": 1,
+    } and config.server.args == {"a": 2, "b": {"c": 3}}
     tools = ["+experiment=tools_gsm8k", *where]
     of_the_file = _checked("train", tools).rollout.workflow_args
-    assert _checked("train", [*tools, "rollout.workflow_args.max_turns=9"]).rollout.workflow_args == {**of_the_file, "max_turns": 9}
+    assert _checked(
+        "train", [*tools, "rollout.workflow_args.max_turns=9"]
+    ).rollout.workflow_args == {**of_the_file, "max_turns": 9}
     swept = sweep(["rollout.workflow_args.max_turns=2,3", *tools], None)
     assert [_checked("train", one).rollout.workflow_args["max_turns"] for one in swept] == [2, 3]
 
@@ -81,14 +122,26 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "+experment=areal"], "unknown key experment; did you mean +experiment?"),
         (["train", "experiment=areal"], "use +experiment=areal"),
         (["train", "+trainer.stepps=3"], "unknown key trainer.stepps; did you mean trainer.steps?"),
-        (["train", "schedule=asink"], "unknown schedule=asink; did you mean async? there are async, one_step, sync"),
+        (
+            ["train", "schedule=asink"],
+            "unknown schedule=asink; did you mean async? there are async, one_step, sync",
+        ),
         (["train", "+task=gsm8"], "did you mean gsm8k? there are gsm8k, jsonl, math"),
-        (["slurm", "cluster.option.partition=x"], "unknown key cluster.option; did you mean cluster.options?"),
-        (["train", "rollout.workflow_arg.max_turns=3"], "unknown key rollout.workflow_arg; did you mean rollout.workflow_args?"),
+        (
+            ["slurm", "cluster.option.partition=x"],
+            "unknown key cluster.option; did you mean cluster.options?",
+        ),
+        (
+            ["train", "rollout.workflow_arg.max_turns=3"],
+            "unknown key rollout.workflow_arg; did you mean rollout.workflow_args?",
+        ),
         (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
         (["train", "server.args.a"], "Error parsing override 'server.args.a'"),
         (["train", "server.args=3"], "override server.args=3 Cannot assign int"),
-        (["slurm", "cluster.container=docker"], "cluster.container=docker: choose one of none, pyxis, apptainer"),
+        (
+            ["slurm", "cluster.container=docker"],
+            "cluster.container=docker: choose one of none, pyxis, apptainer",
+        ),
         (["slurm", "cluster.container=pyxis"], "set cluster.image"),
         (["slurm", "server.host=127.0.0.1", "cluster.nodes=2"], "other nodes cannot reach that"),
         (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),

@@ -15,7 +15,13 @@ from synthetic_run import T0, config_of, hand_made, step_record
 
 from areal_lite.config import LoggerConfig, save_config
 from areal_lite.observe.exporter import FACTS, RunCollector, exporter, targets
-from areal_lite.observe.metrics import MetricsLog, newest_event, read_events, read_metrics, write_json
+from areal_lite.observe.metrics import (
+    MetricsLog,
+    newest_event,
+    read_events,
+    read_metrics,
+    write_json,
+)
 from areal_lite.rollout.server import ServerInfo, announce
 
 NOW = T0 + 100
@@ -33,7 +39,9 @@ def parsed(text: str) -> dict[str, dict[str, float]]:
     for family in text_string_to_metric_families(text):
         assert family.type == "gauge" and family.name not in found, "a name may come once only"
         for sample in family.samples:
-            found.setdefault(sample.name.removeprefix("areal_lite_"), {})[sample.labels["run"]] = sample.value
+            found.setdefault(sample.name.removeprefix("areal_lite_"), {})[sample.labels["run"]] = (
+                sample.value
+            )
     return found
 
 
@@ -55,9 +63,18 @@ def test_the_newest_step_number_by_number(tmp_path):
     hand_made(tmp_path)
     found, newest = of(tmp_path), read_metrics(tmp_path)[-1]
     assert newest["step"] == 1 and {name: found[name] for name in newest} == newest
-    assert {name for name in found if name.startswith("eval_")} == {"eval_version", "eval_greedy", "eval_sampled", "eval_problems"}
+    assert {name for name in found if name.startswith("eval_")} == {
+        "eval_version",
+        "eval_greedy",
+        "eval_sampled",
+        "eval_problems",
+    }
     assert found["eval_sampled"] == 0.7
-    assert set(found) == {*newest, *(f"run_{fact}" for fact in FACTS), *(name for name in found if name.startswith("eval_"))}
+    assert set(found) == {
+        *newest,
+        *(f"run_{fact}" for fact in FACTS),
+        *(name for name in found if name.startswith("eval_")),
+    }
 
 
 def test_a_half_written_line_is_not_a_step_yet(tmp_path):
@@ -69,7 +86,12 @@ def test_a_half_written_line_is_not_a_step_yet(tmp_path):
 
 def test_null_and_lists_are_left_out_and_odd_names_made_to_fit(tmp_path):
     values = {"pause_s": float("nan"), "failed": ["server-0"], "tokens_by_staleness": [1.0, 2.0]}
-    log_step(tmp_path, 3, **values, **{"filtered_too easy!": 4, "filtered_too-easy!": 5, "filtered_größe": 6, "run_servers": 7})
+    log_step(
+        tmp_path,
+        3,
+        **values,
+        **{"filtered_too easy!": 4, "filtered_too-easy!": 5, "filtered_größe": 6, "run_servers": 7},
+    )
     found = of(tmp_path)
     assert not set(values) & set(found)
     assert found["filtered_too_easy_"] == 4, "of two keys with one name the first"
@@ -98,7 +120,10 @@ def test_several_runs_side_by_side(tmp_path):
     for name, step in (("a", 5), ("b", 9)):
         (tmp_path / name).mkdir()
         log_step(tmp_path / name, step)
-    assert scrape(tmp_path / "a", tmp_path / "b", tmp_path / "later")["step"] == {str(tmp_path / "a"): 5, str(tmp_path / "b"): 9}
+    assert scrape(tmp_path / "a", tmp_path / "b", tmp_path / "later")["step"] == {
+        str(tmp_path / "a"): 5,
+        str(tmp_path / "b"): 9,
+    }
 
 
 @pytest.mark.parametrize("length", [1, 2_000, 5_000, 8_191, 8_192, 20_000])
@@ -106,7 +131,13 @@ def test_the_newest_event_is_the_last_that_all_of_them_have(tmp_path, length):
     """Whatever the lengths of the lines are beside that of what is read at once."""
     path = tmp_path / "events.jsonl"
     lines = [json.dumps({"number": n, "text": "x" * length}) + "\n" for n in range(4)]
-    for text in ("", lines[0][:-1], *("".join(lines[:n]) for n in range(1, 5)), "".join(lines)[:-1], "".join(lines) + "{"):
+    for text in (
+        "",
+        lines[0][:-1],
+        *("".join(lines[:n]) for n in range(1, 5)),
+        "".join(lines)[:-1],
+        "".join(lines) + "{",
+    ):
         path.write_text(text)
         assert newest_event(tmp_path, "events") == (read_events(tmp_path, "events") or [None])[-1]
     assert newest_event(tmp_path, "nothing") is None
@@ -138,7 +169,11 @@ def test_over_http_on_loopback_alone(tmp_path):
     run_dir = tmp_path / "run"
     with serving(run_dir) as port:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain") and parsed(answer.read().decode()) == {}
+            assert (
+                answer.status == 200
+                and answer.headers["Content-Type"].startswith("text/plain")
+                and parsed(answer.read().decode()) == {}
+            )
         run_dir.mkdir()
         log_step(run_dir, 4)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
@@ -151,7 +186,8 @@ def test_over_http_on_loopback_alone(tmp_path):
 def test_the_host_is_loopback_unless_another_is_named(tmp_path, monkeypatch):
     bound = []
     monkeypatch.setattr(
-        "areal_lite.observe.exporter.exporter", lambda run_dirs, host, port: bound.append((run_dirs, host, port)) or Interrupted()
+        "areal_lite.observe.exporter.exporter",
+        lambda run_dirs, host, port: bound.append((run_dirs, host, port)) or Interrupted(),
     )
     from areal_lite.observe.exporter import main
 
@@ -183,4 +219,6 @@ def test_servers_with_metrics_are_targets_and_their_keys_stay_here(tmp_path):
     ]
     assert targets([*runs, tmp_path / "later"]) == expected
     with serving(*runs) as port, urlopen(f"http://127.0.0.1:{port}/servers", timeout=5) as answer:
-        assert answer.headers["Content-Type"] == "application/json" and json.load(answer) == expected
+        assert (
+            answer.headers["Content-Type"] == "application/json" and json.load(answer) == expected
+        )

@@ -34,7 +34,12 @@ class OneToken:
             await asyncio.sleep(0.001)
         if server in self.dead:
             raise ServerFailed(server, "is dead")
-        return Piece(np.array([1], np.int32), np.zeros(1, np.float32), np.array([self.versions[server]], np.int32), "stop")
+        return Piece(
+            np.array([1], np.int32),
+            np.zeros(1, np.float32),
+            np.array([self.versions[server]], np.int32),
+            "stop",
+        )
 
     async def weight_version(self, server) -> int:
         if server in self.dead:
@@ -136,7 +141,9 @@ def test_completions_move_on_and_give_their_places_back() -> None:
         client.dead.add(A)
         server = await fleet.reserve(3)
         assert server == A and (await fleet.reserve(1)) == B
-        results = await asyncio.gather(*(fleet.complete(PROMPT, PARAMS, str(i), server) for i in range(3)))
+        results = await asyncio.gather(
+            *(fleet.complete(PROMPT, PARAMS, str(i), server) for i in range(3))
+        )
         assert [r.requests for r in results] == [2, 2, 2] and fleet.counts["retries"] == 3
         assert fleet.router.load["a"] == 0 and fleet.router.load["b"] == 1 and fleet.in_flight == 0
         await fleet.abort_all()  # servers that are gone are no error
@@ -193,7 +200,10 @@ def test_drain_waits_for_what_is_in_flight() -> None:
     async def run() -> None:
         fleet = Fleet(OneToken(), lambda: [A], lambda: None)
         await looked(fleet)
-        tasks = [asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1))) for i in range(2)]
+        tasks = [
+            asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1)))
+            for i in range(2)
+        ]
         await asyncio.sleep(0)
         fleet.hold()
         assert await fleet.drain() == 2 and fleet.in_flight == 0
@@ -226,7 +236,13 @@ def test_an_unexpected_error_while_aborting_is_not_swallowed() -> None:
 @contextlib.asynccontextmanager
 async def watched(client: OneToken, servers: list[ServerInfo], condemned: list[ServerInfo]):
     """A fleet that looks after `servers`, every millisecond."""
-    fleet = Fleet(client, lambda: servers, lambda: None, lambda server, reason: condemned.append(server), health_interval_s=0.001)
+    fleet = Fleet(
+        client,
+        lambda: servers,
+        lambda: None,
+        lambda server, reason: condemned.append(server),
+        health_interval_s=0.001,
+    )
     task = asyncio.create_task(fleet.watch())
     await asyncio.sleep(0.01)
     try:
@@ -247,7 +263,12 @@ def test_requests_on_a_hung_server_move_and_it_is_condemned() -> None:
         async with watched(client, [A, B], condemned) as fleet:
             client.hung.add(A)
             servers = [await fleet.reserve(1) for _ in range(4)]
-            results = await asyncio.gather(*(fleet.complete(PROMPT, PARAMS, str(i), server) for i, server in enumerate(servers)))
+            results = await asyncio.gather(
+                *(
+                    fleet.complete(PROMPT, PARAMS, str(i), server)
+                    for i, server in enumerate(servers)
+                )
+            )
             assert [len(r.tokens) for r in results] == [1] * 4 and fleet.counts["retries"] == 2
             assert condemned == [A] and fleet.router.ready == {"b"} and not fleet.router.load["a"]
 
@@ -325,7 +346,9 @@ def test_the_members_of_a_group_move_to_one_server() -> None:
             assert group == B
             client.dead.add(B)
             client.slow.add(C)  # keeps them there long enough to look
-            tasks = [asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), group)) for i in range(4)]
+            tasks = [
+                asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), group)) for i in range(4)
+            ]
             await until(lambda: len(fleet._requests[C]) == 4)
             client.slow.clear()
             await asyncio.gather(*tasks)
@@ -344,6 +367,10 @@ def test_a_request_does_not_go_to_a_server_that_fell_behind_while_it_was_held() 
             client.versions[B] = 1
             fleet.begin_push([B])
             fleet.resume(1, [])
-            assert (await held).versions.tolist() == [1] and condemned == [] and fleet.counts["requests"] == 1
+            assert (
+                (await held).versions.tolist() == [1]
+                and condemned == []
+                and fleet.counts["requests"] == 1
+            )
 
     asyncio.run(run())

@@ -8,7 +8,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from areal_lite.rollout.generate import Completion, Piece, SamplingParams, ServerFailed, SGLangClient, generate, parse_answer
+from areal_lite.rollout.generate import (
+    Completion,
+    Piece,
+    SamplingParams,
+    ServerFailed,
+    SGLangClient,
+    generate,
+    parse_answer,
+)
 from areal_lite.rollout.server import ServerInfo
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
 
@@ -23,7 +31,11 @@ async def serving(count: int = 1, **settings):
     fakes = [FakeSGLang(**settings) for _ in range(count)]
     client = SGLangClient(timeout_s=5)
     try:
-        yield fakes, [ServerInfo(f"s{i}", await fake.start(), None, 1, i) for i, fake in enumerate(fakes)], client
+        yield (
+            fakes,
+            [ServerInfo(f"s{i}", await fake.start(), None, 1, i) for i, fake in enumerate(fakes)],
+            client,
+        )
     finally:
         await client.close()
         for fake in fakes:
@@ -43,9 +55,15 @@ def params(max_new_tokens: int = 200) -> SamplingParams:
 def assert_exact(result: Completion, prompt: np.ndarray, max_new_tokens: int = 200) -> None:
     expected = completion(prompt.tolist(), max_new_tokens)
     assert result.tokens.tolist() == expected
-    assert result.logprobs.tolist() == pytest.approx([logprob([*prompt.tolist(), *expected[:i]]) for i in range(len(expected))])
+    assert result.logprobs.tolist() == pytest.approx(
+        [logprob([*prompt.tolist(), *expected[:i]]) for i in range(len(expected))]
+    )
     assert result.finish_reason == ("stop" if expected[-1] == EOS else "length")
-    assert (result.tokens.dtype, result.logprobs.dtype, result.versions.dtype) == (np.int32, np.float32, np.int32)
+    assert (result.tokens.dtype, result.logprobs.dtype, result.versions.dtype) == (
+        np.int32,
+        np.float32,
+        np.int32,
+    )
 
 
 async def control(client: SGLangClient, server: ServerInfo, path: str, **body) -> None:
@@ -54,7 +72,9 @@ async def control(client: SGLangClient, server: ServerInfo, path: str, **body) -
 
 async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int) -> None:
     await control(client, server, "/pause_generation", mode=mode)
-    await control(client, server, "/update_weights_from_disk", model_path="m", weight_version=str(version))
+    await control(
+        client, server, "/update_weights_from_disk", model_path="m", weight_version=str(version)
+    )
     await control(client, server, "/continue_generation")
 
 
@@ -62,7 +82,15 @@ async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int
 def test_an_undisturbed_request(budget: int) -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
-            result = await generate(partial(client.request, cache_key="0"), server, PROMPT, params(budget), "r", Completion(), OPEN)
+            result = await generate(
+                partial(client.request, cache_key="0"),
+                server,
+                PROMPT,
+                params(budget),
+                "r",
+                Completion(),
+                OPEN,
+            )
             assert_exact(result, PROMPT, budget)
             assert result.requests == 1 and set(result.versions) == {0}
             assert fakes[0].requests[0]["sampling_params"]["temperature"] == 1.0
@@ -75,7 +103,18 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
     async def run() -> None:
         async with serving(delay_s=0.001) as (fakes, (server,), client):
             prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
-            runs = [generate(partial(client.request, cache_key="0"), server, p, params(60), f"r{i}", Completion(), OPEN) for i, p in enumerate(prompts)]
+            runs = [
+                generate(
+                    partial(client.request, cache_key="0"),
+                    server,
+                    p,
+                    params(60),
+                    f"r{i}",
+                    Completion(),
+                    OPEN,
+                )
+                for i, p in enumerate(prompts)
+            ]
             tasks = [asyncio.create_task(run) for run in runs]
             for version in range(1, 5):
                 await asyncio.sleep(0.008)
@@ -97,7 +136,17 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
     async def run() -> None:
         async with serving(count=2, delay_s=0.002) as (fakes, servers, client):
             prompt, so_far = prompt_of_length(60), Completion()
-            task = asyncio.create_task(generate(partial(client.request, cache_key="0"), servers[0], prompt, params(), "r", so_far, OPEN))
+            task = asyncio.create_task(
+                generate(
+                    partial(client.request, cache_key="0"),
+                    servers[0],
+                    prompt,
+                    params(),
+                    "r",
+                    so_far,
+                    OPEN,
+                )
+            )
             await asyncio.sleep(0.03)
             await push(client, servers[0], "abort", 1)
             await asyncio.sleep(0.01)
@@ -107,8 +156,22 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
             known = len(so_far.tokens)
             assert known > 0
             fakes[1].weight_version = "1"
-            assert_exact(await generate(partial(client.request, cache_key="0"), servers[1], prompt, params(), "r", so_far, OPEN), prompt)
-            assert fakes[1].requests[0]["input_ids"] == [*prompt.tolist(), *completion(prompt.tolist(), known)]
+            assert_exact(
+                await generate(
+                    partial(client.request, cache_key="0"),
+                    servers[1],
+                    prompt,
+                    params(),
+                    "r",
+                    so_far,
+                    OPEN,
+                ),
+                prompt,
+            )
+            assert fakes[1].requests[0]["input_ids"] == [
+                *prompt.tolist(),
+                *completion(prompt.tolist(), known),
+            ]
 
     asyncio.run(run())
 
@@ -117,7 +180,17 @@ def test_nothing_is_sent_while_held() -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
             resume = asyncio.Event()
-            task = asyncio.create_task(generate(partial(client.request, cache_key="0"), server, PROMPT, params(), "r", Completion(), resume))
+            task = asyncio.create_task(
+                generate(
+                    partial(client.request, cache_key="0"),
+                    server,
+                    PROMPT,
+                    params(),
+                    "r",
+                    Completion(),
+                    resume,
+                )
+            )
             await asyncio.sleep(0.02)
             assert not fakes[0].requests
             resume.set()
@@ -142,16 +215,27 @@ def test_barren_aborts_do_not_spin() -> None:
             return empty
 
         with pytest.raises(ServerFailed, match="before their first token"):
-            await generate(request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(), "r", Completion(), OPEN)
+            await generate(
+                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(), "r", Completion(), OPEN
+            )
         assert calls == 2
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("tokens", "finish"), [([8, EOS], "stop"), ([8, 8, 8], "length"), ([8, 8], "abort")])
+@pytest.mark.parametrize(
+    ("tokens", "finish"), [([8, EOS], "stop"), ([8, 8, 8], "length"), ([8, 8], "abort")]
+)
 def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) -> None:
     async def run() -> None:
-        pieces = [Piece(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "abort")]
+        pieces = [
+            Piece(
+                np.array(tokens, np.int32),
+                np.zeros(len(tokens), np.float32),
+                np.zeros(len(tokens), np.int32),
+                "abort",
+            )
+        ]
 
         async def request(*_) -> Piece:
             if not pieces:
@@ -160,14 +244,21 @@ def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) ->
 
         so_far = Completion()
         with contextlib.suppress(InterruptedError):
-            await generate(request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(3), "r", so_far, OPEN)
+            await generate(
+                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(3), "r", so_far, OPEN
+            )
         assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
 
     asyncio.run(run())
 
 
 def answer(logprobs=((-0.5, 3, None), (-0.25, 4, None)), finish="stop", **meta) -> bytes:
-    meta = {"weight_version": "7", "finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **meta}
+    meta = {
+        "weight_version": "7",
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": logprobs,
+        **meta,
+    }
     return json.dumps({"output_ids": [], "meta_info": meta}).encode()
 
 

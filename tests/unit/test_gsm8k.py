@@ -94,18 +94,30 @@ def test_nothing_a_model_writes_raises(completion: str) -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "The answer is {}.", r"\boxed{{{}}}", "A: {}\nQ: next"]))
+@given(
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["#### {}", "The answer is {}.", r"\boxed{{{}}}", "A: {}\nQ: next"]),
+)
 def test_any_integer_is_understood_however_it_is_written(number: int, statement: str) -> None:
     for written in (str(number), f"{number:,}", f"{number}.00"):
         assert stated_number(statement.format(written)).value == number
 
 
-@pytest.mark.skipif("AREAL_LITE_GSM8K" not in os.environ, reason="AREAL_LITE_GSM8K names no folder with GSM8K's train.jsonl")
+@pytest.mark.skipif(
+    "AREAL_LITE_GSM8K" not in os.environ,
+    reason="AREAL_LITE_GSM8K names no folder with GSM8K's train.jsonl",
+)
 def test_the_data_set_agrees_with_itself() -> None:
-    lines = (Path(os.environ["AREAL_LITE_GSM8K"]) / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(os.environ["AREAL_LITE_GSM8K"]) / "train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     answers = [json.loads(line)["answer"] for line in lines]
     numbers = [int(answer.rpartition("####")[2].replace(",", "")) for answer in answers]
     for index, answer in enumerate(answers):
         assert gsm8k_reward(answer, answer) == 1.0
         neighbour = (index + 1) % len(answers)
-        assert gsm8k_reward(answer, answers[neighbour]) == float(numbers[index] == numbers[neighbour])
+        assert gsm8k_reward(answer, answers[neighbour]) == float(
+            numbers[index] == numbers[neighbour]
+        )

@@ -50,16 +50,43 @@ def cases(draw):
 
 
 def names(hf) -> list[str]:
-    layers = [f"decoder.layers.1.{part}".format(expert=EXPERT) for part in ARCHITECTURES[hf.model_type].layer]
-    return [*layers, "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"]
+    layers = [
+        f"decoder.layers.1.{part}".format(expert=EXPERT)
+        for part in ARCHITECTURES[hf.model_type].layer
+    ]
+    return [
+        *layers,
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.final_layernorm.weight",
+    ]
 
 
 def shape(name: str, hf) -> tuple[int, ...]:
     """Of a Hugging Face tensor."""
     width = hf.moe_intermediate_size if ".experts." in name else hf.intermediate_size
-    heads, groups, dim, hidden = hf.num_attention_heads, hf.num_key_value_heads, hf.head_dim, hf.hidden_size
-    rows = {"embed_tokens": hf.vocab_size, "lm_head": hf.vocab_size, "q_proj": heads * dim, "k_proj": groups * dim, "v_proj": groups * dim}
-    rows |= {"o_proj": hidden, "gate_proj": width, "up_proj": width, "down_proj": hidden, "gate": 5, "q_norm": dim, "k_norm": dim}
+    heads, groups, dim, hidden = (
+        hf.num_attention_heads,
+        hf.num_key_value_heads,
+        hf.head_dim,
+        hf.hidden_size,
+    )
+    rows = {
+        "embed_tokens": hf.vocab_size,
+        "lm_head": hf.vocab_size,
+        "q_proj": heads * dim,
+        "k_proj": groups * dim,
+        "v_proj": groups * dim,
+    }
+    rows |= {
+        "o_proj": hidden,
+        "gate_proj": width,
+        "up_proj": width,
+        "down_proj": hidden,
+        "gate": 5,
+        "q_norm": dim,
+        "k_norm": dim,
+    }
     columns = {"o_proj": heads * dim, "down_proj": width}
     module, kind = name.split(".")[-2:]
     if kind == "bias" or "norm" in module:
@@ -108,9 +135,13 @@ def test_parts_are_as_megatron_wants_them_and_give_the_same_bits_back(case, rand
             assert torch.equal(shards[-1], expected(plan, tensors, hf, rank, ranks)), name
             read += sum(f.read for f in files)
         size = sum(t.numel() for t in tensors)
-        assert read == (size * ranks if plan.replicated else size), name  # nothing is read that the rank does not hold
+        assert read == (size * ranks if plan.replicated else size), (
+            name
+        )  # nothing is read that the rank does not hold
         back = plan.join(hf, shards[:1] if plan.replicated else shards)
-        assert len(back) == len(tensors) and all(torch.equal(a, b) for a, b in zip(back, tensors)), name
+        assert len(back) == len(tensors) and all(
+            torch.equal(a, b) for a, b in zip(back, tensors)
+        ), name
 
 
 def test_names_count_over_the_whole_model():
@@ -119,15 +150,25 @@ def test_names_count_over_the_whole_model():
         "model.layers.11.mlp.experts.7.gate_proj.weight",
         "model.layers.11.mlp.experts.7.up_proj.weight",
     )
-    assert layout("decoder.layers.0.mlp.router.weight", hf).names == ("model.layers.0.mlp.gate.weight",)
-    assert layout("output_layer.weight", hf).names == ("model.embed_tokens.weight",)  # the last pipeline stage's copy
+    assert layout("decoder.layers.0.mlp.router.weight", hf).names == (
+        "model.layers.0.mlp.gate.weight",
+    )
+    assert layout("output_layer.weight", hf).names == (
+        "model.embed_tokens.weight",
+    )  # the last pipeline stage's copy
     hf.tie_word_embeddings = False
     assert layout("output_layer.weight", hf).names == ("lm_head.weight",)
 
 
 def test_one_rank_copies_only_what_is_interleaved():
     hf = AutoConfig.for_model(
-        "qwen3", vocab_size=7, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=6
+        "qwen3",
+        vocab_size=7,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=6,
     )
     for name in names(hf):
         plan = layout(name, hf)
@@ -139,13 +180,22 @@ def test_one_rank_copies_only_what_is_interleaved():
 
 def test_shapes_that_do_not_fit_are_refused():
     hf = AutoConfig.for_model("qwen3", vocab_size=10, hidden_size=16)
-    with pytest.raises(ValueError, match="model.embed_tokens.weight has 12 rows, but config.json says vocab_size=10"):
+    with pytest.raises(
+        ValueError,
+        match="model.embed_tokens.weight has 12 rows, but config.json says vocab_size=10",
+    ):
         layout("embedding.word_embeddings.weight", hf).shard(hf, [File(torch.zeros(12, 16))], 0, 2)
-    with pytest.raises(ValueError, match="15 rows or columns cannot be split over 2 tensor-parallel ranks"):
-        layout("decoder.layers.0.mlp.linear_fc2.weight", hf).shard(hf, [File(torch.zeros(16, 15))], 0, 2)
+    with pytest.raises(
+        ValueError, match="15 rows or columns cannot be split over 2 tensor-parallel ranks"
+    ):
+        layout("decoder.layers.0.mlp.linear_fc2.weight", hf).shard(
+            hf, [File(torch.zeros(16, 15))], 0, 2
+        )
 
 
-@pytest.mark.parametrize("vocab, ranks, rows", [(98, 1, 98), (98, 2, 98), (97, 2, 98), (97, 4, 100), (3, 4, 4)])
+@pytest.mark.parametrize(
+    "vocab, ranks, rows", [(98, 1, 98), (98, 2, 98), (97, 2, 98), (97, 4, 100), (3, 4, 4)]
+)
 def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(vocab, ranks, rows):
     assert padded_vocab(AutoConfig.for_model("llama", vocab_size=vocab), ranks) == rows
 

@@ -17,7 +17,14 @@ TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=
 @pytest.mark.parametrize("architecture", make_model.ARCHITECTURES)
 def test_each_architecture_is_one_that_the_trainer_takes(tmp_path, architecture):
     out = tmp_path / "model"
-    make_model.run(MakeModelConfig(out=str(out), architecture=architecture, tie_embeddings=architecture != "qwen3_moe", **TINY))
+    make_model.run(
+        MakeModelConfig(
+            out=str(out),
+            architecture=architecture,
+            tie_embeddings=architecture != "qwen3_moe",
+            **TINY,
+        )
+    )
     hf = AutoConfig.from_pretrained(out)
     assert hf.model_type == architecture
     check_supported(hf, 2)
@@ -33,11 +40,22 @@ def test_each_architecture_is_one_that_the_trainer_takes(tmp_path, architecture)
 def test_the_default_is_a_qwen3_with_gpt2_residuals(tmp_path):
     make_model.run(MakeModelConfig(out=str(tmp_path / "model"), seed=3, **TINY))
     made = load_file(tmp_path / "model" / "model.safetensors")
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    sizes = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
     torch.manual_seed(3)
     expected = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(made["model.embed_tokens.weight"]), tie_word_embeddings=True, initializer_range=0.09, pad_token_id=0, **sizes
+            vocab_size=len(made["model.embed_tokens.weight"]),
+            tie_word_embeddings=True,
+            initializer_range=0.09,
+            pad_token_id=0,
+            **sizes,
         )
     ).state_dict()
     for name, tensor in made.items():

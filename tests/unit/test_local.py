@@ -19,7 +19,9 @@ def pool(tmp_path) -> ServerPool:
 
 
 def trained(folder, steps: int) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step + 1}) + "\n" for step in range(steps)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step + 1}) + "\n" for step in range(steps))
+    )
 
 
 def test_without_servers_training_ends(pool, tmp_path) -> None:

@@ -16,7 +16,9 @@ from areal_lite.trainer.logprobs import lm_logprobs
 WIDTH, VOCAB = 8, 41
 
 
-def reference(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
+def reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int
+) -> tuple[Tensor, Tensor]:
     logp = (hidden @ weight[:vocab].t() / temperature).log_softmax(-1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
@@ -24,7 +26,14 @@ def reference(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: floa
 class Example:
     """Random inputs of `dtype`, the same numbers in float64 for the reference, and what makes a scalar of the two results."""
 
-    def __init__(self, tokens: int, vocab: int = VOCAB, dtype: torch.dtype = torch.float32, padding: int = 0, seed: int = 0):
+    def __init__(
+        self,
+        tokens: int,
+        vocab: int = VOCAB,
+        dtype: torch.dtype = torch.float32,
+        padding: int = 0,
+        seed: int = 0,
+    ):
         g = torch.Generator().manual_seed(seed)
         self.vocab = vocab
         self.hidden = torch.randn(tokens, WIDTH, generator=g).to(dtype).requires_grad_()
@@ -33,14 +42,23 @@ class Example:
         self.exact = [x.detach().double().requires_grad_() for x in (self.hidden, self.weight)]
         self.weights = torch.randn(2, tokens, generator=g).double()
 
-    def scalar(self, results: tuple[Tensor, Tensor], use: tuple[bool, bool] = (True, True)) -> Tensor:
+    def scalar(
+        self, results: tuple[Tensor, Tensor], use: tuple[bool, bool] = (True, True)
+    ) -> Tensor:
         return sum((w * r).sum() for w, r, wanted in zip(self.weights, results, use) if wanted)
 
     def compare(
-        self, tolerance: float, gradient: float | None = None, temperature: float = 1.0, use: tuple[bool, bool] = (True, True), **options
+        self,
+        tolerance: float,
+        gradient: float | None = None,
+        temperature: float = 1.0,
+        use: tuple[bool, bool] = (True, True),
+        **options,
     ):
         """Values and gradients are those of float64."""
-        got = lm_logprobs(self.hidden, self.weight, self.targets, temperature, vocab_size=self.vocab, **options)
+        got = lm_logprobs(
+            self.hidden, self.weight, self.targets, temperature, vocab_size=self.vocab, **options
+        )
         want = reference(*self.exact, self.targets, temperature, self.vocab)
         for a, b in zip(got, want):
             assert torch.allclose(a.double(), b, atol=tolerance, rtol=tolerance)
@@ -48,17 +66,34 @@ class Example:
         self.scalar(want, use).backward()
         for mine, exact in zip((self.hidden, self.weight), self.exact):
             assert mine.grad.dtype == mine.dtype
-            assert torch.allclose(mine.grad.double(), exact.grad, atol=gradient or tolerance, rtol=gradient or tolerance)
+            assert torch.allclose(
+                mine.grad.double(),
+                exact.grad,
+                atol=gradient or tolerance,
+                rtol=gradient or tolerance,
+            )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 9), st.sampled_from((1.0, 0.7, 2.5)), st.booleans(), st.data())
+@given(
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.integers(0, 9),
+    st.sampled_from((1.0, 0.7, 2.5)),
+    st.booleans(),
+    st.data(),
+)
 def test_values_and_gradients_match_float64(tokens, vocab, padding, temperature, kept, data):
     """Any number of tokens, any chunk, with and without padding of the vocabulary, logits kept or computed again."""
     chunk = data.draw(st.integers(1, tokens + 1))
-    kept_before, module.KEPT = module.KEPT, module.KEPT if kept else data.draw(st.integers(0, tokens * vocab))
+    kept_before, module.KEPT = (
+        module.KEPT,
+        module.KEPT if kept else data.draw(st.integers(0, tokens * vocab)),
+    )
     try:
-        Example(tokens, vocab, padding=padding, seed=data.draw(st.integers(0, 99))).compare(1e-5, 3e-5, temperature, chunk=chunk)
+        Example(tokens, vocab, padding=padding, seed=data.draw(st.integers(0, 99))).compare(
+            1e-5, 3e-5, temperature, chunk=chunk
+        )
     finally:
         module.KEPT = kept_before
 
@@ -68,7 +103,9 @@ def test_gradients_match_finite_differences(monkeypatch, kept):
     monkeypatch.setattr(module, "KEPT", kept)
     x = Example(7, 9, torch.float64, padding=2)
     assert torch.autograd.gradcheck(
-        lambda h, w: lm_logprobs(h, w, x.targets, 0.7, vocab_size=x.vocab, chunk=3), (x.hidden, x.weight), nondet_tol=1e-12
+        lambda h, w: lm_logprobs(h, w, x.targets, 0.7, vocab_size=x.vocab, chunk=3),
+        (x.hidden, x.weight),
+        nondet_tol=1e-12,
     )
 
 
@@ -97,13 +134,20 @@ def test_padding_is_never_predicted_and_gets_no_gradient():
     x.weight.data[7:] = 100.0
     x.targets[0] = 8
     logprob, entropy = lm_logprobs(x.hidden, x.weight, x.targets, vocab_size=7)
-    assert logprob[0] == -math.inf and logprob[1:].isfinite().all() and (entropy <= math.log(7) + 1e-5).all()
+    assert (
+        logprob[0] == -math.inf
+        and logprob[1:].isfinite().all()
+        and (entropy <= math.log(7) + 1e-5).all()
+    )
     (logprob[1:].sum() + entropy.sum()).backward()
     assert (x.weight.grad[7:] == 0).all() and x.weight.grad[:7].any()
 
 
 def test_huge_logits_stay_finite():
-    hidden, weight = torch.tensor([[1e4], [0.0]], requires_grad=True), torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
+    hidden, weight = (
+        torch.tensor([[1e4], [0.0]], requires_grad=True),
+        torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True),
+    )
     logprob, entropy = lm_logprobs(hidden, weight, torch.tensor([2, 1]))
     assert logprob.tolist() == pytest.approx([-2e4, -1.0986123])
     assert entropy.tolist() == pytest.approx([0.0, 1.0986123])
@@ -116,7 +160,11 @@ def test_the_gradient_goes_to_megatrons_buffer_once(tied):
     """Megatron's hook adds `grad` to `main_grad` unless told that it is there already; for tied weights it adds what others contribute."""
     x = Example(9)
     expected = torch.autograd.grad(lm_logprobs(x.hidden, x.weight, x.targets)[0].sum(), x.weight)[0]
-    x.weight.main_grad, x.weight.grad_added_to_main_grad, x.weight.zero_out_wgrad = torch.ones_like(x.weight), False, tied
+    x.weight.main_grad, x.weight.grad_added_to_main_grad, x.weight.zero_out_wgrad = (
+        torch.ones_like(x.weight),
+        False,
+        tied,
+    )
     loss = lm_logprobs(x.hidden, x.weight, x.targets, chunk=4)[0].sum()
     (loss + (x.weight[0].sum() if tied else 0)).backward()
     assert x.weight.grad_added_to_main_grad

@@ -39,21 +39,44 @@ def test_each_substitution_matches_as_often_as_it_says(substitution):
 def test_adapted_modules_compile_and_keep_no_cuda(module):
     adapted = adapt(module, source_of(module), ALL)
     compile(adapted, module, "exec")
-    assert not [s.name for s in CPU_SUBSTITUTIONS if module in s.counts and re.search(s.pattern, adapted)]
+    assert not [
+        s.name for s in CPU_SUBSTITUTIONS if module in s.counts and re.search(s.pattern, adapted)
+    ]
 
 
 def test_a_source_that_does_not_fit_is_refused():
     source = source_of("optimizer.clip_grads").replace("device='cuda'", "device=device", 1)
-    with pytest.raises(ImportError, match="optimizer.clip_grads: 'device literal' matches 4 times, not 5.*0.16.1"):
+    with pytest.raises(
+        ImportError, match="optimizer.clip_grads: 'device literal' matches 4 times, not 5.*0.16.1"
+    ):
         adapt("optimizer.clip_grads", source, ALL)
 
 
 def test_what_applies_where():
-    assert substitutions(cuda=True, onednn=True, transformer_engine=True, apex=False) == CHECKPOINT_FIXES
-    assert substitutions(cuda=True, onednn=True, transformer_engine=False, apex=True) == ROUTER_FIXES + CHECKPOINT_FIXES
-    assert substitutions(cuda=True, onednn=True, transformer_engine=False, apex=False) == ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
-    assert substitutions(cuda=False, onednn=False, transformer_engine=True, apex=False) == CPU_SUBSTITUTIONS + CHECKPOINT_FIXES
-    assert ALL == CPU_SUBSTITUTIONS + ONEDNN_SUBSTITUTIONS + ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=True, apex=False)
+        == CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=True)
+        == ROUTER_FIXES + CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=False)
+        == ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=False, onednn=False, transformer_engine=True, apex=False)
+        == CPU_SUBSTITUTIONS + CHECKPOINT_FIXES
+    )
+    assert (
+        ALL
+        == CPU_SUBSTITUTIONS
+        + ONEDNN_SUBSTITUTIONS
+        + ROUTER_FIXES
+        + TORCH_ADAMW_FIXES
+        + CHECKPOINT_FIXES
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")

@@ -11,12 +11,21 @@ from areal_lite.config import TrainerConfig
 from areal_lite.trainer import memory
 from areal_lite.trainer.architectures import ARCHITECTURES
 
-SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def hf_config(architecture: str, **fields):
-    return AutoConfig.for_model(architecture, **(SIZES | (EXPERTS if "moe" in architecture else {}) | fields))
+    return AutoConfig.for_model(
+        architecture, **(SIZES | (EXPERTS if "moe" in architecture else {}) | fields)
+    )
 
 
 @pytest.mark.parametrize("tied", (True, False))
@@ -31,30 +40,60 @@ def test_parameters_are_those_of_transformers(architecture, tied):
 def test_parameters_of_published_models():
     """As their safetensors indices count them."""
     llama = dict(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
     )
-    assert memory.num_parameters(AutoConfig.for_model("llama", tie_word_embeddings=False, **llama)) == 8_030_261_248
+    assert (
+        memory.num_parameters(AutoConfig.for_model("llama", tie_word_embeddings=False, **llama))
+        == 8_030_261_248
+    )
     qwen = dict(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
     )
-    assert memory.num_parameters(AutoConfig.for_model("qwen2", tie_word_embeddings=False, **qwen)) == 7_615_616_512
+    assert (
+        memory.num_parameters(AutoConfig.for_model("qwen2", tie_word_embeddings=False, **qwen))
+        == 7_615_616_512
+    )
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"pipeline_parallel": 2}, {"pipeline_parallel": 2, "virtual_pipeline": 2}, {"pipeline_parallel": 4}]
+    "layout",
+    [
+        {},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        {"pipeline_parallel": 4},
+    ],
 )
 def test_stages_add_up_to_the_model(layout):
     hf = hf_config("qwen3_moe", tie_word_embeddings=False)
     trainer = TrainerConfig(**layout)
-    stages = [sum(memory.rank_parameters(hf, trainer, stage)) for stage in range(trainer.pipeline_parallel)]
+    stages = [
+        sum(memory.rank_parameters(hf, trainer, stage))
+        for stage in range(trainer.pipeline_parallel)
+    ]
     assert sum(stages) == memory.num_parameters(hf)
 
 
 def test_a_rank_has_its_share():
     hf = hf_config("qwen3_moe", tie_word_embeddings=False)
     whole = memory.rank_parameters(hf, TrainerConfig(), 0)
-    norms, routers = (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf), 4 * 4 * 64  # whole on every rank
-    dense, experts = memory.rank_parameters(hf, TrainerConfig(tensor_parallel=2, data_parallel=2, expert_parallel=2), 0)
+    norms, routers = (
+        (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf),
+        4 * 4 * 64,
+    )  # whole on every rank
+    dense, experts = memory.rank_parameters(
+        hf, TrainerConfig(tensor_parallel=2, data_parallel=2, expert_parallel=2), 0
+    )
     # 49 rows a rank, of embedding and output layer, though there are 97 of each.
     assert dense == (whole[0] - norms - routers + 2 * 64) // 2 + norms + routers
     assert experts == whole[1] // 4
@@ -64,7 +103,12 @@ def test_states_of_a_rank():
     hf = hf_config("qwen3")
     n = memory.num_parameters(hf)
     half = memory.rank_memory(hf, TrainerConfig(data_parallel=4), 2, 0)
-    assert (half.weights, half.gradients, half.masters, half.moments) == (2 * n, 4 * n, 4 * (n // 4), 8 * (n // 4))
+    assert (half.weights, half.gradients, half.masters, half.moments) == (
+        2 * n,
+        4 * n,
+        4 * (n // 4),
+        8 * (n // 4),
+    )
     full = memory.rank_memory(hf, TrainerConfig(), 4, 0)
     assert (full.weights, full.gradients, full.masters, full.moments) == (4 * n, 4 * n, 0, 8 * n)
     assert full.total == 16 * n + full.activations + full.head
@@ -111,8 +155,19 @@ def model(tmp_path):
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    overrides = ["trainer.data_parallel=2", "trainer.minibatches=2", "trainer.steps=10", "trainer.batch_groups=8", "trainer.dtype=bfloat16"]
-    assert cli.main(["train", "--dry-run", f"model={model}", f"run_dir={tmp_path / 'run'}", *overrides]) == 0
+    overrides = [
+        "trainer.data_parallel=2",
+        "trainer.minibatches=2",
+        "trainer.steps=10",
+        "trainer.batch_groups=8",
+        "trainer.dtype=bfloat16",
+    ]
+    assert (
+        cli.main(
+            ["train", "--dry-run", f"model={model}", f"run_dir={tmp_path / 'run'}", *overrides]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert f"{memory.num_parameters(hf_config('qwen3')):,} parameters" in shown
     assert "trainer: 2 ranks" in shown

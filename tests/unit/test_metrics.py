@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from areal_lite.config import LoggerConfig
-from areal_lite.observe.metrics import STEP_KEYS, MetricsLog, append_event, read_events, read_metrics, write_json
+from areal_lite.observe.metrics import (
+    STEP_KEYS,
+    MetricsLog,
+    append_event,
+    read_events,
+    read_metrics,
+    write_json,
+)
 
 RECORD = dict.fromkeys(STEP_KEYS, 0)
 
@@ -43,7 +50,14 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_non_finite_ones_null(tmp_pat
         raise AssertionError(f"{constant} is not JSON")
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    expected = {"loss": 1.5, "tokens": 7, "grad_norm": None, "ess": None, "behave_kl": None, "extra": [1.0, None, {"a": [1.0, None]}]}
+    expected = {
+        "loss": 1.5,
+        "tokens": 7,
+        "grad_norm": None,
+        "ess": None,
+        "behave_kl": None,
+        "extra": [1.0, None, {"a": [1.0, None]}],
+    }
     assert {key: line[key] for key in values} == expected
     assert type(line["tokens"]) is int
 
@@ -111,7 +125,9 @@ log.log(dict.fromkeys(STEP_KEYS, 0))
 log.close()
 print([name for name in ("wandb", "torch") if name in sys.modules])
 """
-    output = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "[]"
 
 

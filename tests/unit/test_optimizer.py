@@ -14,7 +14,9 @@ LR, LEAST, WARMUP, UPDATES, DECAY = 3e-3, 1e-4, 5, 40, 12
 
 
 def scheduler(schedule: str, **overrides):
-    settings = dict(steps=20, minibatches=2, lr=LR, min_lr=LEAST, lr_warmup_steps=WARMUP, lr_decay_steps=DECAY)
+    settings = dict(
+        steps=20, minibatches=2, lr=LR, min_lr=LEAST, lr_warmup_steps=WARMUP, lr_decay_steps=DECAY
+    )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     return build_scheduler(TrainerConfig(lr_schedule=schedule, **(settings | overrides)), optimizer)
 
@@ -36,7 +38,9 @@ def closed_form(schedule: str, k: int) -> float:
     if schedule == "wsd":
         return LEAST + (LR - LEAST) * min(1.0, (UPDATES - k) / DECAY)
     gone = (k - WARMUP) / (UPDATES - WARMUP)
-    return LEAST + (LR - LEAST) * (1 - gone if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * gone)))
+    return LEAST + (LR - LEAST) * (
+        1 - gone if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * gone))
+    )
 
 
 @pytest.mark.parametrize("schedule", ("constant", "linear", "cosine", "wsd"))

@@ -34,7 +34,9 @@ def batch_of(lengths: list[int]) -> TrainBatch:
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9), st.integers(1, 4))
-def test_each_sequence_is_in_exactly_one_bin_under_the_budget(lengths, budget, crossover, at_least, multiple):
+def test_each_sequence_is_in_exactly_one_bin_under_the_budget(
+    lengths, budget, crossover, at_least, multiple
+):
     bins = pack(lengths, budget, crossover=crossover, at_least=at_least, multiple=multiple)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     for members in bins:
@@ -55,7 +57,10 @@ def test_bins_are_few(lengths, budget, crossover):
 @given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9))
 def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossover, at_least):
     """No bin gets cheaper by giving its shortest sequence to a bin that had room for one more."""
-    bins = [[lengths[i] for i in members] for members in pack(lengths, budget, crossover=crossover, at_least=at_least)]
+    bins = [
+        [lengths[i] for i in members]
+        for members in pack(lengths, budget, crossover=crossover, at_least=at_least)
+    ]
     cost = [sum(n + n * n / crossover for n in members) for members in bins]
     for mine, members in zip(cost, bins):
         if sum(members) > budget:
@@ -72,7 +77,10 @@ def test_packing_is_a_function_of_the_lengths(lengths, budget, random):
     """The same lengths give the same bins; in another order, bins of the same lengths."""
     assert pack(lengths, budget) == pack(np.array(lengths), budget)
     shuffled = random.sample(lengths, len(lengths))
-    first, second = ([[values[i] for i in members] for members in pack(values, budget)] for values in (lengths, shuffled))
+    first, second = (
+        [[values[i] for i in members] for members in pack(values, budget)]
+        for values in (lengths, shuffled)
+    )
     assert first == second
 
 
@@ -101,13 +109,26 @@ def test_a_budget_that_holds_nothing_is_refused():
 
 def test_the_crossover_of_a_published_model():
     """Qwen3-0.6B, by hand: attention takes 2 L x 2048 operations per token; the matrices 2 x 15,728,640."""
-    from megatron.core.transformer import TransformerConfig  # after areal_lite.trainer, which prepares it
+    from megatron.core.transformer import (
+        TransformerConfig,
+    )  # after areal_lite.trainer, which prepares it
 
-    shape = dict(hidden_size=1024, num_attention_heads=16, num_query_groups=8, kv_channels=128, ffn_hidden_size=3072)
+    shape = dict(
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=3072,
+    )
     dense = TransformerConfig(num_layers=1, gated_linear_unit=True, **shape)
     assert attention_crossover(dense) == 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072) / 2048
     experts = TransformerConfig(
-        num_layers=1, gated_linear_unit=True, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=768, **shape
+        num_layers=1,
+        gated_linear_unit=True,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=768,
+        **shape,
     )
     assert attention_crossover(experts) == 1024 * (2 * 2048 + 2 * 1024 + 2 * 3 * 768) / 2048
 
@@ -119,7 +140,9 @@ def test_microbatches_partition_the_batch(lengths, budget):
     microbatches = make_microbatches(batch, budget)
     assert sorted(torch.cat([m.where for m in microbatches]).tolist()) == list(range(sum(lengths)))
     for m in microbatches:
-        assert {t.dtype for t in (m.tokens, m.position_ids, m.where)} == {torch.int64} and m.cu_seqlens.dtype == torch.int32
+        assert {t.dtype for t in (m.tokens, m.position_ids, m.where)} == {
+            torch.int64
+        } and m.cu_seqlens.dtype == torch.int32
         assert np.array_equal(batch.tokens[m.where.numpy()], m.tokens.numpy())
         assert m.max_seqlen == int(m.cu_seqlens.diff().max())
         for start, end in zip(m.cu_seqlens[:-1].tolist(), m.cu_seqlens[1:].tolist()):

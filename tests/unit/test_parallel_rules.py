@@ -9,10 +9,22 @@ from areal_lite.validate import _trainer
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (dict(sequence_parallel=True), "trainer.sequence_parallel=true .* set trainer.tensor_parallel to 2"),
-        (dict(virtual_pipeline=2), "trainer.virtual_pipeline=2 .* set trainer.pipeline_parallel to 2"),
-        (dict(expert_parallel=2), "trainer.expert_parallel=2 does not divide trainer.tensor_parallel=1"),
-        (dict(expert_parallel=8, data_parallel=2, tensor_parallel=2), "trainer.expert_parallel=8 does not divide"),
+        (
+            dict(sequence_parallel=True),
+            "trainer.sequence_parallel=true .* set trainer.tensor_parallel to 2",
+        ),
+        (
+            dict(virtual_pipeline=2),
+            "trainer.virtual_pipeline=2 .* set trainer.pipeline_parallel to 2",
+        ),
+        (
+            dict(expert_parallel=2),
+            "trainer.expert_parallel=2 does not divide trainer.tensor_parallel=1",
+        ),
+        (
+            dict(expert_parallel=8, data_parallel=2, tensor_parallel=2),
+            "trainer.expert_parallel=8 does not divide",
+        ),
     ],
 )
 def test_refused(layout, message):
@@ -21,7 +33,14 @@ def test_refused(layout, message):
 
 
 def test_accepted():
-    layout = dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=3, context_parallel=2, data_parallel=2)
+    layout = dict(
+        tensor_parallel=2,
+        sequence_parallel=True,
+        pipeline_parallel=2,
+        virtual_pipeline=3,
+        context_parallel=2,
+        data_parallel=2,
+    )
     config = TrainerConfig(**layout, expert_parallel=8)
     _trainer(config)
     assert config.world_size == 16

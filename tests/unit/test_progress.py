@@ -20,7 +20,9 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_as_documented():
-    line = progress_line("step", 12, 60, 32.5, {"reward": 0.71, "staleness": 1.2, "tok_per_s": 4100, "eval": None})
+    line = progress_line(
+        "step", 12, 60, 32.5, {"reward": 0.71, "staleness": 1.2, "tok_per_s": 4100, "eval": None}
+    )
     assert line == "step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10"
 
 
@@ -36,14 +38,33 @@ def test_no_eta_before_the_first_and_none_after_the_last():
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0, "0"), (0.71, "0.71"), (1.2, "1.2"), (1.0, "1"), (0.0004, "0.0004"), (-0.0004, "-0.0004"), (12.346, "12.35"), (340.4, "340")]
-    + [(4100, "4.1k"), (2000, "2k"), (-2500, "-2.5k"), (3.94e6, "3.9M"), (2e9, "2G"), ("12 ms", "12 ms"), (True, "True")],
+    [
+        (0, "0"),
+        (0.71, "0.71"),
+        (1.2, "1.2"),
+        (1.0, "1"),
+        (0.0004, "0.0004"),
+        (-0.0004, "-0.0004"),
+        (12.346, "12.35"),
+        (340.4, "340"),
+    ]
+    + [
+        (4100, "4.1k"),
+        (2000, "2k"),
+        (-2500, "-2.5k"),
+        (3.94e6, "3.9M"),
+        (2e9, "2G"),
+        ("12 ms", "12 ms"),
+        (True, "True"),
+    ],
 )
 def test_short_numbers(value, text):
     assert short(value) == text
 
 
-@pytest.mark.parametrize("seconds, text", [(0, "0:00"), (59.6, "1:00"), (130, "2:10"), (3725, "1:02:05")])
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0:00"), (59.6, "1:00"), (130, "2:10"), (3725, "1:02:05")]
+)
 def test_durations(seconds, text):
     assert duration(seconds) == text
 
@@ -56,7 +77,9 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_the_last():
         progress.update(done)
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split(" · ")[0] for line in lines] == [f"step {n}/100" for n in (1, 21, 41, 61, 81, 100)]
+    assert [line.split(" · ")[0] for line in lines] == [
+        f"step {n}/100" for n in (1, 21, 41, 61, 81, 100)
+    ]
     assert lines[1].endswith("ETA 0:40")  # 21 steps took 10.5 s, 79 are left
     assert lines[-1].endswith("took 0:50")
 

@@ -49,7 +49,11 @@ def test_addition_is_unbounded_reproducible_and_held_out(model: Path) -> None:
     problem = addition.make_problem("train", 10**9, seed=3)
     assert (prompt.text, prompt.answer) == (addition.prompt(problem), addition.answer(problem))
     assert Tokenizer(model).decode(prompt.tokens) == prompt.text
-    assert prompt == load_prompts(DataConfig(seed=3), model, "train")[10**9] != load_prompts(DataConfig(seed=4), model, "train")[10**9]
+    assert (
+        prompt
+        == load_prompts(DataConfig(seed=3), model, "train")[10**9]
+        != load_prompts(DataConfig(seed=4), model, "train")[10**9]
+    )
     held_out = load_prompts(DataConfig(seed=3), model, "eval")[5]
     assert held_out == load_prompts(DataConfig(seed=4), model, "eval")[5]
     assert held_out.text == addition.prompt(addition.make_problem("test", 5))
@@ -58,20 +62,35 @@ def test_addition_is_unbounded_reproducible_and_held_out(model: Path) -> None:
 def test_jsonl_with_and_without_chat(model: Path, tmp_path: Path) -> None:
     plain = load_prompts(jsonl(tmp_path, ROWS, chat=False), model, "train")
     assert len(plain) == plain.num_prompts == 5
-    assert (plain[2].prompt_id, plain[2].text, plain[2].answer) == ("data.jsonl:3", "What is 2 + 2?", "#### 4")
+    assert (plain[2].prompt_id, plain[2].text, plain[2].answer) == (
+        "data.jsonl:3",
+        "What is 2 + 2?",
+        "#### 4",
+    )
     chat = load_prompts(jsonl(tmp_path, ROWS, system_prompt="Be brief."), model, "train")
     assert chat[2].text == "<bos>system: Be brief.\nuser: What is 2 + 2?\nassistant: "
-    assert Tokenizer(model).decode(chat[2].tokens) == chat[2].text.removeprefix("<bos>")  # one token, and a special one
+    assert Tokenizer(model).decode(chat[2].tokens) == chat[2].text.removeprefix(
+        "<bos>"
+    )  # one token, and a special one
     assert len(chat[2].tokens) == len(chat[2].text) - len("<bos>") + 1
 
 
 def test_a_prompt_may_be_a_conversation_and_an_answer_a_number(model: Path, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "2+2"}]
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "2+2"},
+    ]
     own_system = [{"role": "system", "content": "Count."}, turns[0]]
     rows = [{"messages": turns, "gold": 4}, {"messages": own_system, "gold": 0.5}]
-    config = jsonl(tmp_path, rows, prompt_key="messages", answer_key="gold", system_prompt="Be brief.")
+    config = jsonl(
+        tmp_path, rows, prompt_key="messages", answer_key="gold", system_prompt="Be brief."
+    )
     prompts = load_prompts(config, model, "train")
-    assert prompts[0].text == "<bos>system: Be brief.\nuser: Hi\nassistant: Yes?\nuser: 2+2\nassistant: "
+    assert (
+        prompts[0].text
+        == "<bos>system: Be brief.\nuser: Hi\nassistant: Yes?\nuser: 2+2\nassistant: "
+    )
     assert prompts[1].text == "<bos>system: Count.\nuser: Hi\nassistant: "
     assert [prompts[0].answer, prompts[1].answer] == ["4", "0.5"]
 
@@ -80,14 +99,18 @@ def test_chat_is_what_transformers_makes_of_it(model: Path) -> None:
     from transformers import AutoTokenizer
 
     messages = [{"role": "user", "content": "a <eos> b"}]
-    reference = AutoTokenizer.from_pretrained(model).apply_chat_template(messages, add_generation_prompt=True)
+    reference = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        messages, add_generation_prompt=True
+    )
     assert Tokenizer(model).chat(messages) == reference["input_ids"]
 
 
 def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, caplog) -> None:
     rows = [ROWS[0], {"question": "x" * 15, "answer": "1"}, ROWS[2]]
     with caplog.at_level(logging.WARNING):
-        prompts = load_prompts(jsonl(tmp_path, rows, chat=False, max_prompt_tokens=14), model, "train")
+        prompts = load_prompts(
+            jsonl(tmp_path, rows, chat=False, max_prompt_tokens=14), model, "train"
+        )
     assert [p.prompt_id for p in prompts] == ["data.jsonl:1", "data.jsonl:3"]
     assert prompts.num_too_long == 1
     assert "left out 1 of 3 prompts" in caplog.text and "the longest has 15" in caplog.text
@@ -100,13 +123,25 @@ def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, 
     [
         ("{not json", r"data\.jsonl:2: not JSON"),
         ("[1, 2]", r"data\.jsonl:2: a list, not an object"),
-        ('{"prompt": "1+1", "answer": "2"}', r"data\.jsonl:2: no 'question' among its keys \['answer', 'prompt'\]"),
+        (
+            '{"prompt": "1+1", "answer": "2"}',
+            r"data\.jsonl:2: no 'question' among its keys \['answer', 'prompt'\]",
+        ),
         ('{"question": "1+1"}', r"data\.jsonl:2: no 'answer'"),
-        ('{"question": 11, "answer": "2"}', r"data\.jsonl:2: 'question' must be a string or a list of messages"),
+        (
+            '{"question": 11, "answer": "2"}',
+            r"data\.jsonl:2: 'question' must be a string or a list of messages",
+        ),
         ('{"question": [{"role": "user"}], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
         ('{"question": [], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
-        ('{"question": "1+1", "answer": null}', r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not NoneType"),
-        ('{"question": "1+1", "answer": true}', r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not bool"),
+        (
+            '{"question": "1+1", "answer": null}',
+            r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not NoneType",
+        ),
+        (
+            '{"question": "1+1", "answer": true}',
+            r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not bool",
+        ),
     ],
 )
 def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, complaint: str) -> None:
@@ -123,12 +158,24 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
         (DataConfig(source="csv"), "train", "data.source=csv"),
         (DataConfig(source="jsonl"), "train", "needs data.path"),
         (jsonl(tmp_path, ROWS), "eval", "needs data.eval_path"),
-        (DataConfig(source="jsonl", path="nowhere.jsonl"), "train", "data.path=nowhere.jsonl is not a file"),
+        (
+            DataConfig(source="jsonl", path="nowhere.jsonl"),
+            "train",
+            "data.path=nowhere.jsonl is not a file",
+        ),
         (DataConfig(source="hf"), "train", "needs data.path"),
-        (DataConfig(source="hf", path=str(tmp_path), split="validation"), "train", r"no validation\*\.jsonl"),
+        (
+            DataConfig(source="hf", path=str(tmp_path), split="validation"),
+            "train",
+            r"no validation\*\.jsonl",
+        ),
         (DataConfig(max_digits=99), "train", "max_digits"),
         (jsonl(tmp_path, ROWS), "test", "split must be"),
-        (jsonl(tmp_path, messages, "messages.jsonl", chat=False), "train", "data.chat=false cannot take"),
+        (
+            jsonl(tmp_path, messages, "messages.jsonl", chat=False),
+            "train",
+            "data.chat=false cannot take",
+        ),
         (jsonl(tmp_path, [], "empty.jsonl"), "train", "has no rows"),
     ]
     for config, split, complaint in cases:
@@ -138,18 +185,28 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
 
 def test_folders_as_the_hub_lays_them_out(model: Path, tmp_path: Path) -> None:
     (tmp_path / "main").mkdir()
-    datasets.Dataset.from_list(ROWS[:3]).to_parquet(tmp_path / "main" / "train-00000-of-00002.parquet")
-    datasets.Dataset.from_list(ROWS[3:]).to_parquet(tmp_path / "main" / "train-00001-of-00002.parquet")
+    datasets.Dataset.from_list(ROWS[:3]).to_parquet(
+        tmp_path / "main" / "train-00000-of-00002.parquet"
+    )
+    datasets.Dataset.from_list(ROWS[3:]).to_parquet(
+        tmp_path / "main" / "train-00001-of-00002.parquet"
+    )
     write(tmp_path / "main" / "test.jsonl", ROWS[:2])
     config = DataConfig(source="hf", path=str(tmp_path), name="main", chat=False)
     train, held_out = load_prompts(config, model, "train"), load_prompts(config, model, "eval")
     assert [p.text for p in train] == [row["question"] for row in ROWS]
-    assert [train[0].prompt_id, train[3].prompt_id] == ["train-00000-of-00002.parquet:1", "train-00001-of-00002.parquet:1"]
+    assert [train[0].prompt_id, train[3].prompt_id] == [
+        "train-00000-of-00002.parquet:1",
+        "train-00001-of-00002.parquet:1",
+    ]
     assert [p.answer for p in held_out] == [row["answer"] for row in ROWS[:2]]
 
 
 def test_data_sets_saved_to_disk(model: Path, tmp_path: Path) -> None:
-    splits = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[:2]),
+    }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
     splits["train"].save_to_disk(tmp_path / "one")
     both = DataConfig(source="hf", path=str(tmp_path / "both"), chat=False)
@@ -158,7 +215,9 @@ def test_data_sets_saved_to_disk(model: Path, tmp_path: Path) -> None:
     assert len(load_prompts(both, model, "eval")) == 2
     assert load_prompts(one, model, "train")[4].prompt_id == "train:5"
     with pytest.raises(ValueError, match="no split 'validation'"):
-        load_prompts(DataConfig(source="hf", path=str(tmp_path / "both"), split="validation"), model, "train")
+        load_prompts(
+            DataConfig(source="hf", path=str(tmp_path / "both"), split="validation"), model, "train"
+        )
 
 
 def test_eos_ids_come_from_generation_config_and_tokenizer(model: Path, tmp_path: Path) -> None:
@@ -198,4 +257,6 @@ def test_prompts_need_no_torch(model: Path, tmp_path: Path) -> None:
         "import areal_lite.data.sampler, areal_lite.rewards.pool;"
         f"load_prompts({config}, {str(model)!r}, 'train')[0]; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+    )

@@ -67,7 +67,11 @@ def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
     with _Paused(group, "in_place", group.report, 5):
         group.post("/begin_weight_update", {})
     assert group.servers == [good.info] and group.report.failed == ["bad"]
-    assert good.calls == {"/pause_generation": 1, "/begin_weight_update": 1, "/continue_generation": 1}
+    assert good.calls == {
+        "/pause_generation": 1,
+        "/begin_weight_update": 1,
+        "/continue_generation": 1,
+    }
     assert bad.calls["/continue_generation"] == 0, "its weights may be half new: it must not go on"
 
 
@@ -110,11 +114,18 @@ def test_post_ignores_proxies_and_reports_a_dead_server(answers, monkeypatch):
 
 
 def test_flush_only_when_nothing_runs_on_the_old_cache():
-    assert [_Paused(None, mode, PushReport(1), 5).flush_cache for mode in ("in_place", "retract", "abort", "none")] == [False, True, True, True]
+    assert [
+        _Paused(None, mode, PushReport(1), 5).flush_cache
+        for mode in ("in_place", "retract", "abort", "none")
+    ] == [False, True, True, True]
 
 
 def test_last_bucket_is_marked():
-    assert [last for _, last in _with_last([[("a", None)], [("b", None)], [("c", None)]])] == [False, False, True]
+    assert [last for _, last in _with_last([[("a", None)], [("b", None)], [("c", None)]])] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_weight_folder_touches_nothing_but_its_own(tmp_path):

@@ -10,7 +10,9 @@ from areal_lite.buffer.stats import batch_stats
 from areal_lite.trajectory import Group, Trajectory
 
 
-def group(group_id: int, *completions: list[int], rewards: list[float] | None = None, finish: str = "stop") -> Group:
+def group(
+    group_id: int, *completions: list[int], rewards: list[float] | None = None, finish: str = "stop"
+) -> Group:
     """One trajectory per list of versions; two prompt tokens each."""
     trajectories = []
     for member, versions in enumerate(completions):
@@ -43,7 +45,12 @@ def test_mask_hides_only_overdue_sampled_tokens_and_only_in_the_batch() -> None:
     deal = queue.take(1, 4, 1)
     (shard,) = deal.shards
     assert deal.masked_tokens == 3
-    assert shard.loss_mask.tolist() == [False, False, False, False, False, True] + [False, False, True, True]
+    assert shard.loss_mask.tolist() == [False, False, False, False, False, True] + [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert shard.versions.tolist() == [-1, -1, 0, 0, 1, 2, -1, -1, 3, 3]
     assert first.trajectories[0].loss_mask.tolist() == [False, False, True, True, True, True]
 
@@ -71,7 +78,9 @@ def test_shards_share_out_all_groups() -> None:
         queue.put(group(i, [0] * (i + 1), [0]))
     deal = queue.take(6, 0, 3)
     ids = [set(shard.group_ids.tolist()) for shard in deal.shards]
-    assert sorted(i for shard in ids for i in shard) == list(range(6)) and all(len(shard) == 2 for shard in ids)
+    assert sorted(i for shard in ids for i in shard) == list(range(6)) and all(
+        len(shard) == 2 for shard in ids
+    )
 
 
 def test_an_unequal_deal_is_refused_and_loses_nothing() -> None:
@@ -89,7 +98,10 @@ def test_bad_setting_is_refused() -> None:
 
 
 def test_stats() -> None:
-    groups = [group(0, [2, 2, 3, 3], [3, 3], rewards=[1.0, 0.0]), group(1, [4, 4], [4], rewards=[0.0, 0.0], finish="length")]
+    groups = [
+        group(0, [2, 2, 3, 3], [3, 3], rewards=[1.0, 0.0]),
+        group(1, [4, 4], [4], rewards=[0.0, 0.0], finish="length"),
+    ]
     groups[0].trajectories[0].behavior_logprobs[3] = np.nan
     stats = batch_stats(groups, 5, max_staleness=3)
     assert stats == {
@@ -99,4 +111,6 @@ def test_stats() -> None:
         "trajectories": 4, "tokens": 9, "nonfinite_tokens": 1,
     }  # fmt: skip
     overdue = batch_stats(groups, 5, max_staleness=1)
-    assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), "tokens that are too old are not trained on"
+    assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
+        "tokens that are too old are not trained on"
+    )

@@ -30,7 +30,17 @@ def group(group_id: int, version: int, reward: float = 0.5) -> Group:
     """One member that began a version before it ended."""
     versions = np.array([-1, max(0, version - 1), version], np.int32)
     logprobs = np.array([0, -1, -1], np.float32)
-    one = Trajectory(group_id, f"p{group_id}", 0, np.arange(3, dtype=np.int32), versions >= 0, logprobs, versions, "stop", reward)
+    one = Trajectory(
+        group_id,
+        f"p{group_id}",
+        0,
+        np.arange(3, dtype=np.int32),
+        versions >= 0,
+        logprobs,
+        versions,
+        "stop",
+        reward,
+    )
     return Group(group_id, f"p{group_id}", 1, [one])
 
 
@@ -58,7 +68,13 @@ class Run:
     def finish(self, which: int, state: str = "finished") -> None:
         if flying := self.tickets("in_flight"):
             chosen = flying[which % len(flying)]
-            self.store.finish(group(chosen, self.version), [(None, None)], "why" if state == "filtered" else None, self.tick(), state)
+            self.store.finish(
+                group(chosen, self.version),
+                [(None, None)],
+                "why" if state == "filtered" else None,
+                self.tick(),
+                state,
+            )
 
     def filter(self, which: int) -> None:
         self.finish(which, "filtered")
@@ -83,23 +99,44 @@ class Run:
         before = {t["group_id"]: t for t in self.store.tickets()}
         recovered = self.store.recover(self.saved, self.tick())
         assert recovered.tickets == len(self.prompts) == sum(self.store.counts().values())
-        assert recovered.waiting == self.store.counts()["finished"] == len(self.store.waiting_groups())
+        assert (
+            recovered.waiting == self.store.counts()["finished"] == len(self.store.waiting_groups())
+        )
         assert recovered.filtered.total() == self.store.counts()["filtered"]
         if self.saved == self.version:  # nothing but what was in flight is lost
-            assert (recovered.drawn, recovered.put_back) == (self.sampler.drawn, self.sampler.state()["put_back"] + flying)
+            assert (recovered.drawn, recovered.put_back) == (
+                self.sampler.drawn,
+                self.sampler.state()["put_back"] + flying,
+            )
         for ticket in self.store.tickets():
             old = before[ticket["group_id"]]
-            kept = old["state"] in ("filtered", "dropped") or (old["state"] == "used" and old["step"] < self.saved)
+            kept = old["state"] in ("filtered", "dropped") or (
+                old["state"] == "used" and old["step"] < self.saved
+            )
             assert not kept or ticket == old
-            assert ticket["state"] != "in_flight" and (ticket["state"] != "used" or ticket["step"] < self.saved)
-        assert all(t["max_version"] <= self.saved for state in ("finished", "used") for t in self.store.trajectories(state))
-        lost = [t for t in self.store.tickets() if t["state"] == "dropped" and before[t["group_id"]]["state"] in ("finished", "used")]
+            assert ticket["state"] != "in_flight" and (
+                ticket["state"] != "used" or ticket["step"] < self.saved
+            )
+        assert all(
+            t["max_version"] <= self.saved
+            for state in ("finished", "used")
+            for t in self.store.trajectories(state)
+        )
+        lost = [
+            t
+            for t in self.store.tickets()
+            if t["state"] == "dropped" and before[t["group_id"]]["state"] in ("finished", "used")
+        ]
         newest = {t["group_id"]: t["max_version"] for t in self.store.trajectories("dropped")}
-        assert all(newest[t["group_id"]] > self.saved for t in lost), "a trajectory that could be used was thrown away"
+        assert all(newest[t["group_id"]] > self.saved for t in lost), (
+            "a trajectory that could be used was thrown away"
+        )
         self.version = self.saved
         self.sampler = PromptSampler(self.num_prompts, seed=3)
         self.sampler.check(recovered.draws)
-        self.sampler.restore({**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back})
+        self.sampler.restore(
+            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
+        )
 
     def check(self) -> None:
         """What was drawn is with a ticket that was not dropped, or is put back: each prompt once for each time that it was drawn."""
@@ -114,7 +151,10 @@ EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["train"] * 2 + ["filter", "drop", "sa
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60), st.sampled_from([None, 1, 5]))
+@given(
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60),
+    st.sampled_from([None, 1, 5]),
+)
 def test_any_history(events: list[tuple[str, int]], num_prompts: int | None) -> None:
     run = Run(num_prompts)
     for event, number in [*events, ("kill", 0)]:
@@ -132,12 +172,17 @@ def test_what_waits_comes_back_whole_and_in_order() -> None:
     run.store.use([3], 0)
     recovered = run.store.recover(0, run.tick())
     waiting = run.store.waiting_groups()
-    assert [g.group_id for g in waiting] == [0, 3, 5] and (recovered.tickets, recovered.waiting) == (6, 3)
+    assert [g.group_id for g in waiting] == [0, 3, 5] and (
+        recovered.tickets,
+        recovered.waiting,
+    ) == (6, 3)
     want, got = group(3, 0).trajectories[0], waiting[1].trajectories[0]
     for name in ("tokens", "loss_mask", "behavior_logprobs", "versions"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     assert (recovered.drawn, recovered.put_back) == (6, [1, 2, 4])
-    assert [t["reason"] for t in run.store.tickets() if t["state"] == "dropped"] == ["resume: was in flight"] * 3
+    assert [t["reason"] for t in run.store.tickets() if t["state"] == "dropped"] == [
+        "resume: was in flight"
+    ] * 3
 
 
 def test_another_order_of_prompts_is_noticed() -> None:
@@ -151,8 +196,15 @@ def test_another_order_of_prompts_is_noticed() -> None:
         run.admit(0)
     draws = run.store.recover(0, run.tick()).draws
     run.sampler.check(draws)
-    for other in (PromptSampler(6, seed=3), PromptSampler(5, seed=4), PromptSampler(5, seed=3, shuffle=False), PromptSampler(None)):
-        with pytest.raises(ValueError, match="cannot resume: prompt .* would be .* with num_prompts="):
+    for other in (
+        PromptSampler(6, seed=3),
+        PromptSampler(5, seed=4),
+        PromptSampler(5, seed=3, shuffle=False),
+        PromptSampler(None),
+    ):
+        with pytest.raises(
+            ValueError, match="cannot resume: prompt .* would be .* with num_prompts="
+        ):
             other.check(draws)
 
 
@@ -161,13 +213,25 @@ def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
     for group_id, index in enumerate([4, 7, 4, 9]):
         store.admit(group_id, f"p{index}", index, group_id + 1, 1, 0.0)
     for now, (group_id, reward) in enumerate([(2, 1.0), (0, 0.25), (1, 0.0)]):
-        store.finish(group(group_id, 0, reward), [(None, None)], None, float(now), "filtered" if group_id == 1 else "finished")
+        store.finish(
+            group(group_id, 0, reward),
+            [(None, None)],
+            None,
+            float(now),
+            "filtered" if group_id == 1 else "finished",
+        )
     assert list(store.rewards()) == [(4, [1.0]), (4, [0.25]), (7, [0.0])]
 
 
 def test_an_empty_store_is_a_start() -> None:
     recovered = Store(Path(":memory:")).recover(0, 0.0)
-    assert (recovered.tickets, recovered.waiting, recovered.drawn, recovered.put_back, recovered.draws) == (0, 0, 0, [], [])
+    assert (
+        recovered.tickets,
+        recovered.waiting,
+        recovered.drawn,
+        recovered.put_back,
+        recovered.draws,
+    ) == (0, 0, 0, [], [])
 
 
 def test_logs_end_where_the_run_goes_on(tmp_path) -> None:
@@ -188,15 +252,31 @@ def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "servers").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-12").mkdir(parents=True)
-    stale = ["stop", "controller.json", "openai_endpoint.json", "summary.json", "servers/server-0.json", "servers/server-0.condemned"]
-    kept = ["config.yaml", "metrics.jsonl", "trajectories.sqlite", "checkpoints/step-12/metadata.json"]
+    stale = [
+        "stop",
+        "controller.json",
+        "openai_endpoint.json",
+        "summary.json",
+        "servers/server-0.json",
+        "servers/server-0.condemned",
+    ]
+    kept = [
+        "config.yaml",
+        "metrics.jsonl",
+        "trajectories.sqlite",
+        "checkpoints/step-12/metadata.json",
+    ]
     for name in stale + kept:
         (run_dir / name).touch()
     with sole_run(run_dir):
         forget_start(run_dir)
-        assert not any((run_dir / name).exists() for name in stale) and all((run_dir / name).exists() for name in kept)
+        assert not any((run_dir / name).exists() for name in stale) and all(
+            (run_dir / name).exists() for name in kept
+        )
         code = "import sys; from pathlib import Path; from areal_lite.resume import sole_run; sole_run(Path(sys.argv[1])).__enter__()"
-        second = subprocess.run([sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True)
+        second = subprocess.run(
+            [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True
+        )
         assert second.returncode and "a run is going on there" in second.stderr.splitlines()[-1]
     with sole_run(run_dir):
         assert start_version(run_dir) == 12
@@ -222,20 +302,28 @@ def test_what_cannot_go_on_is_said_at_once(tmp_path, capsys) -> None:
     settings = {"model": tmp_path / "model", "run_dir": run_dir, "resume": "auto"}
     save_config(checked(settings), run_dir)  # nothing there yet: it just begins
     save_config(checked(settings | {"trainer.steps": 7, "eval.problems": 0}), run_dir)
-    assert (run_dir / "config-1.yaml").exists() and "steps: 7" in (run_dir / "config.yaml").read_text()
+    assert (run_dir / "config-1.yaml").exists() and "steps: 7" in (
+        run_dir / "config.yaml"
+    ).read_text()
     for other, complaint in (
         ({"model": tmp_path / "other"}, "model=.*other: the run in .* began with .*model and"),
         ({"data.seed": 9}, "data.seed=9: the run .* began with 1"),
         ({"debug": "rollout_only"}, "debug=rollout_only goes on with nothing"),
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
-        ({"buffer.replay.capacity": 8, "algo.loss": "tb", "algo.reference": "${model}"}, "buffer.replay.capacity=8: the run began with 0"),
+        (
+            {"buffer.replay.capacity": 8, "algo.loss": "tb", "algo.reference": "${model}"},
+            "buffer.replay.capacity=8: the run began with 0",
+        ),
     ):
         with pytest.raises(ValueError, match=complaint):
             checked(settings | other)
 
 
 def checked(settings: dict[str, object]) -> TrainConfig:
-    config = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.from_dotlist([f"{k}={v}" for k, v in settings.items()]))
+    config = OmegaConf.merge(
+        OmegaConf.structured(TrainConfig),
+        OmegaConf.from_dotlist([f"{k}={v}" for k, v in settings.items()]),
+    )
     validate(to_dataclass(config))
     return to_dataclass(config)

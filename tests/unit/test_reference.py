@@ -18,15 +18,31 @@ class Counting:
     def logprobs(self, batch: TrainBatch, temperature: float) -> torch.Tensor:
         parts = np.split(batch.tokens, batch.cu_seqlens[1:-1])
         self.computed.append([tuple(part.tolist()) for part in parts])
-        return torch.from_numpy(np.concatenate([-np.cumsum(np.sqrt(part + 1)) / temperature for part in parts]).astype(np.float32))
+        return torch.from_numpy(
+            np.concatenate([-np.cumsum(np.sqrt(part + 1)) / temperature for part in parts]).astype(
+                np.float32
+            )
+        )
 
 
 def batch_of(sequences: list[tuple[int, ...]]) -> TrainBatch:
     def trajectory(member: int, tokens: tuple[int, ...]) -> Trajectory:
         versions = np.array([-1, *[0] * (len(tokens) - 1)], np.int32)
-        return Trajectory(0, "p", member, np.array(tokens, np.int32), versions >= 0, np.zeros(len(tokens), np.float32), versions, "stop", 0.0)
+        return Trajectory(
+            0,
+            "p",
+            member,
+            np.array(tokens, np.int32),
+            versions >= 0,
+            np.zeros(len(tokens), np.float32),
+            versions,
+            "stop",
+            0.0,
+        )
 
-    return TrainBatch.from_trajectories([trajectory(i, tokens) for i, tokens in enumerate(sequences)])
+    return TrainBatch.from_trajectories(
+        [trajectory(i, tokens) for i, tokens in enumerate(sequences)]
+    )
 
 
 SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)

@@ -13,7 +13,9 @@ from areal_lite.observe.diversity import diversity
 from areal_lite.trajectory import Group, Trajectory
 
 
-def trajectory(group_id: int, member: int, prompt: str, completion: list[int], reward: float, version: int = 0) -> Trajectory:
+def trajectory(
+    group_id: int, member: int, prompt: str, completion: list[int], reward: float, version: int = 0
+) -> Trajectory:
     n = len(completion)
     return Trajectory(
         group_id, prompt, member, np.array([9, 9, *completion], np.int32), np.array([False] * 2 + [True] * n),
@@ -23,7 +25,10 @@ def trajectory(group_id: int, member: int, prompt: str, completion: list[int], r
 
 def group(group_id: int, prompt: str, *members: tuple[int, float]) -> Group:
     """Members are (the one token of its completion, reward)."""
-    trajectories = [trajectory(group_id, i, prompt, [token], reward, group_id) for i, (token, reward) in enumerate(members)]
+    trajectories = [
+        trajectory(group_id, i, prompt, [token], reward, group_id)
+        for i, (token, reward) in enumerate(members)
+    ]
     return Group(group_id, prompt, len(members), trajectories)
 
 
@@ -40,7 +45,11 @@ def test_it_keeps_the_newest_and_no_two_alike() -> None:
     replay.put(group(0, "a", (1, 0), (2, 0), (1, 1)))
     assert held(replay) == {"a": [2, 1]}
     replay.put(group(1, "a", (2, 0), (3, 0)))
-    assert held(replay) == {"a": [1, 2, 3]} and [t.group_id for t in next(iter(replay))] == [0, 1, 1]
+    assert held(replay) == {"a": [1, 2, 3]} and [t.group_id for t in next(iter(replay))] == [
+        0,
+        1,
+        1,
+    ]
     replay.put(group(2, "a", (4, 0), (5, 0)))
     assert held(replay) == {"a": [2, 3, 4, 5]} and replay.num_trajectories == 4
 
@@ -64,13 +73,23 @@ def test_recent_groups_are_the_newest_members_of_the_prompts_added_to_last() -> 
     for number, prompt in enumerate("abcb"):
         replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))
     deal = replay.take(2, 7, 2)
-    assert [g.prompt_id for g in deal.groups] == ["b", "c"] and len(deal.shards) == 2 and deal.masked_tokens == 0
+    assert (
+        [g.prompt_id for g in deal.groups] == ["b", "c"]
+        and len(deal.shards) == 2
+        and deal.masked_tokens == 0
+    )
     assert [[int(t.tokens[-1]) for t in g.trajectories] for g in deal.groups] == [[6, 7], [4, 5]]
     assert deal.tickets == [2, 3]
     again = replay.take(2, 7, 1)
     assert again.tickets == [], "a ticket is used up once"
-    assert [g.group_id for g in deal.groups + again.groups] == [0, 1, 2, 3], "every draw is a group of its own"
-    assert all(t.group_id == g.group_id and t.member == i for g in deal.groups for i, t in enumerate(g.trajectories))
+    assert [g.group_id for g in deal.groups + again.groups] == [0, 1, 2, 3], (
+        "every draw is a group of its own"
+    )
+    assert all(
+        t.group_id == g.group_id and t.member == i
+        for g in deal.groups
+        for i, t in enumerate(g.trajectories)
+    )
     assert next(iter(replay))[0].group_id == 0, "what is kept does not change"
 
 
@@ -100,7 +119,10 @@ def test_members_are_drawn_by_the_softmax_of_their_rewards(by: str, temperature:
     replay = buffer(size=1, recency_probability=0.0, by=by, temperature=temperature)
     replay.put(group(0, "a", *enumerate(rewards)))
     draws = 4000
-    counts = Counter(int(replay.take(1, version, 1).groups[0].trajectories[0].tokens[-1]) for version in range(draws))
+    counts = Counter(
+        int(replay.take(1, version, 1).groups[0].trajectories[0].tokens[-1])
+        for version in range(draws)
+    )
     weights = np.exp(rewards / temperature) if by == "reward" else np.ones(4)
     expected = draws * weights / weights.sum()
     assert sum((counts[i] - expected[i]) ** 2 / expected[i] for i in range(4)) < 16.3
@@ -118,11 +140,20 @@ def test_how_often_groups_are_recent() -> None:
 def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
     """Also when the content comes from the store of a run that has ended."""
     store, replay = Store(tmp_path / "s.sqlite"), buffer(recency_probability=0.5)
-    groups = [group(number, f"p{number % 3}", (number, number % 2), (100 + number, 0)) for number in range(9)]
+    groups = [
+        group(number, f"p{number % 3}", (number, number % 2), (100 + number, 0))
+        for number in range(9)
+    ]
     for g in groups:
         store.admit(g.group_id, g.prompt_id, 0, 1, 2, 0.0)
     for order, number in enumerate([0, 2, 1, 3, 5, 4, 6, 8]):  # number 7 never finishes
-        store.finish(groups[number], [(None, None)] * 2, None, float(order), "filtered" if number == 8 else "finished")
+        store.finish(
+            groups[number],
+            [(None, None)] * 2,
+            None,
+            float(order),
+            "filtered" if number == 8 else "finished",
+        )
         if number != 8:
             replay.put(groups[number])
     store.use([0, 1], 0)
@@ -133,7 +164,9 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
     assert held(rebuilt) == held(replay) and list(held(rebuilt)) == list(held(replay))
     for version in range(5):
         one, other = replay.take(2, version, 1), rebuilt.take(2, version, 1)
-        assert [bytes(f) for f in one.shards[0].to_frames()] == [bytes(f) for f in other.shards[0].to_frames()]
+        assert [bytes(f) for f in one.shards[0].to_frames()] == [
+            bytes(f) for f in other.shards[0].to_frames()
+        ]
         assert one.tickets == other.tickets and not {0, 1} & set(one.tickets)
     assert [g.group_id for g in store.used_groups(step=0)] == [0, 1]
     store.close()
@@ -141,5 +174,8 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
 
 def test_diversity() -> None:
     groups = [group(0, "a", (1, 1), (1, 1), (2, 1), (3, 0)), group(1, "b", (1, 0), (1, 0))]
-    assert diversity(g.trajectories for g in groups) == {"distinct_share": pytest.approx((3 / 4 + 1 / 2) / 2), "distinct_correct": 1.0}
+    assert diversity(g.trajectories for g in groups) == {
+        "distinct_share": pytest.approx((3 / 4 + 1 / 2) / 2),
+        "distinct_correct": 1.0,
+    }
     assert diversity([]) == {"distinct_share": 0.0, "distinct_correct": 0.0}

@@ -90,7 +90,9 @@ def bad_rewards(tmp_path, monkeypatch):
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request):
     """Run a coroutine on either event loop."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if request.param == "uvloop" else None) as runner:
+    with asyncio.Runner(
+        loop_factory=uvloop.new_event_loop if request.param == "uvloop" else None
+    ) as runner:
         yield runner.run
 
 
@@ -105,7 +107,9 @@ def test_results_belong_to_their_samples(run) -> None:
     async def main() -> None:
         async with RewardPool("bad_rewards:length", workers=2) as pool:
             texts = ["ü" * n for n in [*range(300), 300_000, 7]]
-            assert await asyncio.gather(*(pool.score(t, "") for t in texts)) == [len(t) for t in texts]
+            assert await asyncio.gather(*(pool.score(t, "") for t in texts)) == [
+                len(t) for t in texts
+            ]
             assert pool.stats.scored == len(texts) and not pool.stats.failed
 
     run(main())
@@ -149,7 +153,9 @@ def test_time_in_the_queue_is_not_execution(run) -> None:
     async def main() -> None:
         async with RewardPool("bad_rewards:act", timeout_s=0.4) as pool:
             assert await asyncio.gather(*(pool.score("nap0.1", "") for _ in range(6))) == [1.0] * 6
-            await asyncio.gather(*(pool.score("fine", "") for _ in range(300)))  # from here on samples wait in the worker's pipe
+            await asyncio.gather(
+                *(pool.score("fine", "") for _ in range(300))
+            )  # from here on samples wait in the worker's pipe
             assert await asyncio.gather(*(pool.score("nap0.1", "") for _ in range(6))) == [1.0] * 6
 
     run(main())
@@ -179,8 +185,12 @@ def test_the_loop_stays_free_and_workers_run_in_parallel(run) -> None:
     run(main())
 
 
-@pytest.mark.parametrize(("what", "reason"), [("spin", "timeout"), ("spawn", "timeout"), ("spawn and exit", "died")])
-def test_nothing_that_a_failed_function_started_is_left(run, tmp_path: Path, what: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "reason"), [("spin", "timeout"), ("spawn", "timeout"), ("spawn and exit", "died")]
+)
+def test_nothing_that_a_failed_function_started_is_left(
+    run, tmp_path: Path, what: str, reason: str
+) -> None:
     async def main() -> None:
         async with RewardPool("bad_rewards:act", timeout_s=0.4) as pool:
             assert await outcome(pool, what, str(tmp_path / "pid")) == reason
@@ -240,7 +250,10 @@ def test_a_pool_without_a_worker_says_so(run, tmp_path: Path, monkeypatch) -> No
     async def main() -> None:
         async with RewardPool("bad_rewards:act") as pool:
             flag.touch()
-            waiting = asyncio.create_task(outcome(pool, "exit")), asyncio.create_task(pool.score("fine", ""))
+            waiting = (
+                asyncio.create_task(outcome(pool, "exit")),
+                asyncio.create_task(pool.score("fine", "")),
+            )
             assert await waiting[0] == "died"
             with pytest.raises(RuntimeError, match="broken since"):
                 await waiting[1]

@@ -46,7 +46,11 @@ def test_shuffle_looks_uniform() -> None:
     keys = 4000
     counts = Counter((permuted(0, 5, f"{key}"), permuted(1, 5, f"{key}")) for key in range(keys))
     expected = keys / 20
-    assert sum((count - expected) ** 2 / expected for count in counts.values()) + expected * (20 - len(counts)) < 43.8
+    assert (
+        sum((count - expected) ** 2 / expected for count in counts.values())
+        + expected * (20 - len(counts))
+        < 43.8
+    )
 
 
 def test_a_huge_set_costs_nothing() -> None:
@@ -54,7 +58,13 @@ def test_a_huge_set_costs_nothing() -> None:
 
 
 @settings(deadline=None)
-@given(sizes, seeds, st.booleans(), st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40), st.integers(0, 40))
+@given(
+    sizes,
+    seeds,
+    st.booleans(),
+    st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40),
+    st.integers(0, 40),
+)
 def test_restored_sampler_goes_on_identically(size, seed, shuffle, actions, cut) -> None:
     """Actions: None draws; a number puts an index back. The state, through JSON, is taken after `cut` of them."""
 
@@ -71,7 +81,9 @@ def test_restored_sampler_goes_on_identically(size, seed, shuffle, actions, cut)
 
 @settings(deadline=None)
 @given(st.integers(2, 40), seeds, st.booleans(), st.data())
-def test_a_retired_prompt_never_comes_again_and_the_others_come_as_before(size: int, seed: int, shuffle: bool, data) -> None:
+def test_a_retired_prompt_never_comes_again_and_the_others_come_as_before(
+    size: int, seed: int, shuffle: bool, data
+) -> None:
     retired = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
     plain, sampler = PromptSampler(size, seed, shuffle), PromptSampler(size, seed, shuffle)
     sampler.put_back(data.draw(st.sampled_from(sorted(retired) or [0])))
@@ -79,7 +91,9 @@ def test_a_retired_prompt_never_comes_again_and_the_others_come_as_before(size: 
         sampler.retire(index)
     resumed = PromptSampler(size, seed, shuffle)
     resumed.restore(json.loads(json.dumps(sampler.state())))
-    expected = ([] if retired else [0]) + [index for index in draw(plain, 3 * size) if index not in retired]
+    expected = ([] if retired else [0]) + [
+        index for index in draw(plain, 3 * size) if index not in retired
+    ]
     assert draw(sampler, len(expected)) == draw(resumed, len(expected)) == expected
     assert not sampler.exhausted
 
@@ -108,7 +122,9 @@ def test_an_unbounded_set_is_counted_through() -> None:
     assert draw(sampler, 4) == [0, 1, 2, 3] and sampler.epoch == 0
 
 
-@pytest.mark.parametrize("other", [PromptSampler(11, 1), PromptSampler(10, 2), PromptSampler(10, 1, shuffle=False)])
+@pytest.mark.parametrize(
+    "other", [PromptSampler(11, 1), PromptSampler(10, 2), PromptSampler(10, 1, shuffle=False)]
+)
 def test_another_set_or_order_cannot_be_resumed(other: PromptSampler) -> None:
     with pytest.raises(ValueError, match="cannot resume"):
         PromptSampler(10, 1).restore(other.state())

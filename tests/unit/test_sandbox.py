@@ -19,9 +19,21 @@ from areal_lite.rewards.sandbox import Limits, Outcome, SandboxError, run_python
 HARMLESS = [
     ("print(sum(map(int, input().split())))", "1 2\n", "3\n"),
     ("import sys; print(sys.argv, __name__)", "", "['program.py'] __main__\n"),
-    ("import threading as t; x = t.Thread(target=print, args=('thread',)); x.start(); x.join()", "", "thread\n"),
-    ("open('a', 'w').write('x'); import os; os.mkdir('d'); print(sorted(os.listdir()))", "", "['a', 'd', 'program.py']\n"),
-    ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nprint(A(), 'ä')", "", "A(x=1) ä\n"),
+    (
+        "import threading as t; x = t.Thread(target=print, args=('thread',)); x.start(); x.join()",
+        "",
+        "thread\n",
+    ),
+    (
+        "open('a', 'w').write('x'); import os; os.mkdir('d'); print(sorted(os.listdir()))",
+        "",
+        "['a', 'd', 'program.py']\n",
+    ),
+    (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nprint(A(), 'ä')",
+        "",
+        "A(x=1) ä\n",
+    ),
     ("import tempfile; print(tempfile.TemporaryFile().write(b'abc'))", "", "3\n"),
     ("print('surrogate', ascii('\ud800'))", "", None),
 ]
@@ -48,7 +60,10 @@ REFUSED = {  # were they not, a test run would survive it
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "OSError"),
     "kill all": ("import os\nos.kill(-1, 0)", "OSError"),
     "raise a limit": ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "OSError"),
-    "limit the parent": ("import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "OSError"),
+    "limit the parent": (
+        "import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
+        "OSError",
+    ),
     "large file": ("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))", "OSError"),
     "many open files": ("x = [open('program.py') for _ in range(100)]", "OSError"),
 }
@@ -95,7 +110,10 @@ def test_our_environment_stays_ours(monkeypatch) -> None:
     [
         ("while True: pass", "timeout"),
         ("import time\ntime.sleep(60)", "timeout"),
-        ("import os, signal\nfor s in range(1, 32): s in (9, 19) or signal.signal(s, signal.SIG_IGN)\nwhile True: pass", "timeout"),
+        (
+            "import os, signal\nfor s in range(1, 32): s in (9, 19) or signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+            "timeout",
+        ),
         ("while True: print('x' * 1000)", "output"),
         ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
     ],
@@ -113,16 +131,22 @@ def test_how_it_ended_is_told() -> None:
 
 def test_it_dies_with_us(tmp_path: Path) -> None:
     code = "import asyncio\nfrom areal_lite.rewards.sandbox import *\nasyncio.run(run_python('import time; time.sleep(60)', limits=Limits(60)))"
-    owner = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     try:
-        while not (children := psutil.Process(owner.pid).children()) or not list(tmp_path.glob("*/program.py")):
+        while not (children := psutil.Process(owner.pid).children()) or not list(
+            tmp_path.glob("*/program.py")
+        ):
             time.sleep(0.01)
         time.sleep(0.1)
     finally:
         owner.kill()
         owner.wait()
     psutil.wait_procs(children, timeout=10)
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+    )
 
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -152,7 +176,9 @@ def test_program_reward(completion: str, answer: str, reward: float) -> None:
     assert asyncio.run(program_reward(completion, answer)) == reward
 
 
-@pytest.mark.parametrize("answer", ["", "{", '{"inputs": ["1"], "outputs": []}', '{"tests": ""}', '{"test": "pass"}'])
+@pytest.mark.parametrize(
+    "answer", ["", "{", '{"inputs": ["1"], "outputs": []}', '{"tests": ""}', '{"test": "pass"}']
+)
 def test_an_answer_that_is_no_test_is_an_error_of_the_data(answer: str) -> None:
     with pytest.raises(ValueError, match="answer"):
         parse_tests(answer)
@@ -175,7 +201,8 @@ def test_the_pool_goes_on_after_any_program() -> None:
         async with RewardPool("areal_lite.rewards.program:program_reward", workers=2) as pool:
             bad = [code for code, _ in REFUSED.values()]
             scores = await asyncio.gather(
-                *(pool.score(code, "assert False") for code in bad), *(pool.score(ADD, "assert add(1, 2) == 3") for _ in range(3))
+                *(pool.score(code, "assert False") for code in bad),
+                *(pool.score(ADD, "assert add(1, 2) == 3") for _ in range(3)),
             )
             assert scores == [0.0] * len(bad) + [1.0] * 3
             assert not pool.stats.failed and len(pool.workers) == 2

@@ -42,25 +42,53 @@ def test_the_cpu_command():
     argv, environment = server_command(ServerConfig(device="cpu", threads=3), "model", 1234, 7)
     got = flags(argv)
     assert argv[:3] == [sys.executable, "-m", "areal_lite.rollout.serve"]
-    expected = {"model-path": "model", "port": "1234", "random-seed": "7", "device": "cpu", "dtype": "float32", "weight-version": "0"}
+    expected = {
+        "model-path": "model",
+        "port": "1234",
+        "random-seed": "7",
+        "device": "cpu",
+        "dtype": "float32",
+        "weight-version": "0",
+    }
     assert expected.items() <= got.items()
-    assert got["max-total-tokens"] == "65536" and got["skip-tokenizer-init"] is True and "api-key" not in got
-    assert environment["OMP_NUM_THREADS"] == "3" and environment["SGLANG_PLATFORM"] == "areal_lite_cpu"
+    assert (
+        got["max-total-tokens"] == "65536"
+        and got["skip-tokenizer-init"] is True
+        and "api-key" not in got
+    )
+    assert (
+        environment["OMP_NUM_THREADS"] == "3" and environment["SGLANG_PLATFORM"] == "areal_lite_cpu"
+    )
 
 
 def test_a_gpu_gets_stock_sglang():
-    argv, environment = server_command(ServerConfig(device="cuda", mem_fraction=0.4, tensor_parallel=2), "model", 1234, 7)
+    argv, environment = server_command(
+        ServerConfig(device="cuda", mem_fraction=0.4, tensor_parallel=2), "model", 1234, 7
+    )
     got = flags(argv)
-    assert got["dtype"] == "bfloat16" and got["mem-fraction-static"] == "0.4" and got["tensor-parallel-size"] == "2"
+    assert (
+        got["dtype"] == "bfloat16"
+        and got["mem-fraction-static"] == "0.4"
+        and got["tensor-parallel-size"] == "2"
+    )
     assert not {"device", "attention-backend", "sampling-backend", "max-total-tokens"} & got.keys()
     assert not {"SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & environment.keys()
 
 
 def test_args_of_the_user_win():
-    args = {"chunked_prefill_size": 2048, "sleep_on_idle": False, "max_total_tokens": 99, "lora_paths": ["a", "b"]}
+    args = {
+        "chunked_prefill_size": 2048,
+        "sleep_on_idle": False,
+        "max_total_tokens": 99,
+        "lora_paths": ["a", "b"],
+    }
     argv, _ = server_command(ServerConfig(device="cpu", args=args), "model", 1, 1)
     got = flags(argv)
-    assert got["chunked-prefill-size"] == "2048" and got["max-total-tokens"] == "99" and "sleep-on-idle" not in got
+    assert (
+        got["chunked-prefill-size"] == "2048"
+        and got["max-total-tokens"] == "99"
+        and "sleep-on-idle" not in got
+    )
     assert argv[argv.index("--lora-paths") + 1 :][:2] == ["a", "b"]
 
 
@@ -109,7 +137,14 @@ def test_condemnations(tmp_path):
 
 
 def process(tmp_path, model: str, port: int, argv: list[str] | None = None) -> ServerProcess:
-    server = ServerProcess(ServerConfig(device="cpu", port=port), model, name="s0", port=port, seed=1, log_path=tmp_path / "logs" / "s0.log")
+    server = ServerProcess(
+        ServerConfig(device="cpu", port=port),
+        model,
+        name="s0",
+        port=port,
+        seed=1,
+        log_path=tmp_path / "logs" / "s0.log",
+    )
     server.argv = argv or server.argv
     return server
 
@@ -135,7 +170,12 @@ def test_a_taken_port_is_refused(tmp_path, model):
 
 
 def test_an_exit_is_reported_at_once_with_the_log(tmp_path, model):
-    server = process(tmp_path, model, free_port(), [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"])
+    server = process(
+        tmp_path,
+        model,
+        free_port(),
+        [sys.executable, "-c", "print('no such flag'); raise SystemExit(3)"],
+    )
     server.start()
     with pytest.raises(RuntimeError, match="s0 exited with code 3(.|\n)*no such flag"):
         asyncio.run(server.wait_ready(20))
@@ -143,7 +183,9 @@ def test_an_exit_is_reported_at_once_with_the_log(tmp_path, model):
 
 
 def test_a_timeout_says_what_was_waited_for(tmp_path, model):
-    server = process(tmp_path, model, free_port(), [sys.executable, "-c", "import time; time.sleep(60)"])
+    server = process(
+        tmp_path, model, free_port(), [sys.executable, "-c", "import time; time.sleep(60)"]
+    )
     server.start()
     try:
         with pytest.raises(TimeoutError, match="/health in 0.1 s"):

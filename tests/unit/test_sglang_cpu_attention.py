@@ -17,7 +17,9 @@ SLOTS = 512
 def cases(draw) -> dict:
     kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     # (cached prefix, new tokens) of each request: decoding is one new token, prefill many, a chunk of a prompt both.
-    requests = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6))
+    requests = draw(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6)
+    )
     return {
         "kv_heads": kv_heads,
         "heads": kv_heads * group,
@@ -32,7 +34,10 @@ def attend_plainly(query, keys, values, scale):
     n, length = len(query), len(keys)
     mask = torch.arange(length) <= torch.arange(length - n, length)[:, None]
     return torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None].double() for x in (query, keys, values)), attn_mask=mask, scale=scale, enable_gqa=True
+        *(x.transpose(0, 1)[None].double() for x in (query, keys, values)),
+        attn_mask=mask,
+        scale=scale,
+        enable_gqa=True,
     )[0].transpose(0, 1)
 
 
@@ -42,7 +47,9 @@ def attend_plainly(query, keys, values, scale):
 def test_equals_plain_attention(dtype, case):
     generator = torch.Generator().manual_seed(case["seed"])
     dim, scale = case["head_dim"], case["head_dim"] ** -0.5
-    keys, values = (torch.randn(SLOTS, case["kv_heads"], dim, generator=generator).to(dtype) for _ in range(2))
+    keys, values = (
+        torch.randn(SLOTS, case["kv_heads"], dim, generator=generator).to(dtype) for _ in range(2)
+    )
     slots = torch.randperm(SLOTS, generator=generator).int()
     rows_of_request = torch.randperm(len(case["requests"]), generator=generator)
     table = torch.zeros(len(case["requests"]), 64, dtype=torch.int32)
@@ -58,8 +65,19 @@ def test_equals_plain_attention(dtype, case):
         lengths += range(prefix + 1, prefix + new + 1)
     query = torch.cat(queries)
     out = torch.full_like(query, torch.nan)
-    cache = [x.view(torch.uint16).numpy() if dtype == torch.bfloat16 else x.numpy() for x in (keys, values)]
-    paged_attention(query.numpy(), *cache, table.numpy(), np.array(rows), np.array(lengths), np.float32(scale), out.numpy())
+    cache = [
+        x.view(torch.uint16).numpy() if dtype == torch.bfloat16 else x.numpy()
+        for x in (keys, values)
+    ]
+    paged_attention(
+        query.numpy(),
+        *cache,
+        table.numpy(),
+        np.array(rows),
+        np.array(lengths),
+        np.float32(scale),
+        out.numpy(),
+    )
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=2e-6, rtol=0)
 
 

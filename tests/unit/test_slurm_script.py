@@ -36,13 +36,19 @@ def run_by_bash(text: str, tmp_path: Path) -> list[list[str]]:
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+    }
     subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=20)
     return [file.read_text().split("\0")[:-1] for file in tmp_path.glob("call.*")]
 
 
 def by_name(calls: list[list[str]]) -> dict[str, list[str]]:
-    return {next(a for a in call if a.startswith("--job-name")).split("=")[1]: call for call in calls}
+    return {
+        next(a for a in call if a.startswith("--job-name")).split("=")[1]: call for call in calls
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,7 +61,11 @@ def by_name(calls: list[list[str]]) -> dict[str, list[str]]:
 )
 def test_steps_on_their_nodes(tmp_path, nodes, ranks, servers, size, steps):
     text = script(config(nodes, ranks, servers, size), RUN, WORK)
-    assert f"#SBATCH --nodes={nodes}\n" in text and "#SBATCH --gpus-per-node=8\n" in text and "secret" not in text
+    assert (
+        f"#SBATCH --nodes={nodes}\n" in text
+        and "#SBATCH --gpus-per-node=8\n" in text
+        and "secret" not in text
+    )
     calls = by_name(run_by_bash(text, tmp_path))
     assert set(calls) == {*steps, "begin", "end"}, "a run that ended well has its summary written"
     for name, (first, count) in steps.items():
@@ -63,7 +73,10 @@ def test_steps_on_their_nodes(tmp_path, nodes, ranks, servers, size, steps):
         assert f"--output={RUN}/logs/{name}-%N.log" in calls[name]
     trainer = calls["trainer"]
     assert "--rdzv-endpoint=first:20007" in trainer and trainer[-1] == str(RUN)
-    assert f"--nnodes={steps['trainer'][1]}" in trainer and f"--nproc-per-node={ranks // int(steps['trainer'][1])}" in trainer
+    assert (
+        f"--nnodes={steps['trainer'][1]}" in trainer
+        and f"--nproc-per-node={ranks // int(steps['trainer'][1])}" in trainer
+    )
     assert f"SLURM_PROCID * {servers // int(steps['servers'][1])}))" in " ".join(calls["servers"])
 
 
@@ -73,24 +86,43 @@ def test_a_stopped_run_goes_back_to_the_queue(tmp_path):
     assert "#SBATCH --signal=B:USR1@600\n" in text and "#SBATCH --requeue\n" in text
     run.mkdir()
     wait = f"kill -USR1 $TOP; while [ ! -e {run}/stop ]; do sleep 0.02; done"
-    (tmp_path / "srun").write_text(f'#!/bin/bash\n[[ "$*" == *loop* ]] && {{ {wait}; }}\n[[ "$*" == *launch.pool* ]] && sleep 1\nexit 0\n')
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n')
+    (tmp_path / "srun").write_text(
+        f'#!/bin/bash\n[[ "$*" == *loop* ]] && {{ {wait}; }}\n[[ "$*" == *launch.pool* ]] && sleep 1\nexit 0\n'
+    )
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n'
+    )
     for tool in ("srun", "scontrol"):
         (tmp_path / tool).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
-    subprocess.run(["bash", "-c", "export TOP=$$\n" + text], env=environment, check=True, timeout=20)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+    }
+    subprocess.run(
+        ["bash", "-c", "export TOP=$$\n" + text], env=environment, check=True, timeout=20
+    )
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
 def test_a_chain_does_not_requeue():
     chain = script(config(2, 8, 8, chain=3), RUN, WORK)
-    assert "scontrol requeue" not in chain and "#SBATCH --no-requeue\n" in chain and "USR1@600" in chain
-    assert "USR1" not in script(config(2, 8, 8, stop_before_s=0), RUN, WORK).replace("138 says that SIGUSR1 came", "")
+    assert (
+        "scontrol requeue" not in chain
+        and "#SBATCH --no-requeue\n" in chain
+        and "USR1@600" in chain
+    )
+    assert "USR1" not in script(config(2, 8, 8, stop_before_s=0), RUN, WORK).replace(
+        "138 says that SIGUSR1 came", ""
+    )
 
 
 def test_one_node_shares_its_gpus():
     text = script(config(1, 2, 3, 2), RUN, WORK)
-    assert "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text and "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
+    assert (
+        "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text
+        and "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
+    )
     assert "CUDA_VISIBLE_DEVICES" not in script(config(2, 8, 8), RUN, WORK)
 
 
@@ -100,14 +132,27 @@ def test_a_failed_step_fails_the_job_or_starts_it_again_when_it_came_further(tmp
     old, new = (run / "checkpoints" / f"step-{step}" for step in (9, 10))
     old.mkdir(parents=True)
     (old / MARKER).touch()
-    save = f"mkdir {new}; touch {new / MARKER}; " if further else f"mkdir {new}; "  # without its marker it is not complete
+    save = (
+        f"mkdir {new}; touch {new / MARKER}; " if further else f"mkdir {new}; "
+    )  # without its marker it is not complete
     fails = f'[[ "$*" == *prepare* ]] && exit 0; [[ "$*" == *controller* ]] && {{ {save}exit 3; }}'
     (tmp_path / "srun").write_text(f"#!/bin/bash\n{fails}\nsleep 1\n")
-    (tmp_path / "scontrol").write_text(f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n')
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n'
+    )
     for tool in ("srun", "scontrol"):
         (tmp_path / tool).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x"}
-    assert subprocess.run(["bash", "-c", text], env=environment, capture_output=True, timeout=20).returncode == 3
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "x",
+    }
+    assert (
+        subprocess.run(
+            ["bash", "-c", text], env=environment, capture_output=True, timeout=20
+        ).returncode
+        == 3
+    )
     assert (tmp_path / "requeued").exists() == further
 
 
@@ -130,26 +175,56 @@ def test_roles_fill_whole_nodes(bad, message):
 
 def test_nodes_without_gpus():
     plan = layout(config(4, 4, 4, gpus_per_node=0, trainer_nodes=2))
-    assert (plan.trainer_nodes, plan.ranks_per_node, plan.server_nodes, plan.servers_per_node) == (2, 2, 2, 2)
-    assert "gpus-per-node" not in script(config(4, 4, 4, gpus_per_node=0, trainer_nodes=2), RUN, WORK)
+    assert (plan.trainer_nodes, plan.ranks_per_node, plan.server_nodes, plan.servers_per_node) == (
+        2,
+        2,
+        2,
+        2,
+    )
+    assert "gpus-per-node" not in script(
+        config(4, 4, 4, gpus_per_node=0, trainer_nodes=2), RUN, WORK
+    )
 
 
 def test_the_site_says_what_is_its_own():
     text = script(
-        config(2, 8, 8, options={"partition": "big", "mem_per_gpu": "8G", "exclusive": False}, setup=["module load x"]), RUN, WORK
+        config(
+            2,
+            8,
+            8,
+            options={"partition": "big", "mem_per_gpu": "8G", "exclusive": False},
+            setup=["module load x"],
+        ),
+        RUN,
+        WORK,
     )
-    assert "#SBATCH --partition=big\n#SBATCH --mem-per-gpu=8G\n" in text and "--exclusive" not in text and "\nmodule load x\n" in text
-    assert "--mem=" not in text and "#SBATCH --mem=0\n" in script(config(2, 8, 8), RUN, WORK), "one or the other"
-    assert f"#SBATCH --job-name={shlex.quote(f'areal_lite:{RUN}')}\n" in text, "sbatch reads it as a shell does"
+    assert (
+        "#SBATCH --partition=big\n#SBATCH --mem-per-gpu=8G\n" in text
+        and "--exclusive" not in text
+        and "\nmodule load x\n" in text
+    )
+    assert "--mem=" not in text and "#SBATCH --mem=0\n" in script(config(2, 8, 8), RUN, WORK), (
+        "one or the other"
+    )
+    assert f"#SBATCH --job-name={shlex.quote(f'areal_lite:{RUN}')}\n" in text, (
+        "sbatch reads it as a shell does"
+    )
 
 
 def test_containers(tmp_path):
-    pyxis = script(config(2, 8, 8, container="pyxis", image="a b.sqsh", mounts=["/data", "/x:/y"]), RUN, WORK)
+    pyxis = script(
+        config(2, 8, 8, container="pyxis", image="a b.sqsh", mounts=["/data", "/x:/y"]), RUN, WORK
+    )
     call = by_name(run_by_bash(pyxis, tmp_path))["controller"]
-    assert "--container-image=a b.sqsh" in call and f"--container-mounts={WORK}:{WORK},/data:/data,/x:/y" in call
+    assert (
+        "--container-image=a b.sqsh" in call
+        and f"--container-mounts={WORK}:{WORK},/data:/data,/x:/y" in call
+    )
     for noted in tmp_path.glob("call.*"):
         noted.unlink()
-    apptainer = script(config(2, 8, 8, container="apptainer", image="i.sif", mounts=["/data"]), RUN, WORK)
+    apptainer = script(
+        config(2, 8, 8, container="apptainer", image="i.sif", mounts=["/data"]), RUN, WORK
+    )
     call = by_name(run_by_bash(apptainer, tmp_path))["controller"]
     inside = f"apptainer exec --nv --bind {WORK}:{WORK} --bind /data:/data --pwd {WORK} i.sif python3".split()
     assert call[call.index("apptainer") :][: len(inside)] == inside

@@ -92,7 +92,12 @@ class Run(RuleBasedStateMachine):
         del self.live[data.draw(st.sampled_from(self.finished()))]
         self.gate.revoke()
 
-    @precondition(lambda self: len(self.live) >= self.batch and all(finished for _, finished in self.live[: self.batch]))
+    @precondition(
+        lambda self: (
+            len(self.live) >= self.batch
+            and all(finished for _, finished in self.live[: self.batch])
+        )
+    )
     @rule()
     def train(self) -> None:
         batch, self.live = self.live[: self.batch], self.live[self.batch :]

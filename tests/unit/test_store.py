@@ -17,11 +17,26 @@ def trajectory(group_id: int, member: int, sampled: int = 3) -> Trajectory:
     logprobs = np.array([0, 0, *[-0.5] * (sampled - 1), np.nan], np.float32)
     mask = np.array([False] * 2 + [True] * sampled)
     tokens = np.arange(2 + sampled, dtype=np.int32)
-    return Trajectory(group_id, f"p{group_id}", member, tokens, mask, logprobs, versions, "stop", 0.5, 10.0, 11.0, 2)
+    return Trajectory(
+        group_id,
+        f"p{group_id}",
+        member,
+        tokens,
+        mask,
+        logprobs,
+        versions,
+        "stop",
+        0.5,
+        10.0,
+        11.0,
+        2,
+    )
 
 
 def group(group_id: int, members: int = 2) -> Group:
-    return Group(group_id, f"p{group_id}", members, [trajectory(group_id, m) for m in range(members)])
+    return Group(
+        group_id, f"p{group_id}", members, [trajectory(group_id, m) for m in range(members)]
+    )
 
 
 def finish(store: Store, group_id: int) -> None:
@@ -41,7 +56,11 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     reader = Store(tmp_path / "t.sqlite", read_only=True)
     first, second = reader.trajectories()
     written = trajectory(3, 0)
-    for name, array in (("tokens", written.tokens), ("logprobs", written.behavior_logprobs), ("versions", written.versions)):
+    for name, array in (
+        ("tokens", written.tokens),
+        ("logprobs", written.behavior_logprobs),
+        ("versions", written.versions),
+    ):
         np.testing.assert_array_equal(first[name], array)
     expected = dict(group_id=3, member=0, reward=0.5, finish_reason="stop", n_prompt=2, n_tokens=5, min_version=4, max_version=5,
                     num_segments=2, requests=2, started_at=10.0, finished_at=11.0,
@@ -69,7 +88,14 @@ def test_states(store: Store) -> None:
     assert len(list(store.trajectories("filtered"))) == 2  # what it cost is kept
     assert store.counts() == {"in_flight": 1, "finished": 1, "used": 2, "filtered": 1, "dropped": 1}
     assert [t["step"] for t in store.tickets()] == [6, 6, None, None, None, None]
-    assert [t["reason"] for t in store.tickets()] == [None, None, "overdue", None, "all right", None]
+    assert [t["reason"] for t in store.tickets()] == [
+        None,
+        None,
+        "overdue",
+        None,
+        "all right",
+        None,
+    ]
     assert store.missing_trajectories() == 0
     store._db.execute("DELETE FROM trajectories WHERE group_id = 1 AND member = 0")
     assert store.missing_trajectories() == 1
@@ -85,7 +111,11 @@ def test_a_ticket_cannot_be_used_twice_or_unfinished(store: Store) -> None:
             store.begin()
             store.use([3, group_id], step=2)
         store.rollback()
-    assert [(t["state"], t["step"]) for t in store.tickets()] == [("used", 1), ("in_flight", None), ("finished", None)]
+    assert [(t["state"], t["step"]) for t in store.tickets()] == [
+        ("used", 1),
+        ("in_flight", None),
+        ("finished", None),
+    ]
     with pytest.raises(RuntimeError, match="ticket 0 was to become dropped"):
         store.drop(0, "why", 0.0)
     with pytest.raises(sqlite3.IntegrityError):
@@ -130,7 +160,9 @@ def test_thread_hands_errors_to_the_caller_and_writes_nothing_of_them(tmp_path) 
         with pytest.raises(RuntimeError, match="ticket 5"):
             await thread.submit(Store.finish, group(5), [(None, None)] * 2, None, 1.0)
         await thread.submit(Store.admit, 1, "p1", 0, 1, 2, 0.0)
-        assert await thread.submit(lambda store: store._db.execute("SELECT count(*) FROM trajectories").fetchone()) == (0,)
+        assert await thread.submit(
+            lambda store: store._db.execute("SELECT count(*) FROM trajectories").fetchone()
+        ) == (0,)
         assert (await thread.submit(Store.counts))["in_flight"] == 2
         await thread.close()
 

@@ -27,7 +27,10 @@ def text_of(summary):
 
 def test_accuracies_after_is_the_worse_of_the_two(complete):
     assert complete["accuracy_before"] == 0.20 and complete["accuracy_after"] == 0.60
-    assert [complete[key] for key in ("greedy_before", "greedy_after", "sampled_before", "sampled_after")] == [0.30, 0.60, 0.20, 0.70]
+    assert [
+        complete[key]
+        for key in ("greedy_before", "greedy_after", "sampled_before", "sampled_after")
+    ] == [0.30, 0.60, 0.20, 0.70]
 
 
 def test_rates_are_of_what_was_trained_on_since_the_first_trajectory(complete):
@@ -40,9 +43,19 @@ def test_rates_are_of_what_was_trained_on_since_the_first_trajectory(complete):
 
 
 def test_staleness_segments_and_pushes(complete):
-    assert (complete["staleness_mean"], complete["max_staleness"], complete["staleness_bound"]) == (0.75, 2, 2)
-    assert complete["multi_segment_share"] == 0.5  # two of the four used ones; the unused third has two versions too
-    assert (complete["pushes"], complete["pause_s_mean"], complete["pause_s_max"]) == (2, pytest.approx(0.2), 0.3)
+    assert (complete["staleness_mean"], complete["max_staleness"], complete["staleness_bound"]) == (
+        0.75,
+        2,
+        2,
+    )
+    assert (
+        complete["multi_segment_share"] == 0.5
+    )  # two of the four used ones; the unused third has two versions too
+    assert (complete["pushes"], complete["pause_s_mean"], complete["pause_s_max"]) == (
+        2,
+        pytest.approx(0.2),
+        0.3,
+    )
     assert (complete["steps"], complete["steps_planned"]) == (2, 2)
 
 
@@ -72,7 +85,11 @@ def test_a_killed_run_has_what_it_got_to(tmp_path):
     summary = build_summary(tmp_path, config, T0, T0 + 10)
     assert (summary["steps"], summary["trajectories"], summary["tokens"]) == (1, 2, 90)
     assert summary["tokens_per_s"] == pytest.approx(90 / 5)
-    assert summary["accuracy_before"] == 0.20 and summary["accuracy_after"] is None and summary["controller"] is None
+    assert (
+        summary["accuracy_before"] == 0.20
+        and summary["accuracy_after"] is None
+        and summary["controller"] is None
+    )
     json.dumps(summary, allow_nan=False)
     assert "30.0% → –" in text_of(summary)
 
@@ -80,14 +97,22 @@ def test_a_killed_run_has_what_it_got_to(tmp_path):
 def test_an_evaluation_without_samples_still_has_an_accuracy_after(tmp_path):
     config = config_of(tmp_path, 2, 1)
     for version, greedy in ((0, 0.1), (2, 0.4)):
-        append_event(tmp_path, "evals", {"version": version, "greedy": greedy, "sampled": None, "problems": 5})
+        append_event(
+            tmp_path,
+            "evals",
+            {"version": version, "greedy": greedy, "sampled": None, "problems": 5},
+        )
     summary = build_summary(tmp_path, config, 0.0, 1.0)
     assert summary["accuracy_before"] is None and summary["accuracy_after"] == 0.4
 
 
 def test_a_run_that_did_nothing(tmp_path):
     summary = build_summary(tmp_path, config_of(tmp_path, 2, 1), 0.0, 1.0)
-    assert summary["steps"] == 0 and summary["tokens_per_s"] is None and summary["multi_segment_share"] is None
+    assert (
+        summary["steps"] == 0
+        and summary["tokens_per_s"] is None
+        and summary["multi_segment_share"] is None
+    )
     assert "0 of 2" in text_of(summary)
 
 
@@ -98,6 +123,13 @@ def test_no_such_run(tmp_path):
 
 def test_the_table_says_it_all(complete):
     text = text_of(complete)
-    for part in ("30.0% → 60.0%", "20.0% → 70.0%", "2 of 2", "16 tokens/s, 0.4 trajectories/s", "mean 0.75, largest 2, bound 2", "50.0%"):
+    for part in (
+        "30.0% → 60.0%",
+        "20.0% → 70.0%",
+        "2 of 2",
+        "16 tokens/s, 0.4 trajectories/s",
+        "mean 0.75, largest 2, bound 2",
+        "50.0%",
+    ):
         assert part in text
     assert "mean 200 ms, longest 300 ms" in text and "0:50" in text

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from areal_lite.trajectory import Group, Segment, TrainBatch, Trajectory, balanced_shards
 
 
-def trajectory(prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int = 1, member: int = 0, **changes) -> Trajectory:
+def trajectory(
+    prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int = 1, member: int = 0, **changes
+) -> Trajectory:
     n = len(versions)
     made = Trajectory(
         group_id=group_id,
@@ -18,7 +20,9 @@ def trajectory(prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int =
         member=member,
         tokens=np.arange(prompt + n, dtype=np.int32) + 10 * group_id,
         loss_mask=np.repeat([False, True], [prompt, n]),
-        behavior_logprobs=np.concatenate([np.zeros(prompt), -np.arange(1, n + 1) / 8]).astype(np.float32),
+        behavior_logprobs=np.concatenate([np.zeros(prompt), -np.arange(1, n + 1) / 8]).astype(
+            np.float32
+        ),
         versions=np.array([-1] * prompt + list(versions), np.int32),
         finish_reason="stop",
         reward=1.0,
@@ -27,7 +31,9 @@ def trajectory(prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int =
 
 
 trajectories = st.builds(
-    lambda prompt, steps, group, member, reason: trajectory(prompt, list(np.cumsum(steps)), group, member, finish_reason=reason),
+    lambda prompt, steps, group, member, reason: trajectory(
+        prompt, list(np.cumsum(steps)), group, member, finish_reason=reason
+    ),
     st.integers(1, 6),
     st.lists(st.integers(0, 2), max_size=9),
     st.integers(0, 4),
@@ -107,9 +113,15 @@ def test_select_takes_whole_sequences(items, data):
 
 
 @settings(max_examples=50)
-@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 3))
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
 def test_shards_hold_every_group_once_and_equally_many(lengths, ranks):
-    groups = [Group(i, f"p{i}", len(g), [trajectory(1, [0] * n, i, m) for m, n in enumerate(g)]) for i, g in enumerate(lengths * ranks)]
+    groups = [
+        Group(i, f"p{i}", len(g), [trajectory(1, [0] * n, i, m) for m, n in enumerate(g)])
+        for i, g in enumerate(lengths * ranks)
+    ]
     shards = balanced_shards(groups, ranks)
     assert sorted(g.group_id for shard in shards for g in shard) == list(range(len(groups)))
     assert {len(shard) for shard in shards} == {len(groups) // ranks}
@@ -121,14 +133,20 @@ def test_shards_that_cannot_be_equal_are_refused():
 
 
 def test_minibatches_are_whole_groups():
-    made = [trajectory(1 + (3 * g + m) % 4, [0] * (1 + m), g, m) for g in range(6) for m in range(3)]
-    batch = TrainBatch.from_trajectories([made[i] for i in np.random.default_rng(1).permutation(18)])
+    made = [
+        trajectory(1 + (3 * g + m) % 4, [0] * (1 + m), g, m) for g in range(6) for m in range(3)
+    ]
+    batch = TrainBatch.from_trajectories(
+        [made[i] for i in np.random.default_rng(1).permutation(18)]
+    )
     parts = batch.minibatches(3)
     assert sorted(np.concatenate(parts)) == list(range(18))
     assert [len(set(batch.group_ids[part])) for part in parts] == [2, 2, 2]
     for part in parts:
         spans = [np.arange(batch.cu_seqlens[i], batch.cu_seqlens[i + 1]) for i in part]
         np.testing.assert_array_equal(batch.token_indices(part), np.concatenate(spans))
-        np.testing.assert_array_equal(batch.tokens[batch.token_indices(part)], batch.select(part).tokens)
+        np.testing.assert_array_equal(
+            batch.tokens[batch.token_indices(part)], batch.select(part).tokens
+        )
     with pytest.raises(ValueError, match="6 groups cannot be split into 4"):
         batch.minibatches(4)

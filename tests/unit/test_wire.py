@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import zmq
 
-from areal_lite.buffer.wire import Batch, BeginPush, ControllerClient, Evaluate, Finish, Pushed, WireServer, _place
+from areal_lite.buffer.wire import (
+    Batch,
+    BeginPush,
+    ControllerClient,
+    Evaluate,
+    Finish,
+    Pushed,
+    WireServer,
+    _place,
+)
 from areal_lite.rollout.server import ServerInfo
 from areal_lite.trajectory import TrainBatch, Trajectory
 
@@ -23,7 +32,13 @@ def a_batch(rank: int) -> TrainBatch:
     n = 3 + rank
     mask = np.arange(n) > 0
     logprobs, versions = np.where(mask, -1.0, 0).astype(np.float32), mask.astype(np.int32) - 1
-    return TrainBatch.from_trajectories([Trajectory(rank, "p", 0, np.arange(n, dtype=np.int32), mask, logprobs, versions, "stop", 1.0)])
+    return TrainBatch.from_trajectories(
+        [
+            Trajectory(
+                rank, "p", 0, np.arange(n, dtype=np.int32), mask, logprobs, versions, "stop", 1.0
+            )
+        ]
+    )
 
 
 async def handler(request):
@@ -113,9 +128,15 @@ def test_errors_come_in_the_controllers_words(client: ControllerClient) -> None:
 
 @pytest.mark.parametrize(
     ("step", "rank", "words"),
-    [(6, 0, "cannot send the batch of step 6.*TypeError.*numpy.float32"), (5, 0, "cannot send.*TypeError"), (4, 9, "KeyError: 'a bug'")],
+    [
+        (6, 0, "cannot send the batch of step 6.*TypeError.*numpy.float32"),
+        (5, 0, "cannot send.*TypeError"),
+        (4, 9, "KeyError: 'a bug'"),
+    ],
 )
-def test_an_answer_that_fails_is_heard_of_at_once_and_ends_the_server(wire, client: ControllerClient, step, rank, words) -> None:
+def test_an_answer_that_fails_is_heard_of_at_once_and_ends_the_server(
+    wire, client: ControllerClient, step, rank, words
+) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=words):
         client.batch(step, rank, 1)

@@ -26,7 +26,9 @@ def activate() -> str | None:
         return None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
+    )
     return "areal_lite.rollout.sglang_cpu.platform.CpuPlatform"
 
 

@@ -36,7 +36,9 @@ class Reach(NamedTuple):
         counts = batch.extend_seq_lens.numpy()
         ends = np.cumsum(counts)
         before = np.repeat(batch.seq_lens.numpy() - ends, counts)
-        return cls(np.repeat(batch.req_pool_indices.numpy(), counts), before + np.arange(1, ends[-1] + 1))
+        return cls(
+            np.repeat(batch.req_pool_indices.numpy(), counts), before + np.arange(1, ends[-1] + 1)
+        )
 
 
 class PagedCpuAttention(TorchNativeAttnBackend):
@@ -56,10 +58,16 @@ class PagedCpuAttention(TorchNativeAttnBackend):
 
     def _is_causal_self_attention(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
         windowed = self.use_sliding_window_kv_pool or layer.sliding_window_size not in (None, -1)
-        causal = layer.attn_type == AttentionType.DECODER and not layer.is_cross_attention and batch.encoder_lens is None
+        causal = (
+            layer.attn_type == AttentionType.DECODER
+            and not layer.is_cross_attention
+            and batch.encoder_lens is None
+        )
         return causal and not windowed and layer.qk_head_dim == layer.v_head_dim
 
-    def _attend(self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool) -> torch.Tensor:
+    def _attend(
+        self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
+    ) -> torch.Tensor:
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
@@ -84,4 +92,6 @@ def _numpy(cache: torch.Tensor) -> np.ndarray:
         return cache.view(torch.uint16).numpy()
     if cache.dtype == torch.float32:
         return cache.numpy()
-    raise ValueError(f"a KV cache of {cache.dtype} is not supported without a GPU: set server.dtype to float32 or bfloat16")
+    raise ValueError(
+        f"a KV cache of {cache.dtype} is not supported without a GPU: set server.dtype to float32 or bfloat16"
+    )

@@ -18,7 +18,9 @@ def _widen(x):
 
 @overload(_widen, inline="always")
 def _widen_by_type(x):
-    if isinstance(x, numba.types.Integer):  # the bits of a bfloat16, which are the upper half of a float32's
+    if isinstance(
+        x, numba.types.Integer
+    ):  # the bits of a bfloat16, which are the upper half of a float32's
         return lambda x: np.uint32(np.uint32(x) << 16).view(np.float32)
     return lambda x: x
 

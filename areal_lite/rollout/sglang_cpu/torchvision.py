@@ -27,7 +27,9 @@ class _Placeholder(type):
         return _placeholder(f"{cls.__name__}.{name}")
 
     def __call__(cls, *args: object, **kwargs: object) -> None:
-        raise ImportError(f"{cls.__name__} was called, but torchvision is not installed: this server can run text models only")
+        raise ImportError(
+            f"{cls.__name__} was called, but torchvision is not installed: this server can run text models only"
+        )
 
 
 def _placeholder(name: str) -> type:

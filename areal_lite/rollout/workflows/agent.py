@@ -25,10 +25,14 @@ class Agent:
     `<run_dir>/openai_endpoint.json` says.
     """
 
-    def __init__(self, agent: str, timeout_s: float = 1800.0, host: str = "127.0.0.1", port: int = 0):
+    def __init__(
+        self, agent: str, timeout_s: float = 1800.0, host: str = "127.0.0.1", port: int = 0
+    ):
         self._agent = load_object("rollout.workflow_args.agent", agent)
         if not inspect.iscoroutinefunction(self._agent):
-            raise ValueError(f"{agent} must be an `async def`: one that blocks would stop everything; wrap it in asyncio.to_thread")
+            raise ValueError(
+                f"{agent} must be an `async def`: one that blocks would stop everything; wrap it in asyncio.to_thread"
+            )
         self._timeout_s = timeout_s
         self._endpoint = OpenAIEndpoint(host, port)
         self._announcement: Path | None = None
@@ -36,7 +40,9 @@ class Agent:
     async def start(self, config: TrainConfig) -> None:
         import transformers.utils.chat_template_utils  # noqa: F401  seconds, which the first request would otherwise cost everyone
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # agents live in this process, and it reports every request
+        logging.getLogger("httpx").setLevel(
+            logging.WARNING
+        )  # agents live in this process, and it reports every request
         await self._endpoint.start()
         self._announcement = Path(config.run_dir, ANNOUNCEMENT)
         write_json(self._announcement, {"base_url": self._endpoint.base_url})

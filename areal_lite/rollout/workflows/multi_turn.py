@@ -20,7 +20,10 @@ class MultiTurn:
     def __init__(self, feedback: str, max_turns: int = 4):
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: at least 1")
-        self._feedback, self._max_turns = load_object("rollout.workflow_args.feedback", feedback), max_turns
+        self._feedback, self._max_turns = (
+            load_object("rollout.workflow_args.feedback", feedback),
+            max_turns,
+        )
 
     async def __call__(self, episode: Episode) -> Trajectory:
         transcript, answers = Transcript(episode), []
@@ -31,5 +34,9 @@ class MultiTurn:
                 said = await said
             if isinstance(said, Real):
                 return transcript.trajectory(float(said))
-            if said is None or len(answers) == self._max_turns or not transcript.reply([{"role": "user", "content": said}]):
+            if (
+                said is None
+                or len(answers) == self._max_turns
+                or not transcript.reply([{"role": "user", "content": said}])
+            ):
                 return transcript.trajectory()

@@ -13,9 +13,13 @@ class Together:
 
     grouped = True
 
-    def __init__(self, rounds: int = 2, say: str = "Others answered:\n\n{answers}\n\nAnswer again."):
+    def __init__(
+        self, rounds: int = 2, say: str = "Others answered:\n\n{answers}\n\nAnswer again."
+    ):
         if rounds < 1 or "{answers}" not in say:
-            raise ValueError(f"rounds={rounds} must be at least 1, and say={say!r} must have {{answers}} in it")
+            raise ValueError(
+                f"rounds={rounds} must be at least 1, and say={say!r} must have {{answers}} in it"
+            )
         self._rounds, self._say = rounds, say
 
     async def __call__(self, episodes: list[Episode]) -> list[Trajectory]:
@@ -23,10 +27,18 @@ class Together:
         answers = await asyncio.gather(*(transcript.complete() for transcript in transcripts))
         speaking = list(range(len(transcripts)))
         for _ in range(self._rounds - 1):
-            speaking = [i for i in speaking if transcripts[i].reply([{"role": "user", "content": self._told(answers, i)}])]
-            for i, answer in zip(speaking, await asyncio.gather(*(transcripts[i].complete() for i in speaking))):
+            speaking = [
+                i
+                for i in speaking
+                if transcripts[i].reply([{"role": "user", "content": self._told(answers, i)}])
+            ]
+            for i, answer in zip(
+                speaking, await asyncio.gather(*(transcripts[i].complete() for i in speaking))
+            ):
                 answers[i] = answer
         return [transcript.trajectory() for transcript in transcripts]
 
     def _told(self, answers: list[str], member: int) -> str:
-        return self._say.replace("{answers}", "\n\n".join(answer for i, answer in enumerate(answers) if i != member))
+        return self._say.replace(
+            "{answers}", "\n\n".join(answer for i, answer in enumerate(answers) if i != member)
+        )

@@ -26,11 +26,20 @@ class Tools:
     Of a tool's answer at most `max_characters` are shown.
     """
 
-    def __init__(self, tools: list[str] = ("calculator", "python"), max_turns: int = 8, max_characters: int = 2000):
+    def __init__(
+        self,
+        tools: list[str] = ("calculator", "python"),
+        max_turns: int = 8,
+        max_characters: int = 2000,
+    ):
         if not tools or max_turns < 1 or max_characters < 1:
-            raise ValueError("tools must not be empty; max_turns and max_characters must be at least 1")
+            raise ValueError(
+                "tools must not be empty; max_turns and max_characters must be at least 1"
+            )
         own = {"calculator": calculator, "python": self.python}
-        functions = [own.get(name) or load_object("rollout.workflow_args.tools", name) for name in tools]
+        functions = [
+            own.get(name) or load_object("rollout.workflow_args.tools", name) for name in tools
+        ]
         self._functions = {function.__name__: function for function in functions}
         self._schemas: list[dict[str, Any]] = []
         self._max_turns, self._max_characters = max_turns, max_characters
@@ -41,7 +50,10 @@ class Tools:
 
     async def __call__(self, episode: Episode) -> Trajectory:
         prompt = episode.prompt
-        transcript = Transcript(episode, episode.tokenizer.chat(prompt.messages, self._schemas) if prompt.messages else None)
+        transcript = Transcript(
+            episode,
+            episode.tokenizer.chat(prompt.messages, self._schemas) if prompt.messages else None,
+        )
         for turn in range(self._max_turns):
             calls = parse_tool_calls(await transcript.complete())
             if not calls or turn == self._max_turns - 1:
@@ -74,17 +86,23 @@ class Tools:
         async with self._sandboxes:
             outcome = await run_python(code, limits=Limits(output_bytes=1 << 16))
         if outcome.ended != "exit":
-            return f"{outcome.stdout}\nerror: " + ("it ran for too long" if outcome.ended == "timeout" else "it printed too much")
+            return f"{outcome.stdout}\nerror: " + (
+                "it ran for too long" if outcome.ended == "timeout" else "it printed too much"
+            )
         return outcome.stdout + outcome.stderr
 
 
 def _schema(function: Any) -> dict[str, Any]:
-    from transformers.utils.chat_template_utils import get_json_schema  # seconds, and only this workflow needs it
+    from transformers.utils.chat_template_utils import (
+        get_json_schema,
+    )  # seconds, and only this workflow needs it
 
     try:
         return get_json_schema(function)
     except Exception as error:
-        raise ValueError(f"tool {function.__name__} needs type hints and a docstring that says what each argument is: {error}") from error
+        raise ValueError(
+            f"tool {function.__name__} needs type hints and a docstring that says what each argument is: {error}"
+        ) from error
 
 
 _OPERATORS = {
@@ -105,7 +123,11 @@ def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression of more than {_LONGEST} characters")
     value = _value(ast.parse(expression.strip(), mode="eval").body)
-    return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value)
+    return str(
+        int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        else value
+    )
 
 
 def _value(node: ast.expr) -> int | float:
@@ -126,7 +148,11 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * abs(exponent) > _MOST_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and base.bit_length() * abs(exponent) > _MOST_BITS
+    ):
         raise OverflowError("the number is too large")
     value = base**exponent
     if isinstance(value, complex):

@@ -8,7 +8,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from areal_lite.trainer.architectures.parameters import QKV, Columns, Gated, Parameter, Vocabulary, Whole
+from areal_lite.trainer.architectures.parameters import (
+    QKV,
+    Columns,
+    Gated,
+    Parameter,
+    Vocabulary,
+    Whole,
+)
 
 Mapping = dict[str, Parameter]
 
@@ -22,12 +29,16 @@ EMBEDDINGS: Mapping = {
 # Below decoder.layers.{layer} and model.layers.{layer}.
 ATTENTION: Mapping = {
     "input_layernorm.weight": Whole("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": QKV("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "self_attention.linear_qkv.weight": QKV(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
     "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
     "pre_mlp_layernorm.weight": Whole("post_attention_layernorm.weight"),
 }
 QKV_BIAS: Mapping = {
-    "self_attention.linear_qkv.bias": QKV("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "self_attention.linear_qkv.bias": QKV(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    )
 }
 QK_NORM: Mapping = {
     "self_attention.q_layernorm.weight": Whole("self_attn.q_norm.weight"),
@@ -42,7 +53,9 @@ EXPERTS: Mapping = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": Gated(
         "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
     ),
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Columns("mlp.experts.{expert}.down_proj.weight"),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Columns(
+        "mlp.experts.{expert}.down_proj.weight"
+    ),
 }
 
 

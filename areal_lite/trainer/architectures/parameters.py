@@ -51,7 +51,9 @@ class Parameter:
     def __init__(self, *names: str):
         object.__setattr__(self, "names", names)
 
-    def shard(self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int) -> Tensor:
+    def shard(
+        self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int
+    ) -> Tensor:
         raise NotImplementedError
 
     def join(self, hf: PretrainedConfig, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +97,9 @@ class QKV(Parameter):
 
     def shard(self, hf, sources, rank, ranks):
         groups = hf.num_key_value_heads // ranks
-        return torch.cat([_rows(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources], 1).flatten(0, 1)
+        return torch.cat(
+            [_rows(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources], 1
+        ).flatten(0, 1)
 
     def join(self, hf, shards):
         groups, dim = hf.num_key_value_heads, head_dim(hf)
@@ -110,7 +114,9 @@ class Vocabulary(Parameter):
     def shard(self, hf, sources, rank, ranks):
         found = sources[0].get_shape()[0]
         if found != hf.vocab_size:
-            raise ValueError(f"{self.names[0]} has {found} rows, but config.json says vocab_size={hf.vocab_size}")
+            raise ValueError(
+                f"{self.names[0]} has {found} rows, but config.json says vocab_size={hf.vocab_size}"
+            )
         size = padded_vocab(hf, ranks) // ranks
         end = min((rank + 1) * size, hf.vocab_size)
         rows = sources[0][min(rank * size, end) : end]
@@ -127,7 +133,9 @@ def _rows(source: Source, rank: int, ranks: int) -> Tensor:
 def _span(size: int, rank: int, ranks: int) -> slice:
     part, rest = divmod(size, ranks)
     if rest:
-        raise ValueError(f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks} tensor-parallel ranks")
+        raise ValueError(
+            f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks} tensor-parallel ranks"
+        )
     return slice(rank * part, (rank + 1) * part)
 
 

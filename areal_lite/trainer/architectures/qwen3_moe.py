@@ -24,7 +24,9 @@ def check(hf: PretrainedConfig) -> None:
             " SGLang has experts in every layer"
         )
     if hf.norm_topk_prob and hf.num_experts_per_tok == 1:
-        raise ValueError("num_experts_per_tok=1 with norm_topk_prob=true leaves the router without a gradient: set norm_topk_prob to false")
+        raise ValueError(
+            "num_experts_per_tok=1 with norm_topk_prob=true leaves the router without a gradient: set norm_topk_prob to false"
+        )
 
 
 def fields(hf: PretrainedConfig) -> dict[str, Any]:

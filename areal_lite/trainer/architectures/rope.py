@@ -14,14 +14,21 @@ from areal_lite.trainer.architectures.parameters import head_dim
 def check_rope(hf: PretrainedConfig) -> None:
     """Raise ValueError for a rotary embedding that would be computed wrongly."""
     rope = hf.rope_parameters
-    if rope.get("rope_type", "default") not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters {rope} are not supported by the trainer: use rope_type default or llama3, over whole heads")
+    if (
+        rope.get("rope_type", "default") not in ("default", "llama3")
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+    ):
+        raise ValueError(
+            f"rope_parameters {rope} are not supported by the trainer: use rope_type default or llama3, over whole heads"
+        )
 
 
 def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
     """float32 [head_dim / 2]: theta^(-2i / head_dim), radians per position."""
     dim, rope = head_dim(hf), hf.rope_parameters
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
+    plain = 1.0 / rope["rope_theta"] ** (
+        torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    )
     return _llama3(plain, rope) if rope.get("rope_type") == "llama3" else plain
 
 
