@@ -28,14 +28,17 @@ _RUN = {
         "reinforcement learning: servers, controller and trainer on this machine",
     ),
     "quickstart": (
-        "areal_lite.launch.quickstart",
+        "areal_lite.quickstart.quickstart",
         "make-model, sft and train of a small model on the addition task",
     ),
     "make-model": (
-        "areal_lite.make_model",
+        "areal_lite.quickstart.make_model",
         "write a small, randomly initialised checkpoint and its tokenizer",
     ),
-    "sft": ("areal_lite.launch.sft", "warm a model up on demonstrations of an imperfect teacher"),
+    "sft": (
+        "areal_lite.quickstart.launch_sft",
+        "warm a model up on demonstrations of an imperfect teacher",
+    ),
     "eval": (
         "areal_lite.launch.evaluate",
         "greedy accuracy and pass@k of a checkpoint on held-out problems",
@@ -54,7 +57,7 @@ _RUN = {
 _INSTEAD = {
     "--dry-run": (
         "train",
-        "areal_lite.launch.plan:run",
+        "areal_lite.launch.dry_run:run",
         "checks everything, shows the plan and what it needs, starts nothing",
     ),
     "--print": ("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
@@ -97,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             return 0
         if multirun:
-            from areal_lite.sweep import sweep
+            from areal_lite.launch.sweep import sweep
 
             configs = [
                 _checked(command, one)
@@ -136,7 +139,7 @@ def _checked(command: str, overrides: list[str]) -> Any:
             f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)"
         )
     config = to_dataclass(composed)
-    from areal_lite.validate import validate
+    from areal_lite.launch.preflight import validate
 
     validate(config)
     return config
@@ -239,7 +242,7 @@ def _help(command: str, composed: Any) -> str:
         text += "\nsets of settings:\n" + "\n".join(groups) + "\n"
     return (
         text
-        + "\nsettings and their values (what each is for: areal_lite/config.py and config_algo.py):\n\n"
+        + "\nsettings and their values (what each is for: areal_lite/config/schema.py and config_algo.py):\n\n"
         + OmegaConf.to_yaml(composed)
     )
 

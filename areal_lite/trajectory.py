@@ -46,7 +46,7 @@ class Trajectory:
 
     group_id: int
     prompt_id: str
-    member: int
+    sample_index: int
     tokens: np.ndarray
     loss_mask: np.ndarray
     behavior_logprobs: np.ndarray
@@ -60,7 +60,7 @@ class Trajectory:
 
     def check(self) -> Trajectory:
         """Return self if every invariant holds. Raises ValueError that names the trajectory and the broken rule."""
-        where = f"trajectory {self.group_id}/{self.member} (prompt {self.prompt_id})"
+        where = f"trajectory {self.group_id}/{self.sample_index} (prompt {self.prompt_id})"
         length = len(self.tokens)
         arrays = {
             "loss_mask": self.loss_mask,
@@ -142,7 +142,7 @@ _TOKEN_ARRAYS = {
 _SEQUENCE_ARRAYS = {
     "rewards": np.float32,
     "group_ids": np.int64,
-    "members": np.int32,
+    "sample_indices": np.int32,
     "truncated": np.bool_,
     "kv_versions": np.int32,
 }
@@ -153,7 +153,7 @@ class TrainBatch:
     """Trajectories laid end to end: the trainer's input.
 
     Per token (T in all): tokens int32, loss_mask bool, behavior_logprobs float32, versions int32.
-    Per sequence (n in all): rewards float32, group_ids int64, members int32, truncated bool (finish reason `length`),
+    Per sequence (n in all): rewards float32, group_ids int64, sample_indices int32, truncated bool (finish reason `length`),
     kv_versions int32 (as Trajectory.kv_version).
     cu_seqlens int64 [n + 1]: sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
     """
@@ -164,7 +164,7 @@ class TrainBatch:
     versions: np.ndarray
     rewards: np.ndarray
     group_ids: np.ndarray
-    members: np.ndarray
+    sample_indices: np.ndarray
     truncated: np.ndarray
     kv_versions: np.ndarray
     cu_seqlens: np.ndarray
@@ -186,7 +186,7 @@ class TrainBatch:
                 [np.nan if t.reward is None else t.reward for t in trajectories], np.float32
             ),
             group_ids=np.array([t.group_id for t in trajectories], np.int64),
-            members=np.array([t.member for t in trajectories], np.int32),
+            sample_indices=np.array([t.sample_index for t in trajectories], np.int32),
             truncated=np.array([t.finish_reason == "length" for t in trajectories], bool),
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

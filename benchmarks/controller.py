@@ -27,13 +27,13 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, save_config
-from areal_lite.data.char_tokenizer import build_char_tokenizer
-from areal_lite.launch.process import die_with_parent, dying_with_me
-from areal_lite.observe.lag import LoopLag
-from areal_lite.rollout.server import ServerInfo, announce, announced
-from areal_lite.sync.control import post
+from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.loop_lag import LoopLag
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.servers.control import post
+from areal_lite.servers.registry import ServerInfo, announce, announced
+from areal_lite.system.processes import die_with_parent, dying_with_me
 
 MEAN_TOKENS, MAX_TOKENS, PROMPT_TOKENS = 100, 512, 40
 SECONDS_PER_TOKEN = 0.001
@@ -187,7 +187,7 @@ class IdleLag(threading.Thread):
 
 def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
     """`count` trajectories through a controller of its own, after as many as fill its buffers."""
-    controller = subprocess.Popen([sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)], env=os.environ | dying_with_me(),
+    controller = subprocess.Popen([sys.executable, "-m", "areal_lite.controller.service", str(run_dir)], env=os.environ | dying_with_me(),
                                   stderr=open(run_dir / "controller.log", "wb"))  # fmt: skip
     process, client = psutil.Process(controller.pid), ControllerClient(run_dir, 120)
     per_step = GROUP_SIZE * BATCH_GROUPS

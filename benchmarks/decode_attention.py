@@ -23,21 +23,22 @@ import aiohttp
 import psutil
 
 from areal_lite.config import ServerConfig
-from areal_lite.rollout.server import ServerProcess, free_port
+from areal_lite.servers.process import ServerProcess
+from areal_lite.system.network import free_port
 
 WORKLOADS = [(64, 32), (256, 32), (128, 256)]  # requests at once, tokens each
 STOCK = "--stock-attention"
 
 
 def serve_with_stock_attention(argv: list[str]) -> None:
-    """areal_lite.rollout.serve, except that our platform leaves SGLang's attention registry alone."""
-    from areal_lite.rollout import serve
-    from areal_lite.rollout.sglang_cpu.torchvision import stand_in_for_torchvision
+    """areal_lite.servers.serve, except that our platform leaves SGLang's attention registry alone."""
+    from areal_lite.servers import serve
+    from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
 
     stand_in_for_torchvision()
     import sglang  # noqa: F401  first: it loads the platform itself
 
-    from areal_lite.rollout.sglang_cpu.platform import CpuPlatform
+    from areal_lite.servers.cpu.platform import CpuPlatform
 
     CpuPlatform.init_backend = lambda self: None
     serve.main(argv)

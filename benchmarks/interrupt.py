@@ -31,10 +31,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import ServerConfig, TrainConfig
-from areal_lite.rollout.fleet import Fleet
-from areal_lite.rollout.generate import Completion, SamplingParams, SGLangClient
-from areal_lite.rollout.server import ServerProcess, free_port
-from areal_lite.sync.push import WeightPusher
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.completion import Completion, SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.process import ServerProcess
+from areal_lite.system.network import free_port
+from areal_lite.weights.push import WeightPusher
 
 PROMPT = np.arange(2, 66, dtype=np.int32)
 RUNS = [

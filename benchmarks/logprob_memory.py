@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from areal_lite.trainer.logprobs import lm_logprobs
+from areal_lite.megatron.logprobs import lm_logprobs
 
 RESULTS = Path(__file__).with_name("results") / "logprob_memory.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

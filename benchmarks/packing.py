@@ -25,9 +25,9 @@ import transformers
 from train_step import batch_of, make_model
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import MicroBatch, make_microbatches
-from areal_lite.trainer.parallel import shutdown
+from areal_lite.megatron.packing import MicroBatch, make_microbatches
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
 
 RESULTS = Path(__file__).with_name("results") / "packing.json"
@@ -57,7 +57,7 @@ def rows_in_order(batch: TrainBatch, rows: int) -> list[MicroBatch]:
 
 
 def step_of(
-    engine: MegatronEngine, batch: TrainBatch, microbatches: Callable[[], list[MicroBatch]]
+    engine: Policy, batch: TrainBatch, microbatches: Callable[[], list[MicroBatch]]
 ) -> Callable[[], float]:
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
@@ -92,7 +92,7 @@ def sides(
             if name == "dynamic"
             else (lambda data=data: rows_in_order(data, rows))
         )
-        steps[name] = step_of(MegatronEngine(settings, model, seed=1), data, microbatches)
+        steps[name] = step_of(Policy(settings, model, seed=1), data, microbatches)
     return steps, {name: len(data.tokens) for name, data in batches.items()}
 
 

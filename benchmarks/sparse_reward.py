@@ -22,7 +22,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from staleness import ROOT, areal_lite, warm_up
 
-from areal_lite.data import addition
+from areal_lite.quickstart import addition
 
 DIGITS, PROMPTS, HELD_OUT = 3, 64, 256
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
@@ -31,7 +31,7 @@ WARM_UP = (
 )
 WARM_UP += " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
 TRAIN = (
-    "data.source=jsonl data.chat=false reward.function=areal_lite.rewards.addition:addition_reward"
+    "data.source=jsonl data.chat=false reward.function=areal_lite.quickstart.reward:addition_reward"
 )
 TRAIN += " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=16"
 TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"

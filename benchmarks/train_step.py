@@ -24,9 +24,9 @@ import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
-from areal_lite.trainer.parallel import shutdown
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
 
 RESULTS = Path(__file__).with_name("results") / "train_step.json"
@@ -44,7 +44,7 @@ def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=np.zeros(count, np.float32),
         group_ids=np.arange(count),
-        members=np.zeros(count, np.int32),
+        sample_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
         kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
@@ -70,7 +70,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> Path:
 
 def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
     """From the batch to the updated weights, packing included."""
-    engine = MegatronEngine(settings, model, seed=1)
+    engine = Policy(settings, model, seed=1)
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
     def loss(logprobs, entropy, microbatch):

@@ -1,4 +1,4 @@
-"""A fake SGLang server for tests: the wire behaviour that was measured of the real one, with a "model" whose tokens prove where they are.
+"""A fake SGLang server for tests: the wire behavior that was measured of the real one, with a "model" whose tokens prove where they are.
 
 Token i is a function of all tokens before it (`next_token`), so a token lost, doubled or made from another prefix anywhere shows at once.
 Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look
@@ -217,8 +217,8 @@ class FakeSGLang:
 
 
 async def _main() -> None:
-    from areal_lite.launch.process import die_with_parent
-    from areal_lite.rollout.server import ServerInfo, announce
+    from areal_lite.servers.registry import ServerInfo, announce
+    from areal_lite.system.processes import die_with_parent
 
     die_with_parent()
     parser = argparse.ArgumentParser()

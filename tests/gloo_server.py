@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_lite.launch.process import die_with_parent
+from areal_lite.system.processes import die_with_parent
 
 groups: dict[str, dist.ProcessGroup] = {}
 scheduler = threading.Lock()

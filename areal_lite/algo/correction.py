@@ -1,4 +1,4 @@
-"""The behaviour policy is not the policy the update starts from: weights that correct for it, and the proximal log-probs they need.
+"""The behavior policy is not the policy the update starts from: weights that correct for it, and the proximal log-probs they need.
 
 With lp_behav the log-prob under the weights that sampled a token, lp_prox under the weights just before the step, d = lp_prox - lp_behav,
 
@@ -40,7 +40,7 @@ class Correction:
 
 
 def finite_mask(mask: Tensor, behavior: Tensor) -> Tensor:
-    """`mask` without tokens whose behaviour log-prob is not finite. Count these tokens, then pass the count as the loss's denominator:
+    """`mask` without tokens whose behavior log-prob is not finite. Count these tokens, then pass the count as the loss's denominator:
     a token whose sampling probability is unknown leaves numerator and denominator."""
     return mask & torch.isfinite(behavior)
 
@@ -60,7 +60,7 @@ def behavior_weight(
     """Importance weight of each token and the mask that is left.
 
     prox, behavior: float [t] log-probs; mask: bool [t]; sequence_ids: int [t]. Returns (w float [t], kept bool [t]), both detached; w is 0
-    outside `kept`. Masked tokens and those without a finite behaviour log-prob have no part in a sequence's weight.
+    outside `kept`. Masked tokens and those without a finite behavior log-prob have no part in a sequence's weight.
     The loss's denominator stays the number of tokens in `finite_mask`: rejecting a token does not make the others count more.
     To reject at one level and weigh at another, call twice: the second time with the first `kept` as its mask.
     """
@@ -109,7 +109,7 @@ def loglinear_prox(behavior: Tensor, theta: Tensor, versions: Tensor, *, version
     """Proximal log-probs without a forward pass: lp_behav + alpha (lp_theta - lp_behav), detached (AReaL, prox_approx.md).
 
     alpha = (v_prox - v) / (v_theta - v) with v a token's version, v_prox = `version` (the trainer's at the start of the step) and
-    v_theta = v_prox + 1: a token sampled from the newest weights has alpha 0 and its behaviour policy is the proximal one.
+    v_theta = v_prox + 1: a token sampled from the newest weights has alpha 0 and its behavior policy is the proximal one.
     behavior, theta float [t], versions int [t] -> float [t].
     """
     age = (version - versions).clamp(min=0).to(theta.dtype)

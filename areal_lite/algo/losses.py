@@ -1,18 +1,18 @@
 """Policy losses over flat tokens.
 
-Per token, with advantage A, mask m and N the number of unmasked tokens of the minibatch over all ranks and micro-batches:
+Per token, with advantage A, mask m and N the number of unmasked tokens of the minibatch over all ranks and microbatches:
 
-    w = behaviour correction                          (algo/correction.py, detached)
+    w = behavior correction                          (algo/correction.py, detached)
     r = exp(lp_theta - lp_prox)
     L = w * max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))            [dual clip: min(., c |A|) where A < 0]
     loss = sum(m L) / N
 
-A call gets the tokens of one micro-batch and the global N and returns its share of the loss: shares add up, however tokens were packed.
+A call gets the tokens of one microbatch and the global N and returns its share of the loss: shares add up, however tokens were packed.
 Other means than that over tokens are weights (algo/reduction.py). Terms beside the policy loss are in algo/kl.py, Trajectory Balance, which
 has no ratio and no advantage, in algo/trajectory_balance.py.
 
-Every loss is there in two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the behaviour policy. Naive
-(`decoupled=False`): the ratio is to the behaviour policy itself, and there is nothing left to correct, w = 1.
+Every loss is there in two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the behavior policy. Naive
+(`decoupled=False`): the ratio is to the behavior policy itself, and there is nothing left to correct, w = 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SEQUENCE_CAP = Correction(level="geometric")
 
 @dataclass
 class LossInputs:
-    """Flat tokens of a micro-batch; all float [t] but `mask` (bool [t]) and `sequence_ids` (int [t]). Only `logprobs` carries a gradient.
+    """Flat tokens of a microbatch; all float [t] but `mask` (bool [t]) and `sequence_ids` (int [t]). Only `logprobs` carries a gradient.
 
     logprobs: under the weights being trained; prox: just before the step; behavior: under the weights that sampled the token (a token for
     which that is not finite has no part in loss or metrics). sequence_ids: for what concerns sequences, which then must be whole here.
@@ -50,7 +50,7 @@ class LossInputs:
 
 @dataclass
 class LossOutput:
-    """`loss`: scalar with gradient, this micro-batch's share. `metrics`: detached sums over unmasked tokens; divide by N for means."""
+    """`loss`: scalar with gradient, this microbatch's share. `metrics`: detached sums over unmasked tokens; divide by N for means."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -68,7 +68,7 @@ def ppo_loss(
     correction_cap: float = 5.0,
 ) -> LossOutput:
     """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5; Hilton et al., arXiv 2110.00641), or with `decoupled=False` naive PPO: clipped around
-    the behaviour policy (arXiv 1707.06347, eq. 7).
+    the behavior policy (arXiv 1707.06347, eq. 7).
 
     eps_low/eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10); dual_clip c > 1 (arXiv 1912.09729, eq. 5).
     correction: a mode at token level, bounded by `correction_cap`, or a `Correction`. Raises ValueError for an unknown correction.
@@ -139,7 +139,7 @@ def reinforce_loss(
 ) -> LossOutput:
     """REINFORCE with truncated importance sampling: L_t = -sg[w] A lp_theta (PipelineRL, arXiv 2509.19128, eq. 5, with a cap of 5).
 
-    Here w corrects from the behaviour policy straight to the policy being trained, w = min(exp(lp_theta - lp_behav), cap) or what
+    Here w corrects from the behavior policy straight to the policy being trained, w = min(exp(lp_theta - lp_behav), cap) or what
     `correction` says; the proximal policy is used in metrics only.
     """
     mask = finite_mask(inputs.mask, inputs.behavior)

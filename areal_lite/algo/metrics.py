@@ -1,4 +1,4 @@
-"""What to watch: detached sums over unmasked tokens, which add up over micro-batches and ranks. Divided by the number of tokens: means.
+"""What to watch: detached sums over unmasked tokens, which add up over microbatches and ranks. Divided by the number of tokens: means.
 
 A name that ends in `_max` is a maximum instead, to be combined by taking the maximum."""
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over unmasked tokens that say how far the proximal policy is from the behaviour policy, d = lp_prox - lp_behav.
+    """Sums over unmasked tokens that say how far the proximal policy is from the behavior policy, d = lp_prox - lp_behav.
 
-    behave_kl: k3 estimate of KL(behaviour || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d; behave_abs: |d|.
+    behave_kl: k3 estimate of KL(behavior || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d; behave_abs: |d|.
     weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`; weight_max: the largest.
     """
     difference = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()

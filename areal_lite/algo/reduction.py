@@ -1,11 +1,11 @@
-"""From token losses to one number: loss = sum_t weight_t L_t, with counts over all ranks and micro-batches.
+"""From token losses to one number: loss = sum_t weight_t L_t, with counts over all ranks and microbatches.
 
     token       weight = m / N                N: unmasked tokens                          (DAPO, arXiv 2503.14476, eq. 12)
     sequence    weight = m / (n_i S)          n_i: unmasked tokens of the sequence, S: sequences with any (GRPO, arXiv 2402.03300, eq. 3)
     constant    weight = m / (S L)            L: a constant length, such as max_new_tokens (Dr. GRPO, arXiv 2503.20783, listing 1)
 
 The caller sums `reduction_count` over its minibatch and its ranks, and passes the sum as `denominator`: shares then add up however sequences
-were packed. Under `sequence` a micro-batch holds whole sequences. Rejected tokens keep their place in the count (algo/correction.py).
+were packed. Under `sequence` a microbatch holds whole sequences. Rejected tokens keep their place in the count (algo/correction.py).
 """
 
 from __future__ import annotations

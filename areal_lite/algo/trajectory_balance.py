@@ -54,7 +54,7 @@ def trajectory_balance_loss(
     """sum_k (logZ + d_k)^2 / denominator.
 
     logprobs (with gradient), reference: float [t]; mask bool [t]; sequence_ids int [t], places in rewards float [n] and group_ids int [n].
-    denominator: number of sequences with an unmasked token, over all ranks and micro-batches (`reduction_count(mode="sequence")`), so that
+    denominator: number of sequences with an unmasked token, over all ranks and microbatches (`reduction_count(mode="sequence")`), so that
     every completion counts the same, also one whose group has lost members. log_z float [n]: from `log_partition`; by default it is
     computed here, which needs whole groups. Metrics are sums over sequences. Raises ValueError unless beta > 0.
     """

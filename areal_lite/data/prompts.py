@@ -23,13 +23,24 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from areal_lite.config import DataConfig
-from areal_lite.data import addition
 from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.system.imports import load_object
 
 logger = logging.getLogger(__name__)
 
+
 Split = Literal["train", "eval"]
+
+
 Row = tuple[str, dict[str, Any]]  # where it is from, for errors and as an id; the row itself
+
+
+# data.source -> what opens it, called as f(config, tokenizer, split) -> PromptSet.
+SOURCES = {
+    "addition": "areal_lite.quickstart.prompts:AdditionPrompts",
+    "jsonl": "areal_lite.data.prompts:jsonl_prompts",
+    "hf": "areal_lite.data.prompts:hf_prompts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +73,23 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    tokenizer = Tokenizer(model_path)
-    if config.source == "addition":
-        return AdditionPrompts(config, tokenizer, split)
-    if config.source == "jsonl":
-        rows = _jsonl_rows(_jsonl_path(config, split))
-    elif config.source == "hf":
-        rows = _hf_rows(config, split)
-    else:
-        raise ValueError(f"data.source={config.source} is none of addition, jsonl, hf")
-    return TextPrompts(rows, config, tokenizer)
+    name = SOURCES.get(config.source, config.source)
+    if ":" not in name:
+        raise ValueError(
+            f"data.source={config.source}: choose one of {', '.join(SOURCES)}, or name your own"
+            " as module:name"
+        )
+    return load_object("data.source", name)(config, Tokenizer(model_path), split)
+
+
+def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> PromptSet:
+    """Open the JSONL file that `data.path` or `data.eval_path` names."""
+    return TextPrompts(_jsonl_rows(_jsonl_path(config, split)), config, tokenizer)
+
+
+def hf_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> PromptSet:
+    """Open the Hugging Face data set that `data.path` names."""
+    return TextPrompts(_hf_rows(config, split), config, tokenizer)
 
 
 def load_eval_sets(
@@ -84,32 +102,6 @@ def load_eval_sets(
         return load_prompts(replace(config, source=source, eval_path=path), model_path, "eval")
 
     return {Path(path).stem: load(path) for path in paths}
-
-
-class AdditionPrompts:
-    """Addition problems, by index; see `areal_lite.data.addition`."""
-
-    num_prompts = None
-    num_too_long = 0
-
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
-        self._tokenizer = tokenizer
-        self._split: addition.Split = "train" if split == "train" else "test"
-        self._seed = (
-            config.seed if split == "train" else 0
-        )  # runs of different seeds are compared on the same problems
-        self._max_digits = config.max_digits
-        addition.make_problem(
-            self._split, 0, max_digits=config.max_digits
-        )  # refuses a bad max_digits now
-
-    def __getitem__(self, index: int) -> Prompt:
-        problem = addition.make_problem(
-            self._split, index, seed=self._seed, max_digits=self._max_digits
-        )
-        text = addition.prompt(problem)
-        name = f"addition/{self._split}/{self._seed}:{index}"
-        return Prompt(name, self._tokenizer.encode(text), addition.answer(problem), text)
 
 
 class TextPrompts:

@@ -1,7 +1,7 @@
 """Half of a training run at a time, `areal-lite train debug=…`, to find out which half is at fault.
 
 rollout_only                      servers and controller: trainer.steps x trainer.batch_groups groups of the model go to the store
-train_only debug_run=RUN_DIR      the trainer alone, on the batches of a stored run: the same ones each time (rollout/recorded.py)
+train_only debug_run=RUN_DIR      the trainer alone, on the batches of a stored run: the same ones each time (controller/stored_run.py)
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-from areal_lite.buffer.store import STORE_FILE, Store
-from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, save_config
+from areal_lite.controller.client import ControllerClient
 from areal_lite.launch.placement import Placement
-from areal_lite.launch.pool import train_pool
 from areal_lite.launch.roles import Roles
-from areal_lite.observe.metrics import write_json
-from areal_lite.observe.progress import Progress
+from areal_lite.launch.server_pool import train_pool
+from areal_lite.report.progress import Progress
+from areal_lite.run_dir.store import STORE_FILE, Store
+from areal_lite.system.files import write_json
 
 _LOOK_EVERY_S = 0.5
 
@@ -32,7 +32,7 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
         Roles(run_dir) as roles,
     ):
         controller = roles.start(
-            "controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)]
+            "controller", [sys.executable, "-m", "areal_lite.controller.service", str(run_dir)]
         )
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
@@ -55,7 +55,7 @@ def train_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
         recorded = roles.start(
-            "controller", [sys.executable, "-m", "areal_lite.rollout.recorded", str(run_dir)]
+            "controller", [sys.executable, "-m", "areal_lite.controller.stored_run", str(run_dir)]
         )
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer

@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
+from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.evaluation import score_problems
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.launch.placement import deal, visible_gpus
-from areal_lite.launch.pool import ServerPool, server_pool
 from areal_lite.launch.roles import RoleFailed
-from areal_lite.observe.metrics import write_json
+from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rewards.pool import RewardPool
-from areal_lite.rollout.dispatch import Parts
-from areal_lite.rollout.evaluate import score_problems
-from areal_lite.rollout.fleet import Fleet
-from areal_lite.rollout.generate import SamplingParams, SGLangClient
-from areal_lite.rollout.server import announced, condemn, resolve_device
-from areal_lite.rollout.workflow import load_workflow, running
+from areal_lite.rollout.runner import load_workflow, running
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import announced, mark_unhealthy
+from areal_lite.system.files import write_json
+from areal_lite.system.gpus import deal, resolve_device, visible_gpus
 
 _SHOWN = 5
 
@@ -80,7 +81,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     await rewards.start()
     workflow = load_workflow(config.rollout)
     async with _Asking(config, run_dir) as asking, running(workflow, config):
-        parts = Parts(
+        parts = Dependencies(
             None,
             load_prompts(config.data, config.model, "eval"),
             Tokenizer(config.model),
@@ -154,7 +155,7 @@ class _Asking:
     async def __aenter__(self) -> _Asking:
         self.client = SGLangClient(self.config.server.health_timeout_s)
         server = self.config.server
-        told = partial(condemn, self.run_dir)
+        told = partial(mark_unhealthy, self.run_dir)
         self.fleet = Fleet(
             self.client,
             lambda: announced(self.run_dir),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from areal_lite.rollout.server import announced
-from areal_lite.sync.control import answers
+from areal_lite.servers.control import answers
+from areal_lite.servers.registry import announced
 
 _PATIENCE_S = 10.0
 

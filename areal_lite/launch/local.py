@@ -14,14 +14,14 @@ from rich.console import Console
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.launch.debug import rollout_only, train_only
-from areal_lite.launch.placement import place, visible_gpus
-from areal_lite.launch.pool import ServerPool, train_pool
+from areal_lite.launch.placement import place
 from areal_lite.launch.roles import RoleFailed, Roles
-from areal_lite.observe.metrics import forget_after, read_metrics, write_json
-from areal_lite.observe.progress import FollowedProgress
-from areal_lite.observe.report import summary_table, write_report
-from areal_lite.observe.summary import build_summary
-from areal_lite.resume import (
+from areal_lite.launch.server_pool import ServerPool, train_pool
+from areal_lite.report.figure import summary_table, write_report
+from areal_lite.report.progress import FollowedProgress
+from areal_lite.report.summary import build_summary
+from areal_lite.run_dir.metrics import forget_after, read_metrics
+from areal_lite.run_dir.resume import (
     STOPPED,
     forget_start,
     sole_run,
@@ -29,12 +29,13 @@ from areal_lite.resume import (
     stop_requested,
     withdraw_stop,
 )
-from areal_lite.rollout.server import resolve_device
+from areal_lite.system.files import write_json
+from areal_lite.system.gpus import resolve_device, visible_gpus
 
 
 def run(config: TrainConfig) -> int:
     """Train, then write summary.json and report.png and show the summary; its path is the last line. Returns the exit status: 75 when the
-    run was asked to stop (areal_lite/resume.py) before its last step. Raises ValueError when it is going on already."""
+    run was asked to stop (areal_lite/run_dir/resume.py) before its last step. Raises ValueError when it is going on already."""
     run_dir = Path(config.run_dir)
     with sole_run(run_dir):
         return _run(config, run_dir)
@@ -89,7 +90,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         Roles(run_dir) as roles,
     ):
         controller = roles.start(
-            "controller", [sys.executable, "-m", "areal_lite.rollout.controller", str(run_dir)]
+            "controller", [sys.executable, "-m", "areal_lite.controller.service", str(run_dir)]
         )
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer

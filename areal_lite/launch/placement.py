@@ -6,11 +6,10 @@ travel through a folder (`sync.transport=disk`), because NCCL refuses two ranks 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from areal_lite.config import ServerConfig, TrainerConfig
+from areal_lite.system.gpus import deal
 
 
 @dataclass(frozen=True)
@@ -23,28 +22,6 @@ class Placement:
     @property
     def shared(self) -> bool:
         return any(gpu in self.trainer for gpus in self.servers for gpu in gpus)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; does not import torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-
-
-def visible(gpus: list[str]) -> dict[str, str]:
-    """The environment of a process that shall see just these."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-
-
-def deal(gpus: list[str], count: int, size: int) -> list[list[str]]:
-    """`size` GPUs to each of `count` servers; nothing to each where there are none. Raises ValueError when there are too few."""
-    if gpus and len(gpus) < count * size:
-        raise ValueError(
-            f"{len(gpus)} GPUs for {count} servers of {size}: lower server.count or server.tensor_parallel"
-        )
-    return [gpus[i * size : (i + 1) * size] for i in range(count)]
 
 
 def place(

@@ -1,7 +1,7 @@
 """`areal-lite prepare`: the run directory of a training run whose roles are started one by one, in containers or on several machines.
 
-    python -m areal_lite.launch.pool RUN_DIR FIRST COUNT      servers FIRST, FIRST + 1, …, on the GPUs that the command sees
-    python -m areal_lite.rollout.controller RUN_DIR           one
+    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT      servers FIRST, FIRST + 1, …, on the GPUs that the command sees
+    python -m areal_lite.controller.service RUN_DIR           one
     torchrun … -m areal_lite.trainer.loop RUN_DIR             trainer ranks
     python -m areal_lite.launch.prepare end RUN_DIR           when the trainer has ended: summary and report
 
@@ -17,8 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from areal_lite.config import TrainConfig, load_config, save_config
-from areal_lite.observe.metrics import forget_after
-from areal_lite.resume import forget_start, start_version
+from areal_lite.run_dir.metrics import forget_after
+from areal_lite.run_dir.resume import forget_start, start_version
 
 COMPLETE = 10  # exit status of `begin`: there is nothing left to do
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
-from areal_lite.launch.placement import visible
-from areal_lite.launch.process import dying_with_me, tail
-from areal_lite.rollout.server import free_port
+from areal_lite.system.gpus import visible
+from areal_lite.system.network import free_port
+from areal_lite.system.processes import dying_with_me, tail
 
 _GRACE_S = 10.0
 

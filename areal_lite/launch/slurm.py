@@ -4,7 +4,7 @@ The first `cluster.trainer_nodes` hold the trainer and the controller, the other
 trainer's. Steps find each other in the run directory, trainer ranks through torchrun's rendezvous on the first node. The job ends well when
 trainer and controller have; it fails as soon as any step does; the end of the batch script ends what still runs.
 
-The job goes back to the queue, and goes on from the newest checkpoint (areal_lite/resume.py),
+The job goes back to the queue, and goes on from the newest checkpoint (areal_lite/run_dir/resume.py),
 
 * `cluster.stop_before_s` before its time is over, after the step that the trainer is at;
 * when Slurm finds a node down, which is Slurm's own doing;
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
-from areal_lite.resume import CHECKPOINTS, MARKER
+from areal_lite.run_dir.resume import CHECKPOINTS, MARKER
 
 JOB_FILE = "job.sbatch"
 
@@ -178,8 +178,8 @@ step begin 0 1 {python} -m areal_lite.launch.prepare begin "$run_dir"
 case $? in 0) ;; {COMPLETE}) exit 0 ;; *) exit 1 ;; esac
 
 SLURM_KILL_BAD_EXIT=0 step servers {server_node} {plan.server_nodes} {theirs}bash -c \\
-  'exec {python} -m areal_lite.launch.pool "$0" $((SLURM_PROCID * {servers})) {servers}' "$run_dir" &
-step controller 0 1 {python} -m areal_lite.rollout.controller "$run_dir" &
+  'exec {python} -m areal_lite.launch.server_pool "$0" $((SLURM_PROCID * {servers})) {servers}' "$run_dir" &
+step controller 0 1 {python} -m areal_lite.controller.service "$run_dir" &
 step trainer 0 {plan.trainer_nodes} {mine}{python} -m torch.distributed.run --nnodes={plan.trainer_nodes} --nproc-per-node={ranks} \\
   --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --rdzv-id="$SLURM_JOB_ID" -m areal_lite.trainer.loop "$run_dir" &
 

@@ -20,7 +20,7 @@ import time
 
 import msgspec
 
-from areal_lite.rewards.sandbox import Limits, Outcome, run_python
+from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
 
 _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 

@@ -20,7 +20,7 @@ from numbers import Real
 
 import msgspec
 
-from areal_lite.launch.process import die_with_parent
+from areal_lite.system.processes import die_with_parent
 
 RewardFunction = Callable[[str, str], float | Awaitable[float]]
 _LENGTH = struct.Struct("<I")

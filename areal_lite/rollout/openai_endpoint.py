@@ -27,7 +27,8 @@ from typing import Any
 from aiohttp import web
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.workflow import Episode, Transcript
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
 from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
 from areal_lite.trajectory import Trajectory
 

@@ -1,12 +1,6 @@
-"""Loss -> weights: the Megatron-core engine and the training loop.
+"""The training loop: batches in, weights and metrics out.
 
-Importing this package prepares `megatron.core` for a machine without CUDA, before anything can import it (see `megatron_cpu`).
+Importing this package prepares `megatron.core` (see `areal_lite.megatron`), before anything can import it.
 """
 
-import warnings
-
-from areal_lite.trainer.megatron_cpu import install
-
-# Megatron says so a dozen times; what it uses instead works, and is mended where it did not.
-warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed")
-install()
+import areal_lite.megatron  # noqa: F401

@@ -2,7 +2,7 @@
 
 A step: pull the shard of batch k (k is also the trainer's version) -> M updates -> push version k + 1 -> metrics, checkpoint, evaluation.
 The controller reopens admission as soon as the push is over: what comes after it costs generation nothing. The first k is the step of the
-newest checkpoint, 0 without one; a stop that was asked for ends the run after a step (areal_lite/resume.py).
+newest checkpoint, 0 without one; a stop that was asked for ends the run after a step (areal_lite/run_dir/resume.py).
 """
 
 from __future__ import annotations
@@ -18,30 +18,25 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import TrainConfig, load_config
-from areal_lite.launch.process import die_with_parent
-from areal_lite.observe.metrics import (
-    MetricsLog,
-    append_event,
-    forget_after,
-    read_events,
-    write_json,
-)
-from areal_lite.resume import CHECKPOINTS, stop_requested, withdraw_stop
-from areal_lite.sync.control import in_thread
-from areal_lite.sync.probe import Probe
-from areal_lite.sync.push import WeightPusher
-from areal_lite.trainer.checkpoint import Checkpoints
-from areal_lite.trainer.critic import Critic
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.files import save_batch
+from areal_lite.controller.client import ControllerClient
+from areal_lite.megatron.checkpoint import Checkpoints
+from areal_lite.megatron.critic import Critic
+from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.reference import CachedReference, Reference
+from areal_lite.run_dir.bad_batches import save_batch
+from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
+from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested, withdraw_stop
+from areal_lite.servers.control import in_thread
+from areal_lite.system.files import write_json
+from areal_lite.system.processes import die_with_parent
 from areal_lite.trainer.objective import needs_reference
-from areal_lite.trainer.optimizer import SkippedSteps, on_every_rank
-from areal_lite.trainer.parallel import shutdown
-from areal_lite.trainer.reference import Reference, RememberedReference
 from areal_lite.trainer.step import Models, policy_step
 from areal_lite.trajectory import TrainBatch
+from areal_lite.weights.agreement import Probe
+from areal_lite.weights.push import WeightPusher
 
 log = logging.getLogger(__name__)
 
@@ -132,11 +127,11 @@ def _look_at_skipped(
 def build_models(config: TrainConfig) -> Models:
     """The policy, and what its objective needs beside it. The critic starts as the policy does, and its learning rate has the same shape."""
     trainer, algo = config.trainer, config.algo
-    models = Models(MegatronEngine(trainer, Path(config.model), config.seed))
+    models = Models(Policy(trainer, Path(config.model), config.seed))
     if needs_reference(algo):
         reference = Reference(trainer, Path(algo.reference))
         models.reference = (
-            RememberedReference(reference) if config.buffer.replay.capacity else reference
+            CachedReference(reference) if config.buffer.replay.capacity else reference
         )
     if algo.advantage.estimator == "gae":
         critic = replace(

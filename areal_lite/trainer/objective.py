@@ -1,7 +1,7 @@
 """What the configuration `algo` asks for, made of the pure functions of areal_lite/algo: from a batch to advantages, from log-probs to a loss.
 
 A step fills `StepTensors` in this order: log-probs and values before the step -> `set_advantages` -> one `policy_loss` (and `critic_loss`)
-for each micro-batch of each minibatch. Statistics of the whole batch are sums over data-parallel ranks by `reduce`.
+for each microbatch of each minibatch. Statistics of the whole batch are sums over data-parallel ranks by `reduce`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from areal_lite.algo.metrics import entropy_sum, mismatch
 from areal_lite.algo.reduction import reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
 from areal_lite.algo.value import value_loss
-from areal_lite.config import TrainConfig
-from areal_lite.config_algo import AlgoConfig, CorrectionConfig
-from areal_lite.trainer.packing import MicroBatch
+from areal_lite.config import AlgoConfig, CorrectionConfig, TrainConfig
+from areal_lite.megatron.packing import MicroBatch
 from areal_lite.trajectory import TrainBatch
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over data-parallel ranks
@@ -67,7 +66,7 @@ class StepTensors:
         )
         sampled, mask = versions >= 0, on_device("loss_mask")
         if config.algo.loss == "tb":
-            mask = sampled  # about whole completions, whoever sampled them: nothing is too old, and the behaviour log-prob is not used
+            mask = sampled  # about whole completions, whoever sampled them: nothing is too old, and the behavior log-prob is not used
         if config.algo.shaping.mask_truncated:
             mask = mask & ~truncated[sequence_ids]
         rewards, group_ids = on_device("rewards"), on_device("group_ids")
@@ -213,7 +212,7 @@ def policy_loss(
     config: TrainConfig,
     version: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The share of one micro-batch in the minibatch's loss, and sums for metrics; `version`: the trainer's at the start of the step."""
+    """The share of one microbatch in the minibatch's loss, and sums for metrics; `version`: the trainer's at the start of the step."""
     algo = config.algo
     where = minibatch.where[mb.where]
     mask, behavior = t.mask[where], t.behavior[where]
@@ -260,7 +259,7 @@ def policy_loss(
 def critic_loss(
     t: StepTensors, minibatch: Minibatch, values: Tensor, mb: MicroBatch, config: TrainConfig
 ):
-    """The share of one micro-batch in the critic's loss: a mean over tokens, whatever the policy's is."""
+    """The share of one microbatch in the critic's loss: a mean over tokens, whatever the policy's is."""
     where = minibatch.where[mb.where]
     mask = t.mask[where]
     weights = mask.float() / minibatch.denominator
@@ -314,7 +313,7 @@ def _trajectory_balance(
 
 
 def _kl(inputs: LossInputs, reference: Tensor, algo: AlgoConfig) -> Tensor:
-    """The tokens were sampled from the behaviour policy: the expectation over the policy takes the same correction as the loss."""
+    """The tokens were sampled from the behavior policy: the expectation over the policy takes the same correction as the loss."""
     weight, kept = behavior_weight(
         inputs.prox,
         inputs.behavior,
@@ -333,5 +332,5 @@ def _kl(inputs: LossInputs, reference: Tensor, algo: AlgoConfig) -> Tensor:
 
 
 def _sequence_ids(mb: MicroBatch) -> Tensor:
-    """int64 [t]: the place in the micro-batch of each token's sequence."""
+    """int64 [t]: the place in the microbatch of each token's sequence."""
     return (mb.position_ids == 0).cumsum(0) - 1

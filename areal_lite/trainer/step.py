@@ -2,7 +2,7 @@
 
     log-probs and values before the step -> advantages -> M minibatches, each one update of the policy (and of the critic)
 
-Every micro-batch contributes its share of a mean over the whole minibatch, over all data-parallel ranks, so the result does not depend on
+Every microbatch contributes its share of a mean over the whole minibatch, over all data-parallel ranks, so the result does not depend on
 how sequences were packed or spread. What is computed is in areal_lite/trainer/objective.py; here is in which order.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from areal_lite.algo.metrics import by_staleness, effective_sample_size
 from areal_lite.config import TrainConfig
+from areal_lite.megatron.critic import Critic
+from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.reference import CachedReference, Reference
+from areal_lite.megatron.trainable import TrainableModel
 from areal_lite.trainer import objective
-from areal_lite.trainer.critic import Critic
-from areal_lite.trainer.engine import MegatronEngine
 from areal_lite.trainer.objective import Minibatch, StepTensors
-from areal_lite.trainer.packing import MicroBatch
-from areal_lite.trainer.reference import Reference, RememberedReference
-from areal_lite.trainer.trainable import TrainableModel
 from areal_lite.trajectory import TrainBatch
 
 
@@ -31,8 +31,8 @@ from areal_lite.trajectory import TrainBatch
 class Models:
     """What a step computes with: the policy; the reference policy where there is a KL or Trajectory Balance; the critic for GAE."""
 
-    policy: MegatronEngine
-    reference: Reference | RememberedReference | None = None
+    policy: Policy
+    reference: Reference | CachedReference | None = None
     critic: Critic | None = None
 
     @property

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
-from areal_lite.trainer.parallel import init_distributed, shutdown
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.megatron.parallel import init_distributed, shutdown
+from areal_lite.megatron.policy import Policy
 from tests.integration.engine_worker import random_batch
 
 VOCAB = 97
@@ -29,7 +29,7 @@ SETTINGS = dict(
 )
 
 
-def update(engine: MegatronEngine, step: int) -> dict[str, float]:
+def update(engine: Policy, step: int) -> dict[str, float]:
     """One update on the mean log-prob of a batch, dealt to the data-parallel ranks by turns."""
     whole = random_batch(8, VOCAB, seed=step)
     batch = whole.select(range(engine.dp_group.rank(), whole.num_sequences, engine.dp_group.size()))
@@ -46,7 +46,7 @@ def run(job: dict) -> dict:
     init_distributed(settings, seed=1)
     results = {}
     for name, folder in job["models"].items():
-        engine = MegatronEngine(settings, folder, seed=1)
+        engine = Policy(settings, folder, seed=1)
         logprobs = engine.logprobs(make_microbatches(random_batch(12, VOCAB, seed=100), 64))
         buckets = (
             [{n: t.nbytes for n, t in bucket} for bucket in engine.hf_weights(job["bucket_bytes"])]

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.checkpoint import Checkpoints, filesystem_async, latest
-from areal_lite.trainer.critic import Critic
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
-from areal_lite.trainer.parallel import shutdown
+from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async, latest
+from areal_lite.megatron.critic import Critic
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
 from tests.integration.engine_worker import random_batch
 
@@ -45,7 +45,7 @@ class Story:
     """Training, saving and loading on this rank. Every method is a story."""
 
     def __init__(self, layout: dict, model: str, seed: int = 1, **overrides):
-        self.engine = MegatronEngine(TrainerConfig(**(SETTINGS | layout | overrides)), model, seed)
+        self.engine = Policy(TrainerConfig(**(SETTINGS | layout | overrides)), model, seed)
 
     def train(self, steps: range, poison: bool = False) -> list[dict[str, float]]:
         """`poison`: the loss of the last data-parallel rank is not a number."""
@@ -234,7 +234,7 @@ def one_sequence(length: int) -> TrainBatch:
         versions=np.zeros(length, np.int32),
         rewards=np.ones(1, np.float32),
         group_ids=np.zeros(1, np.int64),
-        members=np.zeros(1, np.int32),
+        sample_indices=np.zeros(1, np.int32),
         truncated=np.zeros(1, bool),
         kv_versions=np.zeros(1, np.int32),
         cu_seqlens=np.array([0, length], np.int64),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.rollout.sglang_cpu.torchvision import stand_in_for_torchvision
+from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
 
 stand_in_for_torchvision()
 
@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
-from areal_lite.rollout.sglang_cpu.attention import PagedCpuAttention  # noqa: E402
+from areal_lite.servers.cpu.attention import PagedCpuAttention  # noqa: E402
 
 SLOTS, CONTEXT, LAYER = 400, 64, 1
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.rollout.server import ServerInfo, ServerProcess, free_port
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.network import free_port
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from areal_lite.data.char_tokenizer import build_char_tokenizer
+    from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
     tokenizer = build_char_tokenizer()
     config = Qwen3Config(

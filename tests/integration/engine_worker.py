@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import make_microbatches
-from areal_lite.trainer.parallel import init_distributed, shutdown
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.megatron.parallel import init_distributed, shutdown
+from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
 
 TEMPERATURE = 0.9
@@ -45,7 +45,7 @@ def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=rng.normal(size=num_sequences).astype(np.float32),
         group_ids=np.arange(num_sequences, dtype=np.int64),
-        members=np.zeros(num_sequences, np.int32),
+        sample_indices=np.zeros(num_sequences, np.int32),
         truncated=np.zeros(num_sequences, bool),
         kv_versions=np.zeros(num_sequences, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
@@ -61,13 +61,11 @@ class Run:
         self.config = dict(tensor_parallel=job["tp"], data_parallel=job["dp"], **SETTINGS)
         self.results: dict = {}
 
-    def engine(self, model: str, **overrides) -> MegatronEngine:
-        return MegatronEngine(
-            TrainerConfig(**(self.config | overrides)), self.job["models"][model], seed=1
-        )
+    def engine(self, model: str, **overrides) -> Policy:
+        return Policy(TrainerConfig(**(self.config | overrides)), self.job["models"][model], seed=1)
 
     def update(
-        self, engine: MegatronEngine, step: int, budget: int, poison: bool = False
+        self, engine: Policy, step: int, budget: int, poison: bool = False
     ) -> dict[str, float]:
         """One update on the batch of `step`, dealt to the data-parallel ranks by turns."""
         whole = random_batch(12, 98, seed=step)
@@ -93,17 +91,17 @@ class Run:
             )
             engine.export_hf(self.out / f"export_{model}")
 
-    def updates(self, model: str, budget: int, name: str) -> MegatronEngine:
+    def updates(self, model: str, budget: int, name: str) -> Policy:
         engine = self.engine(model)
         self.results[f"metrics/{name}"] = [self.update(engine, step, budget) for step in range(3)]
         engine.export_hf(self.out / name)
         return engine
 
-    def continued(self, engine: MegatronEngine, name: str) -> None:
+    def continued(self, engine: Policy, name: str) -> None:
         self.results[f"metrics/{name}"] = [self.update(engine, step, 64) for step in (3, 4)]
         engine.export_hf(self.out / name)
 
-    def checkpoint(self, engine: MegatronEngine) -> None:
+    def checkpoint(self, engine: Policy) -> None:
         engine.save(self.out / "checkpoint", {"step": 3, "note": "three updates"})
         self.continued(engine, "uninterrupted")
         fresh = self.engine("qwen3_tied")

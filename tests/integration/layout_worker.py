@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.trainer.critic import Critic
-from areal_lite.trainer.engine import MegatronEngine
-from areal_lite.trainer.packing import MicroBatch, make_microbatches
-from areal_lite.trainer.parallel import init_distributed, shutdown
-from areal_lite.trainer.parallel_model import ParallelModel
-from areal_lite.trainer.reference import Reference
+from areal_lite.megatron.critic import Critic
+from areal_lite.megatron.packing import MicroBatch, make_microbatches
+from areal_lite.megatron.parallel import init_distributed, shutdown
+from areal_lite.megatron.parallel_model import ParallelModel
+from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.reference import Reference
 from areal_lite.trajectory import TrainBatch
 from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
 
@@ -51,7 +51,7 @@ class Case:
 
     def policy(self) -> dict:
         engine, reference = (
-            MegatronEngine(self.config, self.path, seed=1),
+            Policy(self.config, self.path, seed=1),
             Reference(self.config, self.path),
         )
         results = {"logprobs": engine.logprobs(self.microbatches, TEMPERATURE)}
@@ -62,7 +62,7 @@ class Case:
         engine.save(self.out / "checkpoint")
         return results
 
-    def update(self, engine: MegatronEngine, step: int) -> dict[str, float]:
+    def update(self, engine: Policy, step: int) -> dict[str, float]:
         """A loss of tokens, entropies and whole sequences."""
         total, batch, microbatches = shard(engine, step)
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
@@ -102,7 +102,7 @@ class Case:
 
     def resumed(self, checkpoint: str) -> dict:
         """Log-probs after taking up another layout's checkpoint, and what the next updates report."""
-        engine = MegatronEngine(self.config, self.path, seed=1)
+        engine = Policy(self.config, self.path, seed=1)
         engine.load(checkpoint)
         resumed = engine.logprobs(self.microbatches, TEMPERATURE)
         return {

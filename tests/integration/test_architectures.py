@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig
-from areal_lite.rollout.server import ServerProcess, free_port
-from areal_lite.trainer.hf import weight_files
+from areal_lite.megatron.hf import weight_files
+from areal_lite.servers.process import ServerProcess
+from areal_lite.system.network import free_port
 from tests.integration.architectures_worker import SETTINGS, VOCAB
 from tests.integration.engine_worker import random_batch
 

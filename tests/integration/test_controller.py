@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lite.buffer.store import Store
-from areal_lite.buffer.wire import ControllerClient
 from areal_lite.config import ReplayConfig, TrainConfig, save_config
-from areal_lite.data.char_tokenizer import build_char_tokenizer
-from areal_lite.launch.process import dying_with_me
-from areal_lite.rollout.server import ServerInfo, announced
-from areal_lite.sync.control import post
+from areal_lite.controller.client import ControllerClient
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.run_dir.store import Store
+from areal_lite.servers.control import post
+from areal_lite.servers.registry import ServerInfo, announced
+from areal_lite.system.processes import dying_with_me
 from areal_lite.trajectory import TrainBatch
 from tests.fake_sglang import completion
 
@@ -85,7 +85,7 @@ class Run:
         )
 
     def start_controller(self) -> ControllerClient:
-        self.start("controller", "-m", "areal_lite.rollout.controller", str(self.path))
+        self.start("controller", "-m", "areal_lite.controller.service", str(self.path))
         return self.client()
 
     def client(self, timeout_s: float = 20) -> ControllerClient:
@@ -424,7 +424,7 @@ def test_failed_rewards_may_count_as_zero(run) -> None:
     assert (
         info["reward_mean"] == 0
         and info["reward_failures"] >= GROUPS * MEMBERS
-        and info["lost_members"] == 0
+        and info["failed_rollouts"] == 0
     )
     assert batch.rewards.tolist() == [0.0] * (GROUPS * MEMBERS)
 
@@ -548,7 +548,7 @@ def test_replay_never_waits_and_uses_each_ticket_up_once(run) -> None:
 def test_a_server_with_a_version_that_is_no_number_is_refused(run) -> None:
     r = run()
     r.start_server(version="default")
-    r.start("controller", "-m", "areal_lite.rollout.controller", str(r.path))
+    r.start("controller", "-m", "areal_lite.controller.service", str(r.path))
     assert r.processes["controller"].wait(20) == 1
     assert "start it with --weight-version 0" in r.log().splitlines()[-1]
 
@@ -567,11 +567,11 @@ def test_it_does_not_outlive_its_parent(run) -> None:
     r = run()
     code = """
 import os, subprocess, sys, time
-from areal_lite.launch.process import dying_with_me
+from areal_lite.system.processes import dying_with_me
 subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | dying_with_me())
 time.sleep(60)
 """
-    parent = r.start("parent", "-c", code, "-m", "areal_lite.rollout.controller", str(r.path))
+    parent = r.start("parent", "-c", code, "-m", "areal_lite.controller.service", str(r.path))
     pid = r.client()._address.pid
     parent.kill()
     deadline = time.monotonic() + 10

@@ -14,16 +14,18 @@ from openai import AsyncOpenAI
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.fleet import Fleet
-from areal_lite.rollout.generate import SamplingParams, SGLangClient
+from areal_lite.rollout.episode import Episode, sampled_turns
 from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
-from areal_lite.rollout.server import ServerInfo
-from areal_lite.rollout.workflow import Episode, Place, sampled_turns
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
 from tests.integration.test_controller import Run, model, push  # noqa: F401
 from tests.integration.test_sglang_server import reference  # noqa: F401
-from tests.unit.episodes import chat_prompt, playing, save_chat_tokenizer
+from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 BUDGET = 400
 
@@ -41,13 +43,13 @@ class Policy:
     async def episode(self, budget: int = BUDGET):
         """An openai client and its conversation."""
         params = SamplingParams(budget, self.temperature, self.tokenizer.eos_ids)
-        member, self.episodes = self.episodes, self.episodes + 1
-        place = Place(
-            self.fleet, params, self.tokenizer, f"0-{member}", await self.fleet.reserve(1)
+        sample_index, self.episodes = self.episodes, self.episodes + 1
+        place = RolloutSession(
+            self.fleet, params, self.tokenizer, f"0-{sample_index}", await self.fleet.reserve(1)
         )
         prompt = Prompt("p", [2], "", "")
         with self.endpoint.conversation(
-            Episode(prompt, member, 0, self.tokenizer, params, time.time, place.complete)
+            Episode(prompt, sample_index, 0, self.tokenizer, params, time.time, place.complete)
         ) as (key, conversation):
             async with AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key) as client:
                 yield client, conversation
@@ -147,7 +149,7 @@ def test_conversations_side_by_side_do_not_mix(model) -> None:  # noqa: F811
             assert_exact(trajectory, [10, 10])
             assert (
                 policy.tokenizer.decode(trajectory.tokens).startswith(f"I am {number}")
-                and trajectory.member < 20
+                and trajectory.sample_index < 20
             )
 
         await asyncio.gather(*(one(number) for number in range(20)))
@@ -393,7 +395,7 @@ def test_an_agent_that_raises_costs_its_trajectory_only(run) -> None:
     r.start_server()
     client = r.start_controller()
     _, info = client.batch(0, 0, 1)
-    assert info["lost_members"] > 0
+    assert info["failed_rollouts"] > 0
     assert "KeyError: 'odd'" in r.log()
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, or asked to stop, and go on in the same directory (areal_lite/resume.py)."""
+"""Runs that are killed, or asked to stop, and go on in the same directory (areal_lite/run_dir/resume.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ReplayConfig
-from areal_lite.resume import STOPPED, complete
+from areal_lite.run_dir.resume import STOPPED, complete
 from tests.integration.test_controller import (
     GROUPS,
     MEMBERS,
@@ -208,7 +208,7 @@ def test_another_data_set_is_refused(start, tmp_path) -> None:
     client.batch(0, 0, 1)
     kill(r, 0)
     write_rows(data, 7)
-    r.start("controller", "-m", "areal_lite.rollout.controller", str(r.path))
+    r.start("controller", "-m", "areal_lite.controller.service", str(r.path))
     assert r.processes["controller"].wait(20) == 1
     assert "cannot resume: prompt" in r.log().splitlines()[-1]
 

@@ -17,13 +17,15 @@ import pytest
 import torch
 
 from areal_lite.config import ServerConfig, load_config
-from areal_lite.launch.pool import LOG, ServerPool
-from areal_lite.launch.process import dying_with_me
 from areal_lite.launch.roles import RoleFailed
-from areal_lite.rollout.server import ServerInfo, ServerProcess, announced, condemn, free_port
-from areal_lite.sync.broadcast import WeightGroup, flatten
-from areal_lite.sync.control import ServersFailed, post
-from areal_lite.sync.push import WeightPusher
+from areal_lite.launch.server_pool import LOG, ServerPool
+from areal_lite.servers.control import ServersFailed, post
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo, announced, mark_unhealthy
+from areal_lite.system.network import free_port
+from areal_lite.system.processes import dying_with_me
+from areal_lite.weights.broadcast import WeightGroup, flatten
+from areal_lite.weights.push import WeightPusher
 from tests.integration.test_controller import (
     GROUPS,
     assert_books_are_right,
@@ -106,7 +108,7 @@ def test_a_condemned_server_is_replaced_and_the_others_stay(tmp_path) -> None:
         pool.wait_ready()
         a, b = announced(tmp_path)
         os.kill(a.pid, signal.SIGSTOP)
-        condemn(tmp_path, a, "it hangs")
+        mark_unhealthy(tmp_path, a, "it hangs")
         until(lambda: (s := server(tmp_path, "a")) and s.pid != a.pid)
         assert server(tmp_path, "b") == b and not os.path.exists(f"/proc/{a.pid}")
         pool.check()
@@ -267,7 +269,7 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     batch, _ = client.batch(1, 0, 1, lambda: pusher.push(1))
     assert_exact(batch)
     assert set(batch.versions[batch.loss_mask]) == {1}
-    assert (r.path / "servers" / "bad.condemned").exists()
+    assert (r.path / "servers" / "bad.unhealthy_reason").exists()
     # It comes back, and takes the next version with the other.
     r.start_server("bad")
     until(lambda: "server bad (http" in r.log() and "has version 0, not 1" in r.log())

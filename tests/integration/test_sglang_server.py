@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
-from areal_lite.rollout.concurrency import Load
-from areal_lite.rollout.generate import Piece, SamplingParams, SGLangClient
-from areal_lite.rollout.server import free_port
+from areal_lite.servers.client import Load, SGLangClient
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.system.network import free_port
 
 LONG = 1500  # tokens: much longer than the requests around them take
 pytestmark = pytest.mark.timeout(300)
@@ -189,12 +189,12 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
         )
         await http.post("/continue_generation")
 
-    async def run() -> list[Piece]:
+    async def run() -> list[GenerationChunk]:
         client = SGLangClient(60)
         async with Http(sglang_server.url) as http:
             old = await client.weight_version(sglang_server.info)
 
-            async def ask(rid: str, version: int) -> Piece:
+            async def ask(rid: str, version: int) -> GenerationChunk:
                 return await client.request(
                     sglang_server.info, prompt, params, f"prefix-{rid}", str(version)
                 )
@@ -207,7 +207,7 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
             return pieces
 
     @torch.no_grad()
-    def expected(piece: Piece) -> torch.Tensor:
+    def expected(piece: GenerationChunk) -> torch.Tensor:
         logits = (
             other(torch.tensor([[*prompt, *piece.tokens]])).logits[0, len(prompt) - 1 : -1].double()
         )
@@ -260,7 +260,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from areal_lite.config import ServerConfig
-from areal_lite.rollout.server import ServerProcess
+from areal_lite.servers.process import ServerProcess
 
 server = ServerProcess(ServerConfig(), sys.argv[1], name="orphan", port=int(sys.argv[2]), seed=1, log_path=Path(sys.argv[3]))
 server.start()

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lite.resume import complete
-from areal_lite.rollout.server import free_port
+from areal_lite.run_dir.resume import complete
+from areal_lite.system.network import free_port
 from tests.integration.slurm_cluster import GPUS, Cluster, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,7 +182,7 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     assert (folder / "config.yaml").stat().st_mode & 0o077 == 0, "it holds the servers' key"
     assert left(folder) == []
 
-    # The same on one node: the run's batches are dealt again as they were (rollout/recorded.py), weights and optimizer begin alike, and two
+    # The same on one node: the run's batches are dealt again as they were (controller/stored_run.py), weights and optimizer begin alike, and two
     # ranks have only one order to add in. What differs is where the ranks are, so every step must come out the same.
     replay = ["eval.problems=0", "debug=train_only", f"debug_run={folder}", f"trainer.{parallel}=2"]
     done = areal_lite(cluster, "train", model, again, *replay)

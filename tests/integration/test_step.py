@@ -7,19 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.config import MakeModelConfig, RolloutConfig, TrainConfig, TrainerConfig
-from areal_lite.config_algo import (
+from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
     CorrectionConfig,
     CriticConfig,
     KLConfig,
+    MakeModelConfig,
+    RolloutConfig,
     ShapingConfig,
+    TrainConfig,
+    TrainerConfig,
 )
-from areal_lite.make_model import run as make_model
-from areal_lite.trainer.engine import MegatronEngine
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.megatron.policy import Policy
+from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.trainer.loop import build_models
-from areal_lite.trainer.packing import make_microbatches
 from areal_lite.trainer.step import Models, policy_step
 from areal_lite.trajectory import TrainBatch, Trajectory
 
@@ -32,18 +35,18 @@ def model(tmp_path_factory) -> Path:
 
 
 def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
-    """Ragged sequences, versions 1..3, behaviour log-probs near those of a random model, some tokens masked."""
+    """Ragged sequences, versions 1..3, behavior log-probs near those of a random model, some tokens masked."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in range(groups):
-        for member in range(size):
+        for sample_index in range(size):
             prompt, length = rng.integers(1, 6), rng.integers(1, 20)
             sampled = np.repeat([False, True], [prompt, length])
             trajectories.append(
                 Trajectory(
                     group_id=group,
                     prompt_id=str(group),
-                    member=member,
+                    sample_index=sample_index,
                     tokens=rng.integers(2, 98, prompt + length).astype(np.int32),
                     loss_mask=sampled,
                     behavior_logprobs=np.where(
@@ -64,7 +67,7 @@ def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **train
     config = TrainConfig(
         model=str(model), algo=algo, trainer=settings, rollout=RolloutConfig(temperature=0.9)
     )
-    engine = MegatronEngine(settings, model, 1)
+    engine = Policy(settings, model, 1)
     before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
     result = policy_step(Models(engine), data, config, 3)
     weights = {

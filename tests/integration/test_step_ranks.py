@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from areal_lite.config import TrainConfig, TrainerConfig
-from areal_lite.config_algo import (
+from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
     CorrectionConfig,
     CriticConfig,
     KLConfig,
+    TrainConfig,
+    TrainerConfig,
 )
-from areal_lite.rollout.server import free_port
+from areal_lite.system.network import free_port
 from tests.integration.test_step import batch, model  # noqa: F401
 
 OBJECTIVES = {

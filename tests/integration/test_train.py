@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.unit import dashboard
+from tests.unit.report import dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)

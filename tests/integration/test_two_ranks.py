@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from areal_lite.trainer.logprobs import lm_logprobs
-from areal_lite.trainer.packing import make_microbatches
-from tests.unit.test_packing import batch_of
+from areal_lite.megatron.logprobs import lm_logprobs
+from areal_lite.megatron.packing import make_microbatches
+from tests.unit.megatron.test_packing import batch_of
 
 TOKENS, WIDTH, RANKS = 29, 8, 2
 # (ids, rows with padding, chunk, temperature, dtype, float32 head): padding within the last slice, and so much that it fills it.

@@ -11,13 +11,17 @@ from areal_lite.trajectory import Group, Segment, TrainBatch, Trajectory, balanc
 
 
 def trajectory(
-    prompt: int = 3, versions: list[int] = (0, 0, 1), group_id: int = 1, member: int = 0, **changes
+    prompt: int = 3,
+    versions: list[int] = (0, 0, 1),
+    group_id: int = 1,
+    sample_index: int = 0,
+    **changes,
 ) -> Trajectory:
     n = len(versions)
     made = Trajectory(
         group_id=group_id,
         prompt_id=f"p{group_id}",
-        member=member,
+        sample_index=sample_index,
         tokens=np.arange(prompt + n, dtype=np.int32) + 10 * group_id,
         loss_mask=np.repeat([False, True], [prompt, n]),
         behavior_logprobs=np.concatenate([np.zeros(prompt), -np.arange(1, n + 1) / 8]).astype(
@@ -31,8 +35,8 @@ def trajectory(
 
 
 trajectories = st.builds(
-    lambda prompt, steps, group, member, reason: trajectory(
-        prompt, list(np.cumsum(steps)), group, member, finish_reason=reason
+    lambda prompt, steps, group, sample_index, reason: trajectory(
+        prompt, list(np.cumsum(steps)), group, sample_index, finish_reason=reason
     ),
     st.integers(1, 6),
     st.lists(st.integers(0, 2), max_size=9),

@@ -8,9 +8,10 @@ import logging
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
-from areal_lite.observe.metrics import write_json
+from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
-from areal_lite.rollout.workflow import Episode, load_object
+from areal_lite.system.files import write_json
+from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 ANNOUNCEMENT = "openai_endpoint.json"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from numbers import Real
 
-from areal_lite.rollout.workflow import Episode, Transcript, load_object
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
+from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_lite.rollout.workflow import Episode, Transcript
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
 from areal_lite.trajectory import Trajectory
 
 

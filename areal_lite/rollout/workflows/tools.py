@@ -14,9 +14,11 @@ import os
 from typing import Any
 
 from areal_lite.config import TrainConfig
-from areal_lite.rewards.sandbox import Limits, SandboxError, run_python
-from areal_lite.rollout.workflow import Episode, Transcript, load_object
+from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
 from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls
+from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 

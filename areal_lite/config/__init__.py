@@ -1,0 +1,67 @@
+"""The configuration of every command: typed sections, and the file that a run keeps of it."""
+
+from areal_lite.config.algo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KLConfig,
+    ShapingConfig,
+)
+from areal_lite.config.commands import (
+    COMMANDS,
+    ClusterConfig,
+    EvalCommandConfig,
+    GenerateConfig,
+    MakeModelConfig,
+    QuickstartConfig,
+    SftConfig,
+    SlurmConfig,
+    TrainConfig,
+    register,
+)
+from areal_lite.config.files import load_config, save_config, to_dataclass
+from areal_lite.config.schema import (
+    BufferConfig,
+    DataConfig,
+    EvalConfig,
+    LoggerConfig,
+    ReplayConfig,
+    RewardConfig,
+    RolloutConfig,
+    ServerConfig,
+    SyncConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "AdvantageConfig",
+    "AlgoConfig",
+    "BufferConfig",
+    "COMMANDS",
+    "ClusterConfig",
+    "CorrectionConfig",
+    "CriticConfig",
+    "DataConfig",
+    "EvalCommandConfig",
+    "EvalConfig",
+    "GenerateConfig",
+    "KLConfig",
+    "LoggerConfig",
+    "MakeModelConfig",
+    "QuickstartConfig",
+    "ReplayConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ServerConfig",
+    "SftConfig",
+    "ShapingConfig",
+    "SlurmConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "TrainerConfig",
+    "load_config",
+    "register",
+    "save_config",
+    "to_dataclass",
+]

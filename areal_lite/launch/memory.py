@@ -1,0 +1,186 @@
+"""What a run will need, computed before it starts: parameters exactly, memory and the cost of a push of weights from them.
+
+Parameter counts are those of the tables in `architectures`. States follow the layout of the ranks: with N parameters on a rank, b bytes
+each, and the distributed optimizer (ZeRO stage 1, arXiv:1910.02054) over d data- and context-parallel ranks,
+
+    weights b N · gradients 4 N · float32 masters 4 N / d (none for b = 4: weights are their own) · Adam moments 8 N / d
+
+Activations are estimates (in the manner of Korthikanti et al., 2022, arXiv:2205.05198), of the tensors that autograd keeps. Not counted:
+what an operation needs while it runs, fragmentation, and the libraries' own memory (about 1 GiB on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from transformers import PretrainedConfig
+
+from areal_lite.config import TrainerConfig
+from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
+from areal_lite.megatron.logprobs import CHUNK, KEPT
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. `head`: logits of a chunk of tokens and those kept; `activations`: of the microbatches in flight."""
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    activations: int = 0
+    head: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def parameter_sizes(
+    hf: PretrainedConfig, vocab_size: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """(Megatron's name, elements) of every parameter of the whole model, layer by layer as they are pushed; layers and experts are counted.
+
+    vocab_size: rows of embedding and output layer, if there are more than tokens.
+    """
+    rows = vocab_size or hf.vocab_size
+    yield "decoder.final_layernorm.weight", hf.hidden_size
+    yield "embedding.word_embeddings.weight", rows * hf.hidden_size
+    if not hf.tie_word_embeddings:
+        yield "output_layer.weight", rows * hf.hidden_size
+    sizes, names = _layer_sizes(hf), ARCHITECTURES[hf.model_type].layer
+    counted = sorted(
+        (name.format(expert=e), sizes[name])
+        for name in names
+        for e in range(hf.num_experts if "{expert}" in name else 1)
+    )
+    for layer in range(hf.num_hidden_layers):
+        yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in counted)
+
+
+def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
+    hidden, dim = hf.hidden_size, head_dim(hf)
+    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
+    expert = getattr(hf, "moe_intermediate_size", 0)
+    return {
+        "input_layernorm.weight": hidden,
+        "pre_mlp_layernorm.weight": hidden,
+        "self_attention.linear_qkv.weight": (queries + 2 * keys) * hidden,
+        "self_attention.linear_qkv.bias": queries + 2 * keys,
+        "self_attention.linear_proj.weight": queries * hidden,
+        "self_attention.q_layernorm.weight": dim,
+        "self_attention.k_layernorm.weight": dim,
+        "mlp.linear_fc1.weight": 2 * hf.intermediate_size * hidden,
+        "mlp.linear_fc2.weight": hf.intermediate_size * hidden,
+        "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight": 2 * expert * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
+    }
+
+
+def num_parameters(hf: PretrainedConfig) -> int:
+    """Of the whole model, tied embeddings counted once."""
+    return sum(size for _, size in parameter_sizes(hf))
+
+
+def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) -> tuple[int, int]:
+    """(parameters outside of experts, parameters of experts) of each rank of a pipeline stage."""
+    stages, tensor = trainer.pipeline_parallel, trainer.tensor_parallel
+    layers_of_a_chunk = hf.num_hidden_layers // (stages * trainer.virtual_pipeline)
+    dense = experts = 0
+    for name, size in parameter_sizes(hf, padded_vocab(hf, tensor)):
+        if name.startswith("decoder.layers."):
+            there = int(name.split(".")[2]) // layers_of_a_chunk % stages == stage
+        elif name.startswith("embedding."):
+            # A tied embedding is also the output layer, and a last stage that is not the first has a copy.
+            there = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
+        else:
+            there = stage == stages - 1
+        if there and ".local_experts." in name:
+            experts += size
+        elif there:
+            dense += size if layout(name, hf).replicated else size // tensor
+    return dense, experts // (tensor * trainer.expert_parallel)
+
+
+def rank_memory(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+) -> RankMemory:
+    """Of each rank of a pipeline stage, with microbatches that are full. itemsize: bytes of a parameter, 2 or 4."""
+    dense, experts = rank_parameters(hf, trainer, stage)
+    replicas = trainer.data_parallel * trainer.context_parallel
+    sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
+    tokens = trainer.tokens_per_microbatch // trainer.context_parallel
+    width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
+    last = stage == trainer.pipeline_parallel - 1
+    return RankMemory(
+        weights=itemsize * (dense + experts),
+        gradients=4 * (dense + experts),
+        masters=0 if itemsize == 4 else 4 * sharded,
+        moments=8 * sharded,
+        activations=int(tokens * activation_bytes_per_token(hf, trainer, itemsize, stage)),
+        # Backward needs logits, their log-probs and their gradient.
+        head=4 * (3 * min(tokens, CHUNK) * width + min(tokens * width, KEPT)) if last else 0,
+    )
+
+
+def activation_bytes_per_token(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+) -> float:
+    """Of one token of the microbatches that are in flight on a stage when it has most of them (1F1B: as many as there are stages from it on).
+
+    Recomputing `full` keeps each layer's input, and one layer at a time whole; `selective` only what the attention kernel keeps, little.
+    """
+    tensor, stages = trainer.tensor_parallel, trainer.pipeline_parallel
+    layers, of_a_layer = hf.num_hidden_layers / stages, _layer_activations(hf, trainer, itemsize)
+    in_flight = stages - stage
+    if trainer.virtual_pipeline > 1:
+        in_flight += (stages - 1) / trainer.virtual_pipeline
+    if trainer.recompute == "full":
+        inputs = layers * hf.hidden_size * itemsize / (tensor if trainer.sequence_parallel else 1)
+        return in_flight * inputs + of_a_layer
+    return in_flight * layers * of_a_layer
+
+
+def _layer_activations(hf: PretrainedConfig, trainer: TrainerConfig, b: int) -> float:
+    """Bytes that one layer keeps of one token."""
+    tensor = trainer.tensor_parallel
+    hidden, dim = hf.hidden_size, head_dim(hf)
+    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
+    norms = (
+        2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)
+    )  # float32 input, normed, output
+    head_norms = (
+        (4 + b) * (queries + keys)
+        if "self_attention.q_layernorm.weight" in ARCHITECTURES[hf.model_type].layer
+        else 0
+    )
+    attention = (
+        b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
+    )  # q k v, turned q and k, output
+    if (
+        "mlp.router.weight" in ARCHITECTURES[hf.model_type].layer
+    ):  # for each expert of a token: its copy of the token, the MLP's inside, its output
+        mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
+    else:  # gate and up projection, the one activated, the other offset, their product
+        mlp = b * 5 * hf.intermediate_size / tensor
+    return norms + (head_norms + attention) / tensor + mlp
+
+
+def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:
+    """Of the KV cache, on each GPU of a server; heads are copied where there are fewer than GPUs."""
+    heads = max(hf.num_key_value_heads // tensor_parallel, 1)
+    return 2 * hf.num_hidden_layers * heads * head_dim(hf) * itemsize
+
+
+def push_buckets(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int
+) -> list[int]:
+    """Bytes of each bucket of a push of all weights (`hf.WeightStream.buckets`)."""
+    buckets = [0]
+    for _, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
+        if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:
+            buckets.append(0)
+        buckets[-1] += size * itemsize
+    return buckets

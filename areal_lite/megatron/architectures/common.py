@@ -1,0 +1,70 @@
+"""What the architectures share: blocks of the mapping Megatron parameter -> Hugging Face tensors, and the description of one architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from areal_lite.megatron.architectures.parameters import (
+    QKV,
+    Columns,
+    Gated,
+    Parameter,
+    Vocabulary,
+    Whole,
+)
+
+Mapping = dict[str, Parameter]
+
+# Once in a model.
+EMBEDDINGS: Mapping = {
+    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
+    "output_layer.weight": Vocabulary("lm_head.weight"),
+}
+
+# Below decoder.layers.{layer} and model.layers.{layer}.
+ATTENTION: Mapping = {
+    "input_layernorm.weight": Whole("input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": QKV(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": Whole("post_attention_layernorm.weight"),
+}
+QKV_BIAS: Mapping = {
+    "self_attention.linear_qkv.bias": QKV(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    )
+}
+QK_NORM: Mapping = {
+    "self_attention.q_layernorm.weight": Whole("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": Whole("self_attn.k_norm.weight"),
+}
+GATED_MLP: Mapping = {
+    "mlp.linear_fc1.weight": Gated("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
+}
+EXPERTS: Mapping = {
+    "mlp.router.weight": Whole("mlp.gate.weight"),
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": Gated(
+        "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Columns(
+        "mlp.experts.{expert}.down_proj.weight"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`layer`: the parameters of one layer. `fields`: of Megatron's TransformerConfig, beyond those that every architecture has.
+    `check` raises ValueError for a configuration that would be computed wrongly."""
+
+    model_type: str
+    layer: Mapping
+    fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
+    check: Callable[[PretrainedConfig], None] = lambda hf: None

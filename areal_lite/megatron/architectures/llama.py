@@ -1,0 +1,5 @@
+"""Llama 2 and 3: the plain layer. Llama 3.1 stretches low rotary frequencies (rope_type `llama3`, see rope.py)."""
+
+from areal_lite.megatron.architectures.common import ATTENTION, GATED_MLP, Architecture
+
+LLAMA = Architecture("llama", ATTENTION | GATED_MLP)

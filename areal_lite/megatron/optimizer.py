@@ -1,0 +1,140 @@
+"""AdamW with float32 master weights, its learning-rate schedule, and updates that are skipped when something is not finite.
+
+Everything is counted in updates (optimizer steps): a training step has `trainer.minibatches` of them. Moments and master weights are
+sharded over the data-parallel ranks (Megatron's distributed optimizer; ZeRO stage 1, arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from areal_lite.config import TrainerConfig
+
+
+def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
+    """AdamW; biases and norms are not decayed."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamScheduler:
+    """The learning rate of update k = 1, 2, ... of n = steps x minibatches. Up to k = warmup it is lr k / warmup, then
+
+    * constant: lr
+    * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017, arXiv:1608.03983)
+    * wsd: lr until the last `lr_decay_steps` updates, which go down in a straight line to min_lr at k = n (Hu et al., 2024, arXiv:2404.06395)
+
+    Raises ValueError for another schedule.
+    """
+    styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
+    if config.lr_schedule not in styles:
+        raise ValueError(
+            f"trainer.lr_schedule={config.lr_schedule}: use one of {', '.join(styles)}"
+        )
+    updates = config.steps * config.minibatches
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_steps,
+        lr_decay_steps=max(updates, config.lr_warmup_steps + 1),
+        lr_decay_style=styles[config.lr_schedule],
+        wsd_decay_steps=config.lr_decay_steps or max(updates // 10, 1),
+        lr_wsd_decay_style="linear",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=updates,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def apply_gradients(optimizer: Any, clip_grad: float, loss: float) -> dict[str, float]:
+    """Clip and step. Every rank calls it, after gradients are reduced.
+
+    Returns `grad_norm` (before clipping), `lr`, and `skipped`: 1.0 when the loss or a gradient was not finite on any rank; weights and
+    moments then stay as they are, everywhere.
+    """
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.prepare_grads()
+    grad_norm = optimizer.get_grad_norm()
+    healthy = on_every_rank(math.isfinite(loss) and math.isfinite(grad_norm))
+    if healthy:
+        if clip_grad > 0:
+            for part in optimizer.chained_optimizers:  # experts have one of their own
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+        optimizer.step_with_ready_grads()
+    return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
+
+
+class SkippedSteps:
+    """Ends a run that has stopped to learn: `limit` training steps in a row with an update that was skipped."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.in_a_row = 0
+
+    def record(self, step: int, skipped: float) -> None:
+        """`skipped`: updates skipped in `step`. Raises FloatingPointError at the limit, on all ranks at the same step."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self.in_a_row >= self.limit:
+            raise FloatingPointError(
+                f"loss or gradient not finite in the last {self.in_a_row} training steps up to {step}: their batches are in bad_batches/"
+                " (areal_lite.system.files.load_batch); lower trainer.lr, or resume from a checkpoint before"
+            )
+
+
+def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:
+    """Move Adam moments to host memory and free the gradient buffers: 12 of the 18 bytes a bfloat16 parameter takes, before sharding.
+
+    Master weights stay: in float32 they are the model's own. Until `onload` the model computes log-probs, but no gradients.
+    """
+    _move_moments(optimizer, torch.device("cpu"))
+    for ddp in chunks:
+        ddp.offload_grad_buffers(
+            synchronize=torch.cuda.is_available(), empty_cache=torch.cuda.is_available()
+        )
+
+
+def onload(optimizer: Any, chunks: Iterable[DistributedDataParallel], device: torch.device) -> None:
+    """Undo `offload`. Gradients are zero then."""
+    for ddp in chunks:
+        ddp.restore_grad_buffers(synchronize=torch.cuda.is_available())
+    _move_moments(optimizer, device)
+
+
+def _move_moments(optimizer: Any, device: torch.device) -> None:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in one.optimizer.state.values():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+                state[name] = state[name].to(device)
+
+
+def on_every_rank(condition: bool) -> bool:
+    """Whether `condition` holds on all ranks. Every rank calls it."""
+    flag = torch.tensor(float(condition), device="cuda" if torch.cuda.is_available() else "cpu")
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

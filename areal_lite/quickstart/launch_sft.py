@@ -1,0 +1,38 @@
+"""`areal-lite sft`: start the ranks of a supervised warm-up and show their progress."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from areal_lite.config import SftConfig, save_config
+from areal_lite.launch.roles import RoleFailed, Roles
+from areal_lite.report.progress import FollowedProgress
+
+
+def run(config: SftConfig) -> int:
+    """Warm up and export to `config.out`. Returns the exit status."""
+    try:
+        warm_up(config)
+    except RoleFailed as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+    print(config.out)
+    return 0
+
+
+def warm_up(config: SftConfig) -> None:
+    """Raises ValueError if `config.out` exists, RoleFailed if a rank fails."""
+    if Path(config.out).exists():
+        raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
+    run_dir = Path(config.run_dir)
+    save_config(config, run_dir)
+    progress = FollowedProgress(
+        run_dir, "sft", config.trainer.steps, "warm-up step", lambda step: {"loss": step["loss"]}
+    )
+    with Roles(run_dir) as roles:
+        roles.wait(
+            roles.start_ranks("trainer", "areal_lite.quickstart.sft", run_dir, config.trainer, []),
+            watch=progress.show,
+        )
+    progress.close()

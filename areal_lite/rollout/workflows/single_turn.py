@@ -1,0 +1,14 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
+from areal_lite.trajectory import Trajectory
+
+
+async def single_turn(episode: Episode) -> Trajectory:
+    """One prompt, one completion."""
+    transcript = Transcript(episode)
+    await transcript.sample()
+    return transcript.trajectory()

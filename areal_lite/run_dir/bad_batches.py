@@ -1,0 +1,21 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from areal_lite.system.files import write_atomically
+from areal_lite.trajectory import TrainBatch
+
+
+def save_batch(batch: TrainBatch, path: Path) -> None:
+    """Write `batch` for inspection; `load_batch(path)` gives it back."""
+    frames = [bytes(frame) for frame in batch.to_frames()]
+    write_atomically(path, msgspec.msgpack.encode(frames))
+
+
+def load_batch(path: str | Path) -> TrainBatch:
+    """What `save_batch` wrote. Raises ValueError for anything else."""
+    return TrainBatch.from_frames(msgspec.msgpack.decode(Path(path).read_bytes(), type=list[bytes]))

@@ -1,0 +1,97 @@
+"""The attention backend: SGLang's torch backend with its two Python loops over sequences replaced by one kernel (`paged.py`).
+
+Contract: the result of SGLang's `TorchNativeAttnBackend`, softmax(scale · q Kᵀ) V, causal, with grouped queries, for any mix of lengths,
+cached prefixes and chunks. Each query token attends to the first `length` slots in its request's row of `req_to_token`; decoding is the
+case of one query token per request. Rows and lengths are the same for every layer, so they are worked out once per forward pass.
+What is not causal self-attention over the whole context (encoders, sliding windows) is left to the parent class.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from areal_lite.servers.cpu.paged import paged_attention
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class Reach(NamedTuple):
+    """What each query token of a forward pass attends to: the first `lengths[t]` slots of request `rows[t]`."""
+
+    rows: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, batch: ForwardBatch) -> Reach:
+        if batch.forward_mode.is_decode():
+            return cls(batch.req_pool_indices.numpy(), batch.seq_lens.numpy())
+        counts = batch.extend_seq_lens.numpy()
+        ends = np.cumsum(counts)
+        before = np.repeat(batch.seq_lens.numpy() - ends, counts)
+        return cls(
+            np.repeat(batch.req_pool_indices.numpy(), counts), before + np.arange(1, ends[-1] + 1)
+        )
+
+
+class PagedCpuAttention(TorchNativeAttnBackend):
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._reach = Reach.of(forward_batch)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if self._is_causal_self_attention(layer, forward_batch):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if self._is_causal_self_attention(layer, forward_batch):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _is_causal_self_attention(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
+        windowed = self.use_sliding_window_kv_pool or layer.sliding_window_size not in (None, -1)
+        causal = (
+            layer.attn_type == AttentionType.DECODER
+            and not layer.is_cross_attention
+            and batch.encoder_lens is None
+        )
+        return causal and not windowed and layer.qk_head_dim == layer.v_head_dim
+
+    def _attend(
+        self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
+    ) -> torch.Tensor:
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
+        out = torch.empty_like(query)
+        paged_attention(
+            query.numpy(),
+            _numpy(pool.get_key_buffer(layer.layer_id)),
+            _numpy(pool.get_value_buffer(layer.layer_id)),
+            self.req_to_token_pool.req_to_token.numpy(),
+            self._reach.rows,
+            self._reach.lengths,
+            np.float32(layer.scaling),
+            out.numpy(),
+        )
+        return out.to(q.dtype).view(q.shape[0], -1)
+
+
+def _numpy(cache: torch.Tensor) -> np.ndarray:
+    """The same memory as an array: float32, or the bits of bfloat16."""
+    if cache.dtype == torch.bfloat16:
+        return cache.view(torch.uint16).numpy()
+    if cache.dtype == torch.float32:
+        return cache.numpy()
+    raise ValueError(
+        f"a KV cache of {cache.dtype} is not supported without a GPU: set server.dtype to float32 or bfloat16"
+    )

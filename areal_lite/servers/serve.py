@@ -1,0 +1,47 @@
+"""`python -m areal_lite.servers.serve <arguments of sglang.launch_server>`: a stock SGLang server that dies with its parent.
+
+SGLang's own workers ask the kernel to be killed when this process dies, so that one promise covers the whole server. The API key comes
+through the environment: a command line is for everyone on the machine to read. SGLang logs its arguments; the key is left out there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
+from areal_lite.system.processes import die_with_parent
+
+ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
+
+
+def main(argv: list[str]) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    die_with_parent()
+    if key := os.environ.pop(ENV_API_KEY, None):
+        argv = [*argv, "--api-key", key]
+        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
+            lambda record: _without(key, record)
+        )
+    stand_in_for_torchvision()  # before anything of SGLang
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args(argv))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _without(key: str, record: logging.LogRecord) -> bool:
+    record.msg, record.args = record.getMessage().replace(key, "***"), ()
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

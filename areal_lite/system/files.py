@@ -1,0 +1,112 @@
+"""Folders and files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: str | bytes, private: bool = False) -> None:
+    """Replace the file `path` in one step: readers see the old content or the new, never a part.
+
+    Args:
+        path: the file; missing parent folders are made.
+        content: text (UTF-8) or bytes.
+        private: let only the owner read it, for files that hold a key.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    mode = 0o600 if private else 0o666
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file `path` by `value` as indented JSON, in one step. Non-finite floats become null."""
+    write_atomically(path, json.dumps(to_plain(value), indent=2, allow_nan=False) + "\n")
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` in types that JSON has.
+
+    Scalars and arrays of numpy and torch become Python numbers, NaN and infinities None, paths text.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch both have it: no need to import either
+        return to_plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def scratch_folder(folder: Path) -> Path:
+    """An empty folder beside `folder` to write into; what an earlier, interrupted attempt left there is removed."""
+    scratch = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    return scratch
+
+
+def publish_folder(scratch: Path, folder: Path) -> None:
+    """Flush everything in `scratch`, then give it the name `folder`, in place of what had it."""
+    for root, _, files in os.walk(scratch):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+    old = _aside(folder)
+    if folder.exists():
+        folder.rename(old)
+    scratch.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def reading(marker: Path) -> Iterator[None]:
+    """Keep the folder of the file `marker` from being removed by `remove_unread`, also by another process, while the block runs."""
+    with open(marker) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def remove_unread(marker: Path) -> bool:
+    """Remove the folder of the file `marker`, all at once for who looks for it; False, and nothing happens, when someone reads it."""
+    with open(marker) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        old = _aside(marker.parent)
+        marker.parent.rename(old)
+    shutil.rmtree(old)
+    return True
+
+
+def _aside(folder: Path) -> Path:
+    """The name, not taken, under which a folder waits for its removal."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    return old
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

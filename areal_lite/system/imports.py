@@ -1,0 +1,22 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def load_object(key: str, name: str) -> Any:
+    """What `module:name` names. Raises ValueError that names the key."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ValueError(
+            f"{key}={name} must be module:name, such as areal_lite.rollout.workflows.single_turn:single_turn"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{key}={name}: cannot import {module_name}: {error}") from error
+    if not callable(found := getattr(module, attribute, None)):
+        raise ValueError(f"{key}={name}: {module_name} has no callable {attribute!r}")
+    return found

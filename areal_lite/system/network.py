@@ -1,0 +1,51 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+NODE = "node"  # server.host: this machine's own address
+
+
+# Below those that Linux gives to outgoing connections (32768 and up): one of these would be taken before a server, which needs seconds
+# to load, binds it.
+_PORTS = range(20000, 32768)
+
+
+def listen_address(host: str) -> str:
+    """`server.host` as an address: of `node`, the one that this machine's name has for others."""
+    return socket.gethostbyname(socket.gethostname()) if host == NODE else host
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now. Raises OSError when there is none."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return port
+    raise OSError(
+        errno.EADDRINUSE, f"no port of {host} from {_PORTS.start} to {_PORTS.stop - 1} is free"
+    )
+
+
+def require_free_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as the server will: a port in TIME_WAIT is free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"a server cannot listen on {host}:{port} ({error.strerror}): choose another server.port, or 0"
+            ) from error

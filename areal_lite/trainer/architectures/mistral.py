@@ -1,5 +1,0 @@
-"""Mistral, dense: the plain layer. Checkpoints with an active sliding window (7B v0.1) are refused."""
-
-from areal_lite.trainer.architectures.common import ATTENTION, GATED_MLP, Architecture
-
-MISTRAL = Architecture("mistral", ATTENTION | GATED_MLP)

@@ -1,0 +1,87 @@
+"""A stored run in the controller's place."""
+
+import sqlite3
+import time
+
+import pytest
+
+from tests.integration.test_controller import GROUPS, MEMBERS, model, push, run  # noqa: F401  fixtures
+
+STEPS = 4
+
+
+def frames(batch) -> list[bytes]:
+    return [bytes(frame) for frame in batch.to_frames()]
+
+
+def recorded(run, source, **settings):  # noqa: F811
+    r = run(eval__problems=0, **settings)
+    text = (
+        (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
+    )
+    (r.path / "config.yaml").write_text(text)
+    r.start("controller", "-m", "areal_lite.controller.stored_run", str(r.path))
+    return r, r.client()
+
+
+def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F811
+    first = run(max_staleness=1, rollout__max_concurrent=GROUPS * MEMBERS)
+    first.start_server()
+    client, other = first.start_controller(), first.client()
+    batches, infos = [], []
+    for step in range(STEPS):
+        batch, info = client.batch(step, 0, 2)
+        batches.append([frames(batch), frames(other.batch(step, 1, 2)[0])])
+        infos.append(info)
+        push(client, step + 1, "in_place")
+    client.finish()
+    for _ in range(2):
+        r, client = recorded(
+            run, first, max_staleness=7
+        )  # the bound that counts is that of the stored run
+        for step in range(STEPS):
+            got = [client.batch(step, rank, 2) for rank in (0, 1)]
+            assert [frames(batch) for batch, _ in got] == batches[step]
+            assert all(value == infos[step][key] for key, value in got[0][1].items())
+            assert client.begin_push(step + 1)["servers"] == []
+            client.pushed(step + 1)
+        with pytest.raises(RuntimeError, match=f"has 0 groups for step {STEPS}"):
+            client.batch(STEPS, 0, 2)
+        assert client.finish()["tickets"]["used"] == STEPS * GROUPS
+        assert r.processes["controller"].wait(10) == 0, r.log()
+
+
+def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
+    first = run(trainer__steps=1)
+    first.start_server()
+    client = first.start_controller()
+    client.batch(0, 0, 1)
+    push(client, 1, "in_place")
+    client.finish()
+    r, client = recorded(run, first)
+    client.batch(0, 0, 1)
+    # Its store breaks: the answer is an exception that no handler foresees.
+    with sqlite3.connect(first.path / "trajectories.sqlite") as books:
+        books.execute("ALTER TABLE tickets RENAME TO other")
+    with pytest.raises(
+        RuntimeError, match="asked for the batch of step 1.*OperationalError: no such table"
+    ):
+        client.batch(1, 0, 1)
+    assert r.processes["controller"].wait(10) == 1, r.log()
+
+
+def test_a_run_that_trained_on_nothing_is_dealt_in_the_order_of_finishing(run) -> None:  # noqa: F811
+    first = run(max_staleness=2, trainer__steps=3)
+    first.start_server()
+    client = first.start_controller()
+    while first.store().counts()["finished"] < 3 * GROUPS:
+        time.sleep(0.05)
+    client.finish()
+    _, client = recorded(run, first, max_staleness=0)
+    seen: list[int] = []
+    for step in range(3):
+        batch, info = client.batch(step, 0, 1)
+        assert info["masked_tokens"] == 0 and info["staleness_max"] == step
+        seen += sorted(set(batch.group_ids.tolist()))
+    assert sorted(seen) == list(range(3 * GROUPS))
+    client.finish()

@@ -1,0 +1,244 @@
+"""Every shipped configuration composes and validates; every mistake is one clear line."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from areal_lite.cli import _compose, config_dir, main
+from areal_lite.config import SftConfig, TrainConfig, load_config, save_config, to_dataclass
+from areal_lite.launch.preflight import validate
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_text("{}")
+    return folder
+
+
+def complaint(capsys, *args: str) -> str:
+    assert main(list(args)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "quickstart", "make-model", "sft", "eval", "generate"]
+)
+def test_every_command_has_help_with_its_settings(command, capsys):
+    assert main([command, "--help"]) == 0
+    assert "seed" in (out := capsys.readouterr().out) or "prompts" in out
+
+
+@pytest.mark.parametrize(
+    "schedule", sorted(p.stem for p in (config_dir() / "schedule").glob("*.yaml"))
+)
+def test_every_schedule_composes(schedule, capsys):
+    assert main(["train", f"schedule={schedule}", "--cfg", "job"]) == 0
+    assert "max_staleness" in capsys.readouterr().out
+
+
+PRESETS = sorted(p.stem for p in (config_dir() / "algo").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("command", ["train", "quickstart"])
+def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
+    where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
+    config = to_dataclass(_compose(command, [f"algo={preset}", *where]))
+    validate(config)
+    written = OmegaConf.to_container(
+        OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
+    )
+    written.pop("reference", None)
+    for key, value in written.items():  # what the file says arrives: nothing is laid over it
+        got = getattr(config.algo, key)
+        assert (
+            {k: getattr(got, k) for k in value} == value
+            if isinstance(value, dict)
+            else got == value
+        )
+
+
+def test_the_published_recipes_are_there():
+    expected = "areal cispo dapo dr_grpo grpo gspo olmorl pipelinerl ppo reinforce_pp rloo tba"
+    assert set(expected.split()) <= set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "trainer.batch_group=3",
+            "unknown key trainer.batch_group; did you mean trainer.batch_groups?",
+        ),
+        ("schedule=asink", "async"),
+        ("trainer.batch_groups=x", "could not be converted to Integer"),
+        ("buffer.max_staleness=-1", "buffer.max_staleness=-1: 0 is synchronous"),
+        ("trainer.data_parallel=5", "trainer.batch_groups=32 cannot be dealt equally"),
+        ("rollout.interrupt=later", "rollout.interrupt=later: choose one of in_place"),
+        ("reward.function=no.such:thing", "no.such"),
+        ("data.source=jsonl", "data.path is not set"),
+        ("server.host=0.0.0.0", "set server.api_key"),
+        ("trainer.lr=0", "trainer.lr=0.0: must be more than 0"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: must be more than 0"),
+        ("rollout.group_size=1000", "less than one group"),
+        ("algo.kl.coef=0.1", "algo.kl.coef=0.1 needs a reference policy: set algo.reference"),
+        ("algo.loss=tb", "algo.loss=tb needs a reference policy"),
+        ("algo.correction.mode=clip", "algo.correction.mode=clip: choose one of cap, mask, off"),
+        ("algo.correction.cap=0.5", "need low <= 1 <= cap"),
+        ("algo.correction.veto=[2,3]", "low < 1 < high"),
+        ("algo.advantage.estimator=vapo", "choose one of grpo, rloo, reinforce_pp, gae"),
+        ("algo.shaping.overlong_margin=9999", "choose 0 to rollout.max_new_tokens"),
+        ("algo.reference=nowhere", "algo.reference=nowhere: no config.json there"),
+        ("rollout.group_size=1", "a group of one has nothing to be compared with"),
+        ("rollout.filters=[os:nothing]", "rollout.filters=os:nothing: os has no callable"),
+        ("rollout.retire_above=1.5", "rollout.retire_above=1.5: a share of trajectories"),
+        ("rollout.retire_above=0.9", "data.source=addition makes new ones for ever"),
+        ("buffer.replay.capacity=100", "algo.loss=ppo cannot: set algo.loss=tb"),
+        ("buffer.replay.by=age", "buffer.replay.by=age: choose one of reward, uniform"),
+        ("buffer.replay.recency_probability=2", "a probability between 0 and 1"),
+        ("eval.sets=[nowhere.jsonl]", "eval.sets: nowhere.jsonl: no such file"),
+        ("eval.sets=[one/aime,other/aime]", "two have the same name"),
+        ("debug=some", "debug=some: choose one of off, rollout_only, train_only"),
+        ("debug=train_only", "train_only needs a stored run"),
+    ],
+)
+def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
+    line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", override)
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_reuse_needs_one_minibatch(model, tmp_path, capsys):
+    line = complaint(
+        capsys,
+        "train",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "algo.prox=reuse",
+        "trainer.minibatches=2",
+    )
+    assert "algo.prox=reuse is exact with one minibatch only" in line
+    line = complaint(
+        capsys,
+        "train",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "algo=tba",
+        "algo.prox=loglinear",
+    )
+    assert "algo.prox=loglinear: algo.loss=tb needs the log-probs before the update" in line
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("buffer.fixed_lag=true", "buffer.fixed_lag does not go with buffer.replay.capacity=20"),
+        ("buffer.replay.max_prompts=31", "less than a batch (trainer.batch_groups=32)"),
+        ("rollout.group_size=21", "buffer.replay.capacity=20 holds less than a group"),
+        ("debug=rollout_only", "generates without end"),
+    ],
+)
+def test_what_replay_does_not_go_with(model, tmp_path, capsys, override, message):
+    replay = ["algo=tba", f"algo.reference={model}", "buffer.replay.capacity=20"]
+    assert message in complaint(
+        capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", *replay, override
+    )
+
+
+def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
+    where = [
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "debug=train_only",
+        f"debug_run={tmp_path}",
+    ]
+    assert "with its config.yaml and trajectories.sqlite" in complaint(capsys, "train", *where)
+    (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1, replay: {capacity: 5}}")
+    (tmp_path / "trajectories.sqlite").touch()
+    assert "draws are not stored" in complaint(capsys, "train", *where)
+    (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1}")
+    assert "set eval.problems=0" in complaint(capsys, "train", *where)
+
+
+def test_a_missing_model_is_named(tmp_path, capsys):
+    assert "no config.json there" in complaint(capsys, "train", f"model={tmp_path / 'nowhere'}")
+    assert "model is not set" in complaint(capsys, "train")
+
+
+def test_a_port_in_use_is_named(model, tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = complaint(
+            capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", f"server.port={port}"
+        )
+    assert f"port {port} cannot be used" in line
+
+
+def test_unknown_command(capsys):
+    assert "did you mean train?" in complaint(capsys, "trian")
+
+
+def test_a_run_directory_is_not_overwritten(model, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    assert "holds a run already" in complaint(
+        capsys, "train", f"model={model}", f"run_dir={tmp_path}"
+    )
+
+
+def test_config_comes_back_from_a_run_directory(tmp_path):
+    config = TrainConfig(model="m", run_dir="r", seed=7)
+    config.server.args = {"chunked_prefill_size": 2048}
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == config
+    with pytest.raises(ValueError, match="config.yaml"):
+        load_config(tmp_path, SftConfig)
+
+
+@pytest.mark.parametrize("safe_path", [False, True])
+def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(
+    model, tmp_path, safe_path
+):
+    (tmp_path / "my_flow.py").write_text("async def flow(episode): ...")
+    script = tmp_path / "bin" / "areal-lite"
+    script.parent.mkdir()
+    script.write_text("import sys; from areal_lite.cli import main; sys.exit(main())")
+    arguments = [
+        "prepare",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        "rollout.workflow=my_flow:flow",
+    ]
+    path = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = (
+        path
+        | {"PYTHONPATH": str(config_dir().parent)}
+        | ({"PYTHONSAFEPATH": "1"} if safe_path else {})
+    )
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (2 if safe_path else 0), done.stderr
+    assert ("cannot import my_flow" in done.stderr) == safe_path
+
+
+def test_a_mistake_shows_before_torch_is_imported():
+    """The command line answers at once: nothing heavy is imported for it."""
+    code = "import sys; from areal_lite.cli import main; status = main(['train', 'trainer.lr=x']); sys.exit(100 + ('torch' in sys.modules) + status)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 102, done.stderr

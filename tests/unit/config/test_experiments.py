@@ -1,0 +1,178 @@
+"""Every experiment and task that ships composes, is valid and has a plan; a sweep is a list of runs; a wrong name gets the right one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lite.cli import _checked, config_dir, main
+from areal_lite.config import SlurmConfig
+from areal_lite.launch.sweep import sweep
+
+EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
+TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))
+CLUSTERS = {
+    "areal": 16,
+    "olmorl": 9,
+    "pipelinerl": 2,
+}  # nodes that the file says it is for; the others are for one
+QWEN = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=512, intermediate_size=512, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=4, vocab_size=1024, tie_word_embeddings=False)  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def where(model, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whatever this machine has
+    return [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
+    config = _checked("train", [f"+experiment={name}", *where])
+    gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
+    assert (
+        name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
+    )
+    assert main(["train", "--dry-run", f"+experiment={name}", *where]) == 0
+    assert f"{config.trainer.steps} steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "one_gpu"])
+def test_every_experiment_fits_its_nodes(name, where, capsys):
+    config = _checked(
+        "slurm", [f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"]
+    )
+    assert (
+        isinstance(config, SlurmConfig)
+        and config.server.host == "node"
+        and len(config.server.api_key) == 32
+    )
+    assert (
+        main(
+            [
+                "slurm",
+                "--print",
+                f"+experiment={name}",
+                *where,
+                f"cluster.nodes={CLUSTERS.get(name, 1)}",
+            ]
+        )
+        == 0
+    )
+    assert "step trainer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_valid(name, where, tmp_path):
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for file in files:
+        file.write_text('{"question": "1+1", "answer": "2"}\n')
+    own = [f"data.path={files[0]}", f"data.eval_path={files[1]}"] if name == "jsonl" else []
+    assert _checked("train", [f"+task={name}", *where, *own]).data.source != "addition"
+
+
+def test_what_an_experiment_says_can_be_overridden(where):
+    config = _checked(
+        "train",
+        ["+experiment=areal", "schedule=sync", "algo=dapo", "trainer.data_parallel=2", *where],
+    )
+    assert config.trainer.data_parallel == 2 and config.algo.eps_high == 0.28
+
+
+def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_plus(where):
+    config = _checked(
+        "slurm",
+        [
+            *where,
+            "cluster.options.partition=x",
+            "cluster.options={account: a, qos: 1}",
+            "+server.args.a=2",
+            "server.args.b.c=3",
+        ],
+    )
+    assert config.cluster.options == {
+        "partition": "x",
+        "account": "a",
+        "qos": 1,
+    } and config.server.args == {"a": 2, "b": {"c": 3}}
+    tools = ["+experiment=tools_gsm8k", *where]
+    of_the_file = _checked("train", tools).rollout.workflow_args
+    assert _checked(
+        "train", [*tools, "rollout.workflow_args.max_turns=9"]
+    ).rollout.workflow_args == {**of_the_file, "max_turns": 9}
+    swept = sweep(["rollout.workflow_args.max_turns=2,3", *tools], None)
+    assert [_checked("train", one).rollout.workflow_args["max_turns"] for one in swept] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["train", "+experiment=areel"], "unknown experiment=areel; did you mean areal?"),
+        (["train", "+experment=areal"], "unknown key experment; did you mean +experiment?"),
+        (["train", "experiment=areal"], "use +experiment=areal"),
+        (["train", "+trainer.stepps=3"], "unknown key trainer.stepps; did you mean trainer.steps?"),
+        (
+            ["train", "schedule=asink"],
+            "unknown schedule=asink; did you mean async? there are async, one_step, sync",
+        ),
+        (["train", "+task=gsm8"], "did you mean gsm8k? there are gsm8k, jsonl, math"),
+        (
+            ["slurm", "cluster.option.partition=x"],
+            "unknown key cluster.option; did you mean cluster.options?",
+        ),
+        (
+            ["train", "rollout.workflow_arg.max_turns=3"],
+            "unknown key rollout.workflow_arg; did you mean rollout.workflow_args?",
+        ),
+        (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
+        (["train", "server.args.a"], "Error parsing override 'server.args.a'"),
+        (["train", "server.args=3"], "override server.args=3 Cannot assign int"),
+        (
+            ["slurm", "cluster.container=docker"],
+            "cluster.container=docker: choose one of none, pyxis, apptainer",
+        ),
+        (["slurm", "cluster.container=pyxis"], "set cluster.image"),
+        (["slurm", "server.host=127.0.0.1", "cluster.nodes=2"], "other nodes cannot reach that"),
+        (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),
+        (["train", "--print"], "--print is for `areal-lite slurm`"),
+        (["train", "-m"], "no setting has several values"),
+        (["train", "-m", "seed=1,2", "trainer.lr=0"], "trainer.lr=0.0: must be more than 0"),
+    ],
+)
+def test_a_mistake_is_one_line_that_helps(args, message, model, tmp_path, capsys):
+    assert main([*args, f"model={model}", f"run_dir={tmp_path / 'run'}"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0], lines
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_is_every_combination_in_a_folder_of_its_own():
+    assert sweep(["trainer.lr=1e-4,1e-5", "algo=areal", "seed=range(1,3)"], "runs/x") == [
+        [f"trainer.lr={lr}", "algo=areal", f"seed={seed}", f"run_dir=runs/x/{i}"]
+        for i, (lr, seed) in enumerate([("0.0001", 1), ("0.0001", 2), ("1e-05", 1), ("1e-05", 2)])
+    ]
+    assert sweep(["run_dir=a/b", "+experiment=gsm8k,areal"], "else") == [
+        ["+experiment=gsm8k", "run_dir=a/b/0"],
+        ["+experiment=areal", "run_dir=a/b/1"],
+    ]
+    with pytest.raises(ValueError, match="give one run_dir"):
+        sweep(["run_dir=a,b"], "x")
+
+
+def test_a_sweep_runs_one_after_the_other(where, tmp_path, capsys):
+    assert main(["prepare", "-m", "seed=3,4", *where]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "run" / str(i)) for i in range(2)]
+    where[1] += "-of-slurm"
+    assert main(["slurm", "--print", "-m", "trainer.steps=3,4", *where]) == 0
+    assert capsys.readouterr().out.count("#!/bin/bash") == 2

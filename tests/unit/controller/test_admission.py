@@ -1,0 +1,159 @@
+"""Admission by maximum staleness."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from areal_lite.controller.admission import AdmissionGate
+
+
+def test_the_docstring_example() -> None:
+    gate = AdmissionGate(max_staleness=1, batch_groups=2)
+    for _ in range(4):
+        gate.admit()
+    assert not gate.can_admit()
+    gate.accept(), gate.accept()
+    assert not gate.can_admit()  # waiting or used: both count
+    gate.bump(1)
+    assert gate.room == 2
+    gate.admit(), gate.admit()
+    gate.reject()
+    assert gate.room == 1
+
+
+def test_synchronous_admits_one_step_only() -> None:
+    gate = AdmissionGate(max_staleness=0, batch_groups=3)
+    for _ in range(3):
+        gate.admit(), gate.accept()
+    assert not gate.can_admit()
+    gate.bump(1)
+    assert gate.room == 3
+
+
+def test_nothing_starts_that_no_step_would_use() -> None:
+    gate = AdmissionGate(max_staleness=4, batch_groups=2, steps=2)
+    for _ in range(4):
+        gate.admit()
+    assert not gate.can_admit()
+    gate.reject()  # but a lost group is replaced
+    assert gate.room == 1
+    gate.admit(), gate.bump(1)
+    assert not gate.can_admit()
+
+
+@pytest.mark.parametrize("arguments", [(-1, 4), (0, 0)])
+def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
+    with pytest.raises(ValueError):
+        AdmissionGate(*arguments)
+
+
+class Run(RuleBasedStateMachine):
+    """A trainer that uses groups in the order of admission, against all orders in which they finish, are filtered, fail and are dropped, and
+    against crashes. Each live group is [version at admission, finished?], oldest first."""
+
+    @initialize(eta=st.integers(0, 4), batch=st.integers(1, 4), steps=st.none() | st.integers(1, 6))
+    def begin(self, eta: int, batch: int, steps: int | None) -> None:
+        self.eta, self.batch, self.steps = eta, batch, steps
+        self.gate = AdmissionGate(eta, batch, steps)
+        self.live: list[list] = []
+        self.used = 0
+
+    def running(self) -> list[int]:
+        return [i for i, (_, finished) in enumerate(self.live) if not finished]
+
+    def finished(self) -> list[int]:
+        return [i for i, (_, finished) in enumerate(self.live) if finished]
+
+    @precondition(lambda self: self.gate.can_admit())
+    @rule(count=st.integers(1, 12))
+    def submit(self, count: int) -> None:
+        for _ in range(min(count, self.gate.room)):
+            self.gate.admit()
+            self.live.append([self.gate.version, False])
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def finish(self, data) -> None:
+        self.live[data.draw(st.sampled_from(self.running()))][1] = True
+        self.gate.accept()
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data())
+    def filter_or_fail(self, data) -> None:
+        room = self.gate.room
+        del self.live[data.draw(st.sampled_from(self.running()))]
+        self.gate.reject()
+        assert self.gate.room == room + 1
+
+    @precondition(lambda self: self.finished())
+    @rule(data=st.data())
+    def drop(self, data) -> None:
+        del self.live[data.draw(st.sampled_from(self.finished()))]
+        self.gate.revoke()
+
+    @precondition(
+        lambda self: (
+            len(self.live) >= self.batch
+            and all(finished for _, finished in self.live[: self.batch])
+        )
+    )
+    @rule()
+    def train(self) -> None:
+        batch, self.live = self.live[: self.batch], self.live[self.batch :]
+        assert all(self.gate.version - born <= self.eta for born, _ in batch)
+        self.used += self.batch
+        self.gate.bump(self.gate.version + 1)
+
+    @rule()
+    def crash_and_recover(self) -> None:
+        self.live = [group for group in self.live if group[1]]
+        version, self.gate = self.gate.version, AdmissionGate(self.eta, self.batch, self.steps)
+        self.gate.recover(version, len(self.live))
+
+    @invariant()
+    def nothing_leaks(self) -> None:
+        assert self.gate.running == len(self.running())
+        assert self.gate.accepted == self.used + len(self.finished())
+        assert self.used + len(self.live) <= (self.eta + self.gate.version + 1) * self.batch
+
+    @invariant()
+    def something_can_happen(self) -> None:
+        over = self.gate.version == self.steps
+        assert over or self.gate.can_admit() or self.running() or len(self.finished()) >= self.batch
+        assert not (over and self.gate.can_admit())
+
+
+TestRun = Run.TestCase
+TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
+
+
+def test_without_a_bound_generation_never_waits() -> None:
+    gate = AdmissionGate(None, 2, steps=1)
+    for _ in range(100):
+        gate.admit()
+    assert gate.can_admit() and not gate.settled
+
+
+def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
+    gate = AdmissionGate(1, 1, steps=2)
+    gate.admit(), gate.accept()
+    assert not gate.settled
+    gate.admit()
+    assert not gate.settled
+    gate.accept()
+    assert gate.settled
+    gate.bump(1)
+    assert gate.settled, "the last step would use nothing more"
+    gate.revoke()
+    assert not gate.settled
+
+
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 30))
+def test_a_run_of_failures_gives_all_room_back(eta: int, batch: int, failures: int) -> None:
+    gate = AdmissionGate(eta, batch)
+    room = gate.room
+    for _ in range(failures):
+        gate.admit(), gate.reject()
+        gate.admit(), gate.accept(), gate.revoke()
+    assert gate.room == room and gate.rejected == 2 * failures

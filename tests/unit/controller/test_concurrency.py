@@ -1,0 +1,72 @@
+"""Concurrency that follows what servers can run, against servers that are simulated in rounds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.controller.concurrency import Concurrency
+from areal_lite.servers.client import ServerLoad
+
+GROUP = 4
+
+
+def settle(concurrency: Concurrency, places: list[int], rounds: int = 60) -> tuple[int, int]:
+    """Servers with so many places, always as many requests as allowed; (running, waiting) in the end."""
+    for _ in range(rounds):
+        in_flight = concurrency.limit // GROUP * GROUP
+        each = [in_flight * p // sum(places) for p in places]
+        loads = [ServerLoad(min(n, p), max(0, n - p), 0.5) for n, p in zip(each, places)]
+        concurrency.observe(loads, in_flight)
+    return sum(load.running for load in loads), sum(load.waiting for load in loads)
+
+
+@given(
+    st.lists(st.integers(8, 400), min_size=1, max_size=4),
+    st.lists(st.integers(8, 400), min_size=1, max_size=4),
+)
+def test_servers_are_full_and_their_queues_short(before: list[int], after: list[int]) -> None:
+    concurrency = Concurrency(2000, GROUP)
+    for places in (before, after):  # also after what they can run has changed
+        running, waiting = settle(concurrency, places)
+        assert running >= 0.9 * sum(places) - GROUP * len(places)
+        assert waiting <= 0.25 * sum(places) + 2 * GROUP
+
+
+def test_the_cap_is_hard_and_reached() -> None:
+    concurrency = Concurrency(100, GROUP)
+    concurrency.observe([ServerLoad(50, 50, 0.5)], 100)
+    assert concurrency.limit == 55
+    assert settle(concurrency, [1000]) == (100, 0) and concurrency.limit == 100
+
+
+def test_a_short_queue_is_what_we_want() -> None:
+    concurrency = Concurrency(100, GROUP)
+    concurrency.observe([ServerLoad(30, 30, 0.5)], 60)
+    limit = concurrency.limit
+    concurrency.observe([ServerLoad(30, 3, 0.5)], limit)
+    assert concurrency.limit == limit
+
+
+def test_a_full_cache_lowers_the_limit_to_what_runs() -> None:
+    concurrency = Concurrency(100, GROUP)
+    concurrency.observe([ServerLoad(30, 0, 0.97), ServerLoad(20, 0, 0.5)], 50)
+    assert concurrency.limit == 55
+    concurrency.observe([ServerLoad(30, 0, 0.97), ServerLoad(30, 0, 0.5)], 60)
+    assert concurrency.limit == 55, "being full is no reason to send more"
+
+
+def test_what_is_held_back_by_something_else_says_nothing() -> None:
+    concurrency = Concurrency(100, GROUP)
+    concurrency.observe([ServerLoad(20, 10, 0.1)], 30)
+    limit = concurrency.limit
+    concurrency.observe(
+        [ServerLoad(4, 0, 0.1)], 4
+    )  # admission has no room: there is nothing to learn about the servers
+    assert concurrency.limit == limit
+
+
+def test_one_group_may_always_run() -> None:
+    concurrency = Concurrency(100, GROUP)
+    concurrency.observe([ServerLoad(0, 50, 0.0)], 50)
+    assert concurrency.limit == GROUP
+    concurrency.observe([], 0)
+    assert concurrency.limit == GROUP

@@ -1,0 +1,79 @@
+"""Active sampling: what is filtered, which prompts are retired."""
+
+import numpy as np
+import pytest
+
+from areal_lite.controller.filters import SolveRates, first_reason, load_filters, zero_variance
+from areal_lite.trajectory import Group, Trajectory
+
+
+def group(*rewards: float) -> Group:
+    arrays = (
+        np.zeros(2, np.int32),
+        np.array([False, True]),
+        np.zeros(2, np.float32),
+        np.array([-1, 0], np.int32),
+    )
+    return Group(
+        0,
+        "p",
+        len(rewards),
+        [
+            Trajectory(0, "p", sample_index, *arrays, "stop", reward)
+            for sample_index, reward in enumerate(rewards)
+        ],
+    )
+
+
+def all_right(group: Group) -> str | None:
+    return "all_right" if all(t.reward == 1 for t in group.trajectories) else None
+
+
+@pytest.mark.parametrize(
+    "rewards, reason", [((0, 0), "zero_variance"), ((0, 1), None), ((0.5,), "zero_variance")]
+)
+def test_zero_variance(rewards, reason) -> None:
+    assert zero_variance(group(*rewards)) == reason
+
+
+def test_filters_are_asked_in_order() -> None:
+    filters = load_filters(["tests.unit.controller.test_filters:all_right"], active_sampling=False)
+    assert (
+        first_reason(filters, group(1, 1)) == "all_right"
+        and first_reason(filters, group(0, 0)) is None
+    )
+    filters = load_filters(["tests.unit.controller.test_filters:all_right"], active_sampling=True)
+    assert (
+        first_reason(filters, group(1, 1)) == "zero_variance"
+        and first_reason(filters, group(0, 1)) is None
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests.unit.controller.test_filters",
+        "no.such.module:f",
+        "tests.unit.controller.test_filters:nothing",
+        ":f",
+        "",
+        "string:digits",
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="rollout.filters"):
+        load_filters([name], active_sampling=True)
+
+
+def test_a_prompt_is_retired_by_its_last_two_groups() -> None:
+    rates = SolveRates(0.75)
+    assert not rates.retires(7, group(1, 1))  # one group may be luck
+    assert not rates.retires(8, group(1, 1))
+    assert not rates.retires(7, group(1, 0))  # 0.75 is not above
+    assert not rates.retires(7, group(1, 1))
+    assert rates.retires(7, group(0.1, 2.0))  # any positive reward is solved
+
+
+def test_without_a_rate_nothing_is_retired_or_remembered() -> None:
+    rates = SolveRates(None)
+    assert not any(rates.retires(1, group(1, 1)) for _ in range(3)) and not rates._rates

@@ -1,0 +1,116 @@
+"""Finished groups: oldest first, the hard bound on staleness, the deal."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.queue import GroupQueue
+from areal_lite.trajectory import Group, Trajectory
+
+
+def group(
+    group_id: int, *completions: list[int], rewards: list[float] | None = None, finish: str = "stop"
+) -> Group:
+    """One trajectory per list of versions; two prompt tokens each."""
+    trajectories = []
+    for sample_index, versions in enumerate(completions):
+        n = len(versions)
+        trajectories.append(
+            Trajectory(
+                group_id, f"p{group_id}", sample_index, np.arange(2 + n, dtype=np.int32), np.array([False] * 2 + [True] * n),
+                np.array([0, 0] + [-0.1] * n, np.float32), np.array([-1, -1, *versions], np.int32), finish,
+                rewards[sample_index] if rewards else 1.0,
+            ).check()
+        )  # fmt: skip
+    return Group(group_id, f"p{group_id}", len(completions), trajectories)
+
+
+@given(st.permutations(range(8)), st.integers(1, 8))
+def test_oldest_first_whatever_the_order_of_arrival(order: list[int], count: int) -> None:
+    queue = GroupQueue(4, "mask")
+    for i in order:
+        queue.put(group(i, [0, 0]))
+    assert queue.take(count + 8, 0, 1) is None and len(queue) == 8
+    taken = queue.take(count, 0, 1)
+    assert [g.group_id for g in taken.groups] == list(range(count)) and len(queue) == 8 - count
+
+
+def test_mask_hides_only_overdue_sampled_tokens_and_only_in_the_batch() -> None:
+    queue = GroupQueue(2, "mask")
+    first = group(0, [0, 0, 1, 2], [3, 3])
+    queue.put(first)
+    assert queue.drop_overdue(4) == []
+    deal = queue.take(1, 4, 1)
+    (shard,) = deal.shards
+    assert deal.masked_tokens == 3
+    assert shard.loss_mask.tolist() == [False, False, False, False, False, True] + [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert shard.versions.tolist() == [-1, -1, 0, 0, 1, 2, -1, -1, 3, 3]
+    assert first.trajectories[0].loss_mask.tolist() == [False, False, True, True, True, True]
+
+
+def test_drop_takes_out_overdue_groups_and_counts_them_by_length() -> None:
+    queue = GroupQueue(1, "drop")
+    for g in (group(0, [0] * 5, [2]), group(1, [1] * 3), group(2, [2, 3]), group(3, [0])):
+        queue.put(g)
+    assert [g.group_id for g in queue.drop_overdue(2)] == [0, 3]
+    assert queue.dropped_by_length == {8: 1, 1: 1}
+    deal = queue.take(2, 2, 2)
+    assert [g.group_id for g in deal.groups] == [1, 2] and deal.masked_tokens == 0
+
+
+def test_nothing_at_the_bound_is_overdue() -> None:
+    for overdue in ("mask", "drop"):
+        queue = GroupQueue(2, overdue)
+        queue.put(group(0, [3, 4]))
+        assert queue.drop_overdue(5) == [] and queue.take(1, 5, 1).masked_tokens == 0
+
+
+def test_shards_share_out_all_groups() -> None:
+    queue = GroupQueue(0, "mask")
+    for i in range(6):
+        queue.put(group(i, [0] * (i + 1), [0]))
+    deal = queue.take(6, 0, 3)
+    ids = [set(shard.group_ids.tolist()) for shard in deal.shards]
+    assert sorted(i for shard in ids for i in shard) == list(range(6)) and all(
+        len(shard) == 2 for shard in ids
+    )
+
+
+def test_an_unequal_deal_is_refused_and_loses_nothing() -> None:
+    queue = GroupQueue(0, "mask")
+    for i in range(3):
+        queue.put(group(i, [0]))
+    with pytest.raises(ValueError, match="cannot be dealt equally"):
+        queue.take(3, 0, 2)
+    assert len(queue) == 3
+
+
+def test_bad_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="buffer.overdue"):
+        GroupQueue(1, "maybe")
+
+
+def test_stats() -> None:
+    groups = [
+        group(0, [2, 2, 3, 3], [3, 3], rewards=[1.0, 0.0]),
+        group(1, [4, 4], [4], rewards=[0.0, 0.0], finish="length"),
+    ]
+    groups[0].trajectories[0].behavior_logprobs[3] = np.nan
+    stats = batch_stats(groups, 5, max_staleness=3)
+    assert stats == {
+        "reward_mean": 0.25, "reward_std": pytest.approx(np.std([1, 0, 0, 0])), "uniform_groups_share": 0.5,
+        "staleness_mean": pytest.approx((3 + 3 + 2 + 2 + 2 + 2 + 1 + 1 + 1) / 9), "staleness_max": 3,
+        "interrupted_share": 0.25, "segments_mean": 1.25, "length_mean": 2.25, "length_max": 4, "truncated_share": 0.5,
+        "trajectories": 4, "tokens": 9, "nonfinite_tokens": 1,
+    }  # fmt: skip
+    overdue = batch_stats(groups, 5, max_staleness=1)
+    assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
+        "tokens that are too old are not trained on"
+    )

@@ -1,0 +1,335 @@
+"""A run that is killed at any moment and goes on: no prompt is lost or asked twice in an epoch, nothing is trained on by weights that are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from areal_lite.config import TrainConfig, save_config, to_dataclass
+from areal_lite.data.sampler import PromptSampler
+from areal_lite.launch.preflight import validate
+from areal_lite.run_dir.metrics import append_event, forget_after, read_events
+from areal_lite.run_dir.resume import (
+    forget_start,
+    sole_run,
+    start_version,
+    stop_requested,
+    withdraw_stop,
+)
+from areal_lite.run_dir.store import Store
+from areal_lite.trajectory import Group, Trajectory
+
+BATCH = 2
+
+
+def group(group_id: int, version: int, reward: float = 0.5) -> Group:
+    """One sample_index that began a version before it ended."""
+    versions = np.array([-1, max(0, version - 1), version], np.int32)
+    logprobs = np.array([0, -1, -1], np.float32)
+    one = Trajectory(
+        group_id,
+        f"p{group_id}",
+        0,
+        np.arange(3, dtype=np.int32),
+        versions >= 0,
+        logprobs,
+        versions,
+        "stop",
+        reward,
+    )
+    return Group(group_id, f"p{group_id}", 1, [one])
+
+
+class Run:
+    """What the dispatcher does to store and sampler, one event after the other."""
+
+    def __init__(self, num_prompts: int | None):
+        self.num_prompts = num_prompts
+        self.store, self.sampler = Store(Path(":memory:")), PromptSampler(num_prompts, seed=3)
+        self.prompts: list[int] = []  # of each ticket
+        self.version, self.saved, self.now = 0, 0, 0.0
+
+    def tickets(self, state: str) -> list[int]:
+        return [t["group_id"] for t in self.store.tickets() if t["state"] == state]
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def admit(self, _: int) -> None:
+        index = self.sampler.next()
+        self.store.admit(len(self.prompts), f"p{index}", index, self.sampler.drawn, 1, self.tick())
+        self.prompts.append(index)
+
+    def finish(self, which: int, state: str = "finished") -> None:
+        if flying := self.tickets("in_flight"):
+            chosen = flying[which % len(flying)]
+            self.store.finish(
+                group(chosen, self.version),
+                [(None, None)],
+                "why" if state == "filtered" else None,
+                self.tick(),
+                state,
+            )
+
+    def filter(self, which: int) -> None:
+        self.finish(which, "filtered")
+
+    def drop(self, which: int) -> None:
+        if open_ := self.tickets("in_flight") + self.tickets("finished"):
+            chosen = open_[which % len(open_)]
+            self.store.drop(chosen, "failed", self.tick())
+            self.sampler.put_back(self.prompts[chosen])
+
+    def train(self, _: int) -> None:
+        if len(waiting := self.tickets("finished")) >= BATCH:
+            self.store.use(waiting[:BATCH], self.version)
+            self.version += 1
+
+    def save(self, _: int) -> None:
+        self.saved = self.version
+
+    def kill(self, _: int) -> None:
+        """Go on from the newest checkpoint, by what the store says alone."""
+        flying = [self.prompts[t] for t in self.tickets("in_flight")]
+        before = {t["group_id"]: t for t in self.store.tickets()}
+        recovered = self.store.recover(self.saved, self.tick())
+        assert recovered.tickets == len(self.prompts) == sum(self.store.counts().values())
+        assert (
+            recovered.waiting == self.store.counts()["finished"] == len(self.store.waiting_groups())
+        )
+        assert recovered.filtered.total() == self.store.counts()["filtered"]
+        if self.saved == self.version:  # nothing but what was in flight is lost
+            assert (recovered.drawn, recovered.put_back) == (
+                self.sampler.drawn,
+                self.sampler.state()["put_back"] + flying,
+            )
+        for ticket in self.store.tickets():
+            old = before[ticket["group_id"]]
+            kept = old["state"] in ("filtered", "dropped") or (
+                old["state"] == "used" and old["step"] < self.saved
+            )
+            assert not kept or ticket == old
+            assert ticket["state"] != "in_flight" and (
+                ticket["state"] != "used" or ticket["step"] < self.saved
+            )
+        assert all(
+            t["max_version"] <= self.saved
+            for state in ("finished", "used")
+            for t in self.store.trajectories(state)
+        )
+        lost = [
+            t
+            for t in self.store.tickets()
+            if t["state"] == "dropped" and before[t["group_id"]]["state"] in ("finished", "used")
+        ]
+        newest = {t["group_id"]: t["max_version"] for t in self.store.trajectories("dropped")}
+        assert all(newest[t["group_id"]] > self.saved for t in lost), (
+            "a trajectory that could be used was thrown away"
+        )
+        self.version = self.saved
+        self.sampler = PromptSampler(self.num_prompts, seed=3)
+        self.sampler.check(recovered.draws)
+        self.sampler.restore(
+            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
+        )
+
+    def check(self) -> None:
+        """What was drawn is with a ticket that was not dropped, or is put back: each prompt once for each time that it was drawn."""
+        fresh = PromptSampler(self.num_prompts, seed=3)
+        drawn = Counter(fresh.next() for _ in range(self.sampler.drawn))
+        held = Counter(t["prompt_index"] for t in self.store.tickets() if t["state"] != "dropped")
+        assert drawn == held + Counter(self.sampler.state()["put_back"])
+        assert self.store.missing_trajectories() == 0
+
+
+EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["train"] * 2 + ["filter", "drop", "save", "kill"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60),
+    st.sampled_from([None, 1, 5]),
+)
+def test_any_history(events: list[tuple[str, int]], num_prompts: int | None) -> None:
+    run = Run(num_prompts)
+    for event, number in [*events, ("kill", 0)]:
+        getattr(run, event)(number)
+        run.check()
+    run.store.close()
+
+
+def test_what_waits_comes_back_whole_and_in_order() -> None:
+    run = Run(None)
+    for _ in range(6):
+        run.admit(0)
+    for which in (5, 3, 0):
+        run.store.finish(group(which, 0), [(None, None)], None, run.tick())
+    run.store.use([3], 0)
+    recovered = run.store.recover(0, run.tick())
+    waiting = run.store.waiting_groups()
+    assert [g.group_id for g in waiting] == [0, 3, 5] and (
+        recovered.tickets,
+        recovered.waiting,
+    ) == (6, 3)
+    want, got = group(3, 0).trajectories[0], waiting[1].trajectories[0]
+    for name in ("tokens", "loss_mask", "behavior_logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    assert (recovered.drawn, recovered.put_back) == (6, [1, 2, 4])
+    assert [t["reason"] for t in run.store.tickets() if t["state"] == "dropped"] == [
+        "resume: was in flight"
+    ] * 3
+
+
+def test_another_order_of_prompts_is_noticed() -> None:
+    run = Run(5)
+    for _ in range(7):
+        run.admit(0)
+        run.drop(0)
+    draws = run.store.recover(0, run.tick()).draws
+    assert [drawn for drawn, _ in draws] == [1], "all later ones were put back before"
+    for _ in range(12):
+        run.admit(0)
+    draws = run.store.recover(0, run.tick()).draws
+    run.sampler.check(draws)
+    for other in (
+        PromptSampler(6, seed=3),
+        PromptSampler(5, seed=4),
+        PromptSampler(5, seed=3, shuffle=False),
+        PromptSampler(None),
+    ):
+        with pytest.raises(
+            ValueError, match="cannot resume: prompt .* would be .* with num_prompts="
+        ):
+            other.check(draws)
+
+
+def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
+    store = Store(Path(":memory:"))
+    for group_id, index in enumerate([4, 7, 4, 9]):
+        store.admit(group_id, f"p{index}", index, group_id + 1, 1, 0.0)
+    for now, (group_id, reward) in enumerate([(2, 1.0), (0, 0.25), (1, 0.0)]):
+        store.finish(
+            group(group_id, 0, reward),
+            [(None, None)],
+            None,
+            float(now),
+            "filtered" if group_id == 1 else "finished",
+        )
+    assert list(store.rewards()) == [(4, [1.0]), (4, [0.25]), (7, [0.0])]
+
+
+def test_an_empty_store_is_a_start() -> None:
+    recovered = Store(Path(":memory:")).recover(0, 0.0)
+    assert (
+        recovered.tickets,
+        recovered.waiting,
+        recovered.drawn,
+        recovered.put_back,
+        recovered.draws,
+    ) == (0, 0, 0, [], [])
+
+
+def test_logs_end_where_the_run_goes_on(tmp_path) -> None:
+    for step in range(1, 5):
+        append_event(tmp_path, "metrics", {"step": step})
+    for version in (0, 2, 4):
+        append_event(tmp_path, "evals", {"version": version})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "to')
+    forget_after(tmp_path, 2)
+    assert [m["step"] for m in read_events(tmp_path, "metrics")] == [1, 2]
+    assert [e["version"] for e in read_events(tmp_path, "evals")] == [0, 2]
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    forget_after(tmp_path / "nowhere", 2)
+
+
+def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "servers").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step-12").mkdir(parents=True)
+    stale = [
+        "stop",
+        "controller.json",
+        "openai_endpoint.json",
+        "summary.json",
+        "servers/server-0.json",
+        "servers/server-0.unhealthy_reason",
+    ]
+    kept = [
+        "config.yaml",
+        "metrics.jsonl",
+        "trajectories.sqlite",
+        "checkpoints/step-12/metadata.json",
+    ]
+    for name in stale + kept:
+        (run_dir / name).touch()
+    with sole_run(run_dir):
+        forget_start(run_dir)
+        assert not any((run_dir / name).exists() for name in stale) and all(
+            (run_dir / name).exists() for name in kept
+        )
+        code = "import sys; from pathlib import Path; from areal_lite.run_dir.resume import sole_run; sole_run(Path(sys.argv[1])).__enter__()"
+        second = subprocess.run(
+            [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True
+        )
+        assert second.returncode and "a run is going on there" in second.stderr.splitlines()[-1]
+    with sole_run(run_dir):
+        assert start_version(run_dir) == 12
+
+
+def test_sigusr1_asks_for_a_stop(tmp_path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with sole_run(tmp_path):
+        assert not stop_requested(tmp_path)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop_requested(tmp_path)
+    assert stop_requested(tmp_path) and signal.getsignal(signal.SIGUSR1) == before
+    withdraw_stop(tmp_path)
+    assert not stop_requested(tmp_path)
+
+
+def test_what_cannot_go_on_is_said_at_once(tmp_path, capsys) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json"):
+            (tmp_path / name / file).write_text("{}")
+    run_dir = tmp_path / "run"
+    settings = {"model": tmp_path / "model", "run_dir": run_dir, "resume": "auto"}
+    save_config(checked(settings), run_dir)  # nothing there yet: it just begins
+    save_config(checked(settings | {"trainer.steps": 7, "eval.problems": 0}), run_dir)
+    assert (run_dir / "config-1.yaml").exists() and "steps: 7" in (
+        run_dir / "config.yaml"
+    ).read_text()
+    for other, complaint in (
+        ({"model": tmp_path / "other"}, "model=.*other: the run in .* began with .*model and"),
+        ({"data.seed": 9}, "data.seed=9: the run .* began with 1"),
+        ({"debug": "rollout_only"}, "debug=rollout_only goes on with nothing"),
+        ({"resume": "never"}, "holds a run already.*resume=auto"),
+        ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
+        (
+            {"buffer.replay.capacity": 8, "algo.loss": "tb", "algo.reference": "${model}"},
+            "buffer.replay.capacity=8: the run began with 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            checked(settings | other)
+
+
+def checked(settings: dict[str, object]) -> TrainConfig:
+    config = OmegaConf.merge(
+        OmegaConf.structured(TrainConfig),
+        OmegaConf.from_dotlist([f"{k}={v}" for k, v in settings.items()]),
+    )
+    validate(to_dataclass(config))
+    return to_dataclass(config)

@@ -1,0 +1,186 @@
+"""The replay buffer: what it keeps, how it draws."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_lite.config import ReplayConfig
+from areal_lite.controller.diversity import diversity
+from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.run_dir.store import Store
+from areal_lite.trajectory import Group, Trajectory
+
+
+def trajectory(
+    group_id: int,
+    sample_index: int,
+    prompt: str,
+    completion: list[int],
+    reward: float,
+    version: int = 0,
+) -> Trajectory:
+    n = len(completion)
+    return Trajectory(
+        group_id, prompt, sample_index, np.array([9, 9, *completion], np.int32), np.array([False] * 2 + [True] * n),
+        np.array([0, 0] + [-0.1] * n, np.float32), np.array([-1, -1] + [version] * n, np.int32), "stop", reward,
+    ).check()  # fmt: skip
+
+
+def group(group_id: int, prompt: str, *members: tuple[int, float]) -> Group:
+    """Members are (the one token of its completion, reward)."""
+    trajectories = [
+        trajectory(group_id, i, prompt, [token], reward, group_id)
+        for i, (token, reward) in enumerate(members)
+    ]
+    return Group(group_id, prompt, len(members), trajectories)
+
+
+def buffer(size: int = 2, seed: int = 1, **config) -> ReplayBuffer:
+    return ReplayBuffer(replace(ReplayConfig(capacity=4), **config), size, seed)
+
+
+def held(replay: ReplayBuffer) -> dict[str, list[int]]:
+    return {ts[0].prompt_id: [int(t.tokens[-1]) for t in ts] for ts in replay}
+
+
+def test_it_keeps_the_newest_and_no_two_alike() -> None:
+    replay = buffer()
+    replay.put(group(0, "a", (1, 0), (2, 0), (1, 1)))
+    assert held(replay) == {"a": [2, 1]}
+    replay.put(group(1, "a", (2, 0), (3, 0)))
+    assert held(replay) == {"a": [1, 2, 3]} and [t.group_id for t in next(iter(replay))] == [
+        0,
+        1,
+        1,
+    ]
+    replay.put(group(2, "a", (4, 0), (5, 0)))
+    assert held(replay) == {"a": [2, 3, 4, 5]} and replay.num_trajectories == 4
+
+
+def test_prompts_beyond_the_limit_leave_by_when_they_were_added_to() -> None:
+    replay = buffer(max_prompts=2)
+    for number, prompt in enumerate("abac"):
+        replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))
+    assert list(held(replay)) == ["a", "c"]
+
+
+def test_it_waits_for_enough_prompts_with_something_to_balance() -> None:
+    replay = buffer()
+    replay.put(group(0, "a", (1, 0), (2, 0)))
+    replay.put(group(1, "b", (1, 0), (1, 0)))
+    assert len(replay) == 1 and replay.take(2, 0, 1) is None and replay.take(1, 0, 1) is not None
+
+
+def test_recent_groups_are_the_newest_members_of_the_prompts_added_to_last() -> None:
+    replay = buffer(recency_probability=1.0)
+    for number, prompt in enumerate("abcb"):
+        replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))
+    deal = replay.take(2, 7, 2)
+    assert (
+        [g.prompt_id for g in deal.groups] == ["b", "c"]
+        and len(deal.shards) == 2
+        and deal.masked_tokens == 0
+    )
+    assert [[int(t.tokens[-1]) for t in g.trajectories] for g in deal.groups] == [[6, 7], [4, 5]]
+    assert deal.tickets == [2, 3]
+    again = replay.take(2, 7, 1)
+    assert again.tickets == [], "a ticket is used up once"
+    assert [g.group_id for g in deal.groups + again.groups] == [0, 1, 2, 3], (
+        "every draw is a group of its own"
+    )
+    assert all(
+        t.group_id == g.group_id and t.sample_index == i
+        for g in deal.groups
+        for i, t in enumerate(g.trajectories)
+    )
+    assert next(iter(replay))[0].group_id == 0, "what is kept does not change"
+
+
+def test_a_draw_mixes_tickets_and_versions_and_names_no_prompt_twice() -> None:
+    replay = buffer(size=4, recency_probability=0.5, by="uniform")
+    for number in range(8):
+        prompt = "abcd"[number % 4]
+        replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 1)))
+    deal = replay.take(4, 0, 2)
+    assert sorted(g.prompt_id for g in deal.groups) == list("abcd")
+    assert all(len({t.versions[-1] for t in g.trajectories}) == 2 for g in deal.groups)
+    assert deal.tickets == list(range(8))
+
+
+def test_forgotten_tickets_cost_no_memory() -> None:
+    replay = buffer(recency_probability=1.0)
+    for number in range(50):
+        replay.put(group(number, "a", (2 * number, 0), (2 * number + 1, 0)))
+        assert replay.take(1, number, 1).tickets == [number]
+    assert replay._used == {48, 49}
+
+
+@pytest.mark.parametrize("by, temperature", [("reward", 0.5), ("reward", 2.0), ("uniform", 0.5)])
+def test_members_are_drawn_by_the_softmax_of_their_rewards(by: str, temperature: float) -> None:
+    """First of one (K = 1): exactly the softmax. Compared by chi-squared, 3 degrees of freedom, 99.9 % point."""
+    rewards = np.array([0.0, 1.0, 0.5, -1.0])
+    replay = buffer(size=1, recency_probability=0.0, by=by, temperature=temperature)
+    replay.put(group(0, "a", *enumerate(rewards)))
+    draws = 4000
+    counts = Counter(
+        int(replay.take(1, version, 1).groups[0].trajectories[0].tokens[-1])
+        for version in range(draws)
+    )
+    weights = np.exp(rewards / temperature) if by == "reward" else np.ones(4)
+    expected = draws * weights / weights.sum()
+    assert sum((counts[i] - expected[i]) ** 2 / expected[i] for i in range(4)) < 16.3
+
+
+def test_how_often_groups_are_recent() -> None:
+    replay = buffer(recency_probability=0.3, by="uniform")
+    for number in range(100):
+        replay.put(group(number, f"p{number}", (1, 0), (2, 0)))
+    newest = sum(replay.take(1, version, 1).groups[0].prompt_id == "p99" for version in range(2000))
+    expected = 2000 * (0.3 + 0.7 / 100)
+    assert abs(newest - expected) < 4 * np.sqrt(expected * (1 - expected / 2000))
+
+
+def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
+    """Also when the content comes from the store of a run that has ended."""
+    store, replay = Store(tmp_path / "s.sqlite"), buffer(recency_probability=0.5)
+    groups = [
+        group(number, f"p{number % 3}", (number, number % 2), (100 + number, 0))
+        for number in range(9)
+    ]
+    for g in groups:
+        store.admit(g.group_id, g.prompt_id, 0, 1, 2, 0.0)
+    for order, number in enumerate([0, 2, 1, 3, 5, 4, 6, 8]):  # number 7 never finishes
+        store.finish(
+            groups[number],
+            [(None, None)] * 2,
+            None,
+            float(order),
+            "filtered" if number == 8 else "finished",
+        )
+        if number != 8:
+            replay.put(groups[number])
+    store.use([0, 1], 0)
+    replay._used = {0, 1}
+    rebuilt = buffer(recency_probability=0.5)
+    for g, used in store.finished_groups():
+        rebuilt.put(g, used)
+    assert held(rebuilt) == held(replay) and list(held(rebuilt)) == list(held(replay))
+    for version in range(5):
+        one, other = replay.take(2, version, 1), rebuilt.take(2, version, 1)
+        assert [bytes(f) for f in one.shards[0].to_frames()] == [
+            bytes(f) for f in other.shards[0].to_frames()
+        ]
+        assert one.tickets == other.tickets and not {0, 1} & set(one.tickets)
+    assert [g.group_id for g in store.used_groups(step=0)] == [0, 1]
+    store.close()
+
+
+def test_diversity() -> None:
+    groups = [group(0, "a", (1, 1), (1, 1), (2, 1), (3, 0)), group(1, "b", (1, 0), (1, 0))]
+    assert diversity(g.trajectories for g in groups) == {
+        "distinct_share": pytest.approx((3 / 4 + 1 / 2) / 2),
+        "distinct_correct": 1.0,
+    }
+    assert diversity([]) == {"distinct_share": 0.0, "distinct_correct": 0.0}

@@ -1,0 +1,262 @@
+"""Prompts in: sources, checks of rows, chat templates and the torch-free tokenizer."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from areal_lite.config import DataConfig
+from areal_lite.data.prompts import load_prompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.quickstart import addition
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A checkpoint folder with a character tokenizer and a chat template that leaves traces."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_char_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def jsonl(tmp_path: Path, rows: list[dict], file: str = "data.jsonl", **settings) -> DataConfig:
+    return DataConfig(source="jsonl", path=write(tmp_path / file, rows), **settings)
+
+
+def test_addition_is_unbounded_reproducible_and_held_out(model: Path) -> None:
+    train = load_prompts(DataConfig(seed=3), model, "train")
+    assert train.num_prompts is None and train.num_too_long == 0
+    prompt = train[10**9]
+    problem = addition.make_problem("train", 10**9, seed=3)
+    assert (prompt.text, prompt.answer) == (addition.prompt(problem), addition.answer(problem))
+    assert Tokenizer(model).decode(prompt.tokens) == prompt.text
+    assert (
+        prompt
+        == load_prompts(DataConfig(seed=3), model, "train")[10**9]
+        != load_prompts(DataConfig(seed=4), model, "train")[10**9]
+    )
+    held_out = load_prompts(DataConfig(seed=3), model, "eval")[5]
+    assert held_out == load_prompts(DataConfig(seed=4), model, "eval")[5]
+    assert held_out.text == addition.prompt(addition.make_problem("test", 5))
+
+
+def test_jsonl_with_and_without_chat(model: Path, tmp_path: Path) -> None:
+    plain = load_prompts(jsonl(tmp_path, ROWS, chat=False), model, "train")
+    assert len(plain) == plain.num_prompts == 5
+    assert (plain[2].prompt_id, plain[2].text, plain[2].answer) == (
+        "data.jsonl:3",
+        "What is 2 + 2?",
+        "#### 4",
+    )
+    chat = load_prompts(jsonl(tmp_path, ROWS, system_prompt="Be brief."), model, "train")
+    assert chat[2].text == "<bos>system: Be brief.\nuser: What is 2 + 2?\nassistant: "
+    assert Tokenizer(model).decode(chat[2].tokens) == chat[2].text.removeprefix(
+        "<bos>"
+    )  # one token, and a special one
+    assert len(chat[2].tokens) == len(chat[2].text) - len("<bos>") + 1
+
+
+def test_a_prompt_may_be_a_conversation_and_an_answer_a_number(model: Path, tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "2+2"},
+    ]
+    own_system = [{"role": "system", "content": "Count."}, turns[0]]
+    rows = [{"messages": turns, "gold": 4}, {"messages": own_system, "gold": 0.5}]
+    config = jsonl(
+        tmp_path, rows, prompt_key="messages", answer_key="gold", system_prompt="Be brief."
+    )
+    prompts = load_prompts(config, model, "train")
+    assert (
+        prompts[0].text
+        == "<bos>system: Be brief.\nuser: Hi\nassistant: Yes?\nuser: 2+2\nassistant: "
+    )
+    assert prompts[1].text == "<bos>system: Count.\nuser: Hi\nassistant: "
+    assert [prompts[0].answer, prompts[1].answer] == ["4", "0.5"]
+
+
+def test_chat_is_what_transformers_makes_of_it(model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "user", "content": "a <eos> b"}]
+    reference = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        messages, add_generation_prompt=True
+    )
+    assert Tokenizer(model).chat(messages) == reference["input_ids"]
+
+
+def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, caplog) -> None:
+    rows = [ROWS[0], {"question": "x" * 15, "answer": "1"}, ROWS[2]]
+    with caplog.at_level(logging.WARNING):
+        prompts = load_prompts(
+            jsonl(tmp_path, rows, chat=False, max_prompt_tokens=14), model, "train"
+        )
+    assert [p.prompt_id for p in prompts] == ["data.jsonl:1", "data.jsonl:3"]
+    assert prompts.num_too_long == 1
+    assert "left out 1 of 3 prompts" in caplog.text and "the longest has 15" in caplog.text
+    with pytest.raises(ValueError, match="max_prompt_tokens=5"):
+        load_prompts(jsonl(tmp_path, rows, chat=False, max_prompt_tokens=5), model, "train")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{not json", r"data\.jsonl:2: not JSON"),
+        ("[1, 2]", r"data\.jsonl:2: a list, not an object"),
+        (
+            '{"prompt": "1+1", "answer": "2"}',
+            r"data\.jsonl:2: no 'question' among its keys \['answer', 'prompt'\]",
+        ),
+        ('{"question": "1+1"}', r"data\.jsonl:2: no 'answer'"),
+        (
+            '{"question": 11, "answer": "2"}',
+            r"data\.jsonl:2: 'question' must be a string or a list of messages",
+        ),
+        ('{"question": [{"role": "user"}], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
+        ('{"question": [], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
+        (
+            '{"question": "1+1", "answer": null}',
+            r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not NoneType",
+        ),
+        (
+            '{"question": "1+1", "answer": true}',
+            r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not bool",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(model: Path, tmp_path: Path, line: str, complaint: str) -> None:
+    config = jsonl(tmp_path, ROWS[:1])
+    with open(config.path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=complaint):
+        load_prompts(config, model, "train")
+
+
+def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> None:
+    messages = [{"question": [{"role": "user", "content": "1+1"}], "answer": "2"}]
+    cases = [
+        (DataConfig(source="csv"), "train", "data.source=csv"),
+        (DataConfig(source="jsonl"), "train", "needs data.path"),
+        (jsonl(tmp_path, ROWS), "eval", "needs data.eval_path"),
+        (
+            DataConfig(source="jsonl", path="nowhere.jsonl"),
+            "train",
+            "data.path=nowhere.jsonl is not a file",
+        ),
+        (DataConfig(source="hf"), "train", "needs data.path"),
+        (
+            DataConfig(source="hf", path=str(tmp_path), split="validation"),
+            "train",
+            r"no validation\*\.jsonl",
+        ),
+        (DataConfig(max_digits=99), "train", "max_digits"),
+        (jsonl(tmp_path, ROWS), "test", "split must be"),
+        (
+            jsonl(tmp_path, messages, "messages.jsonl", chat=False),
+            "train",
+            "data.chat=false cannot take",
+        ),
+        (jsonl(tmp_path, [], "empty.jsonl"), "train", "has no rows"),
+    ]
+    for config, split, complaint in cases:
+        with pytest.raises(ValueError, match=complaint):
+            load_prompts(config, model, split)
+
+
+def test_folders_as_the_hub_lays_them_out(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    datasets.Dataset.from_list(ROWS[:3]).to_parquet(
+        tmp_path / "main" / "train-00000-of-00002.parquet"
+    )
+    datasets.Dataset.from_list(ROWS[3:]).to_parquet(
+        tmp_path / "main" / "train-00001-of-00002.parquet"
+    )
+    write(tmp_path / "main" / "test.jsonl", ROWS[:2])
+    config = DataConfig(source="hf", path=str(tmp_path), name="main", chat=False)
+    train, held_out = load_prompts(config, model, "train"), load_prompts(config, model, "eval")
+    assert [p.text for p in train] == [row["question"] for row in ROWS]
+    assert [train[0].prompt_id, train[3].prompt_id] == [
+        "train-00000-of-00002.parquet:1",
+        "train-00001-of-00002.parquet:1",
+    ]
+    assert [p.answer for p in held_out] == [row["answer"] for row in ROWS[:2]]
+
+
+def test_data_sets_saved_to_disk(model: Path, tmp_path: Path) -> None:
+    splits = {
+        "train": datasets.Dataset.from_list(ROWS),
+        "test": datasets.Dataset.from_list(ROWS[:2]),
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "both")
+    splits["train"].save_to_disk(tmp_path / "one")
+    both = DataConfig(source="hf", path=str(tmp_path / "both"), chat=False)
+    one = DataConfig(source="hf", path=str(tmp_path / "one"), chat=False)
+    assert [p.text for p in load_prompts(both, model, "train")] == [row["question"] for row in ROWS]
+    assert len(load_prompts(both, model, "eval")) == 2
+    assert load_prompts(one, model, "train")[4].prompt_id == "train:5"
+    with pytest.raises(ValueError, match="no split 'validation'"):
+        load_prompts(
+            DataConfig(source="hf", path=str(tmp_path / "both"), split="validation"), model, "train"
+        )
+
+
+def test_eos_ids_come_from_generation_config_and_tokenizer(model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((model / name).read_text())
+    assert Tokenizer(tmp_path).eos_ids == (1,)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert Tokenizer(tmp_path).eos_ids == (5, 1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+    assert Tokenizer(tmp_path).eos_ids == (7, 1)
+    with pytest.raises(ValueError, match="data.chat=false"):
+        Tokenizer(tmp_path).chat([{"role": "user", "content": "no template here"}])
+    with pytest.raises(ValueError, match="tokenizer.json"):
+        Tokenizer(tmp_path / "nowhere")
+
+
+def test_saved_truncation_is_ignored(model: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast = FastTokenizer.from_file(str(model / "tokenizer.json"))
+    fast.enable_truncation(3)
+    fast.enable_padding(length=8)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer(tmp_path).encode("12345")) == 5
+
+
+def test_special_tokens_are_left_out_of_text(model: Path) -> None:
+    tokenizer = Tokenizer(model)
+    assert tokenizer.decode([*tokenizer.encode("ab c"), *tokenizer.eos_ids]) == "ab c"
+
+
+def test_prompts_need_no_torch(model: Path, tmp_path: Path) -> None:
+    """What a controller imports and does with prompts must not cost it the seconds that importing torch takes."""
+    config = f"DataConfig(source='jsonl', path={write(tmp_path / 'data.jsonl', ROWS)!r})"
+    code = (
+        "import sys; from areal_lite.config import DataConfig; from areal_lite.data.prompts import load_prompts;"
+        "import areal_lite.data.sampler, areal_lite.rewards.pool;"
+        f"load_prompts({config}, {str(model)!r}, 'train')[0]; sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
+    )

@@ -1,0 +1,44 @@
+"""The supervisor of one machine: what ends a run."""
+
+import json
+
+import pytest
+
+from areal_lite.launch.local import check_servers
+from areal_lite.launch.roles import RoleFailed
+from areal_lite.launch.server_pool import ServerPool
+
+
+@pytest.fixture
+def pool(tmp_path) -> ServerPool:
+    """One that has given up."""
+    (tmp_path / "logs").mkdir()
+    with ServerPool(tmp_path, {}, max_restarts=0) as pool:
+        pool._thread.join()
+    return pool
+
+
+def trained(folder, steps: int) -> None:
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step + 1}) + "\n" for step in range(steps))
+    )
+
+
+def test_without_servers_training_ends(pool, tmp_path) -> None:
+    with pytest.raises(RoleFailed, match="no server is left"):
+        check_servers(pool, tmp_path, steps=3)
+    trained(tmp_path, 2)
+    with pytest.raises(RoleFailed, match="no server is left"):
+        check_servers(pool, tmp_path, steps=3)
+
+
+def test_without_servers_what_was_learned_is_still_saved(pool, tmp_path) -> None:
+    trained(tmp_path, 3)
+    check_servers(pool, tmp_path, steps=3)
+
+
+def test_a_server_that_never_came_up_ends_the_run_whatever_was_trained(pool, tmp_path) -> None:
+    trained(tmp_path, 3)
+    pool._failure = TimeoutError("no answer")
+    with pytest.raises(TimeoutError):
+        check_servers(pool, tmp_path, steps=3)

@@ -1,0 +1,46 @@
+"""Which GPUs each process gets."""
+
+import pytest
+
+from areal_lite.config import ServerConfig, TrainerConfig
+from areal_lite.launch.placement import place
+from areal_lite.system.gpus import visible_gpus
+
+
+def test_trainer_first_then_servers_without_overlap():
+    got = place(
+        [str(i) for i in range(8)],
+        TrainerConfig(tensor_parallel=2, data_parallel=2),
+        ServerConfig(count=2, tensor_parallel=2),
+        "distributed",
+    )
+    assert (
+        got.trainer == ["0", "1", "2", "3"]
+        and got.servers == [["4", "5"], ["6", "7"]]
+        and not got.shared
+    )
+
+
+def test_no_gpu_means_nothing_to_set():
+    assert place([], TrainerConfig(), ServerConfig(count=2), "distributed").servers == [[], []]
+
+
+def test_one_gpu_is_shared_when_weights_travel_by_disk():
+    assert place(["3"], TrainerConfig(), ServerConfig(), "disk").shared
+    with pytest.raises(ValueError, match="one_gpu"):
+        place(["3"], TrainerConfig(), ServerConfig(), "distributed")
+
+
+def test_too_few_are_refused():
+    with pytest.raises(
+        ValueError, match="2 GPUs for 2 trainer ranks and 1 servers of 1: 3 are needed"
+    ):
+        place(["0", "1"], TrainerConfig(data_parallel=2), ServerConfig(), "disk")
+
+
+@pytest.mark.parametrize(
+    "visible, expected", [("", []), ("-1", []), ("2,5", ["2", "5"]), ("GPU-abc", ["GPU-abc"])]
+)
+def test_visible_devices_are_respected(monkeypatch, visible, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert visible_gpus() == expected

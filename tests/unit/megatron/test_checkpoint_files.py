@@ -1,0 +1,136 @@
+"""Which checkpoints there are, which go, and what readers may rely on."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy, complete, latest, obsolete
+from areal_lite.run_dir.bad_batches import load_batch, save_batch
+from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
+from areal_lite.trajectory import TrainBatch
+
+
+def checkpoint(folder: Path) -> Path:
+    scratch = scratch_folder(folder)
+    (scratch / "weights").write_text(folder.name)
+    (scratch / "metadata.json").write_text("{}")
+    publish_folder(scratch, folder)
+    return folder
+
+
+def test_only_what_is_complete_counts(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    for step in (9, 10, 100):
+        checkpoint(tmp_path / f"step-{step}")
+    scratch_folder(tmp_path / "step-200")
+    (tmp_path / "step-300").mkdir()
+    (tmp_path / "hf").mkdir()
+    assert complete(tmp_path) == [9, 10, 100]
+    assert latest(tmp_path) == tmp_path / "step-100"
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep", "milestone_every", "gone"),
+    [
+        ([], 2, 10, []),
+        ([5], 1, 0, []),
+        ([5, 10, 15, 20, 25], 0, 0, []),
+        ([5, 10, 15, 20, 25], 2, 0, [5, 10, 15]),
+        ([5, 10, 15, 20, 25], 2, 10, [5, 15]),
+        ([5, 10, 15, 20, 25], 1, 20, [5, 10, 15]),
+        ([5, 10], 7, 0, []),
+    ],
+)
+def test_which_checkpoints_go(steps, keep, milestone_every, gone):
+    assert obsolete(steps, keep, milestone_every) == gone
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    checkpoint(tmp_path / "step-1")
+    scratch = scratch_folder(tmp_path / "step-1")
+    (scratch / "metadata.json").write_text("new")
+    publish_folder(scratch, tmp_path / "step-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert [path.name for path in (tmp_path / "step-1").iterdir()] == ["metadata.json"]
+
+
+def test_what_is_written_is_a_copy_of_the_model():
+    layer = torch.nn.Linear(3, 2)
+    other = torch.zeros(2)  # copied by Megatron already
+    request = AsyncRequest(
+        None,
+        (),
+        [],
+        preload_fn=lambda: [
+            ("file", "key", ([], [("weight", layer.weight.detach()), ("other", other)]))
+        ],
+    )
+    [(_, _, (_, [(_, weight), (_, same)]))] = _host_copy(
+        request, {"policy": SimpleNamespace(model=layer)}
+    )
+    before = weight.clone()
+    layer.weight.data.zero_()
+    assert torch.equal(weight, before) and before.any()
+    assert same is other
+
+
+def _read(marker: Path, inside, leave) -> None:
+    with reading(marker):
+        inside.set()
+        leave.wait()
+
+
+def test_what_another_process_reads_is_not_removed(tmp_path):
+    marker = checkpoint(tmp_path / "step-1") / "metadata.json"
+    context = multiprocessing.get_context("fork")
+    inside, leave = context.Event(), context.Event()
+    reader = context.Process(target=_read, args=(marker, inside, leave))
+    reader.start()
+    try:
+        assert inside.wait(30)
+        assert not remove_unread(marker)
+        assert marker.is_file()
+        leave.set()
+        reader.join(30)
+        assert remove_unread(marker)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        reader.kill()
+        reader.join()
+
+
+def test_two_may_read_at_once(tmp_path):
+    marker = checkpoint(tmp_path / "step-1") / "metadata.json"
+    with reading(marker):
+        with reading(marker):
+            pass
+        assert not remove_unread(marker)
+
+
+def test_a_saved_batch_comes_back(tmp_path):
+    lengths = np.array([3, 2])
+    batch = TrainBatch(
+        tokens=np.arange(5, dtype=np.int32),
+        loss_mask=np.array([0, 1, 1, 0, 1], bool),
+        behavior_logprobs=np.array([0, -1, np.nan, 0, -np.inf], np.float32),
+        versions=np.array([-1, 3, 4, -1, 4], np.int32),
+        rewards=np.array([1.0, np.nan], np.float32),
+        group_ids=np.array([7, 7], np.int64),
+        sample_indices=np.array([0, 1], np.int32),
+        truncated=np.array([True, False]),
+        kv_versions=np.array([3, 4], np.int32),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+    )
+    path = tmp_path / "bad_batches" / "step-3-rank-0.msgpack"
+    save_batch(batch, path)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    again = load_batch(path)
+    for name in TrainBatch.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))

@@ -1,0 +1,204 @@
+"""Import and export tables: every rank's part against the definition written out per head, and the tensors back bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from areal_lite.megatron.architectures import ARCHITECTURES, layout, padded_vocab
+from areal_lite.quickstart.make_model import ARCHITECTURES as MADE
+
+EXPERT = 3
+
+
+class File:
+    """A tensor in a file, counting what is read of it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.read = tensor, 0
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index) -> torch.Tensor:
+        part = self.tensor[index].clone()
+        self.read += part.numel()
+        return part
+
+
+@st.composite
+def cases(draw):
+    """(configuration, ranks): sizes that can be split so, and any vocabulary."""
+    ranks = draw(st.integers(1, 4))
+    groups = ranks * draw(st.integers(1, 3))
+    config = AutoConfig.for_model(
+        draw(st.sampled_from(sorted(ARCHITECTURES))),
+        vocab_size=draw(st.integers(1, 23)),
+        hidden_size=groups * 6,
+        num_hidden_layers=2,
+        num_key_value_heads=groups,
+        num_attention_heads=groups * draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([2, 4])),
+        intermediate_size=ranks * draw(st.integers(1, 5)),
+        moe_intermediate_size=ranks * 2,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    return config, ranks
+
+
+def names(hf) -> list[str]:
+    layers = [
+        f"decoder.layers.1.{part}".format(expert=EXPERT)
+        for part in ARCHITECTURES[hf.model_type].layer
+    ]
+    return [
+        *layers,
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "decoder.final_layernorm.weight",
+    ]
+
+
+def shape(name: str, hf) -> tuple[int, ...]:
+    """Of a Hugging Face tensor."""
+    width = hf.moe_intermediate_size if ".experts." in name else hf.intermediate_size
+    heads, groups, dim, hidden = (
+        hf.num_attention_heads,
+        hf.num_key_value_heads,
+        hf.head_dim,
+        hf.hidden_size,
+    )
+    rows = {
+        "embed_tokens": hf.vocab_size,
+        "lm_head": hf.vocab_size,
+        "q_proj": heads * dim,
+        "k_proj": groups * dim,
+        "v_proj": groups * dim,
+    }
+    rows |= {
+        "o_proj": hidden,
+        "gate_proj": width,
+        "up_proj": width,
+        "down_proj": hidden,
+        "gate": 5,
+        "q_norm": dim,
+        "k_norm": dim,
+    }
+    columns = {"o_proj": heads * dim, "down_proj": width}
+    module, kind = name.split(".")[-2:]
+    if kind == "bias" or "norm" in module:
+        return (rows.get(module, hidden),)
+    return (rows[module], columns.get(module, hidden))
+
+
+def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
+    """Of each key-value group of the rank: its query heads, its key head, its value head."""
+    query, key, value = (t.split(hf.head_dim) for t in tensors)
+    per_group, own = len(query) // len(key), len(key) // ranks
+    heads = []
+    for group in range(rank * own, (rank + 1) * own):
+        heads += [*query[group * per_group : (group + 1) * per_group], key[group], value[group]]
+    return torch.cat(heads)
+
+
+def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
+    name, first = plan.names[0], tensors[0]
+    if "q_proj" in name:
+        return qkv_by_head(tensors, hf, rank, ranks)
+    if "gate_proj" in name:
+        return torch.cat([t.tensor_split(ranks)[rank] for t in tensors])
+    if "o_proj" in name or "down_proj" in name:
+        return first.tensor_split(ranks, 1)[rank]
+    if "embed_tokens" in name or "lm_head" in name:
+        padded = torch.zeros(padded_vocab(hf, ranks), first.shape[1])
+        padded[: len(first)] = first
+        return padded.tensor_split(ranks)[rank]
+    return first
+
+
+@given(cases(), st.randoms(use_true_random=False))
+@settings(max_examples=25, deadline=None)
+def test_parts_are_as_megatron_wants_them_and_give_the_same_bits_back(case, random):
+    hf, ranks = case
+    torch.manual_seed(random.randrange(2**31))
+    for name in names(hf):
+        plan = layout(name, hf)
+        tensors = [torch.randn(shape(n, hf)) for n in plan.names]
+        shards = []
+        read = 0
+        for rank in range(ranks):
+            files = [File(t) for t in tensors]
+            shards.append(plan.shard(hf, files, rank, ranks))
+            assert torch.equal(shards[-1], expected(plan, tensors, hf, rank, ranks)), name
+            read += sum(f.read for f in files)
+        size = sum(t.numel() for t in tensors)
+        assert read == (size * ranks if plan.replicated else size), (
+            name
+        )  # nothing is read that the rank does not hold
+        back = plan.join(hf, shards[:1] if plan.replicated else shards)
+        assert len(back) == len(tensors) and all(
+            torch.equal(a, b) for a, b in zip(back, tensors)
+        ), name
+
+
+def test_names_count_over_the_whole_model():
+    hf = AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True)
+    assert layout("decoder.layers.11.mlp.experts.local_experts.7.linear_fc1.weight", hf).names == (
+        "model.layers.11.mlp.experts.7.gate_proj.weight",
+        "model.layers.11.mlp.experts.7.up_proj.weight",
+    )
+    assert layout("decoder.layers.0.mlp.router.weight", hf).names == (
+        "model.layers.0.mlp.gate.weight",
+    )
+    assert layout("output_layer.weight", hf).names == (
+        "model.embed_tokens.weight",
+    )  # the last pipeline stage's copy
+    hf.tie_word_embeddings = False
+    assert layout("output_layer.weight", hf).names == ("lm_head.weight",)
+
+
+def test_one_rank_copies_only_what_is_interleaved():
+    hf = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=7,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        intermediate_size=6,
+    )
+    for name in names(hf):
+        plan = layout(name, hf)
+        part = plan.shard(hf, [File(torch.randn(shape(n, hf))) for n in plan.names], 0, 1)
+        storage = part.untyped_storage().data_ptr()
+        shared = [t.untyped_storage().data_ptr() == storage for t in plan.join(hf, [part])]
+        assert shared == [False] * 3 if "linear_qkv" in name else all(shared), name
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    hf = AutoConfig.for_model("qwen3", vocab_size=10, hidden_size=16)
+    with pytest.raises(
+        ValueError,
+        match="model.embed_tokens.weight has 12 rows, but config.json says vocab_size=10",
+    ):
+        layout("embedding.word_embeddings.weight", hf).shard(hf, [File(torch.zeros(12, 16))], 0, 2)
+    with pytest.raises(
+        ValueError, match="15 rows or columns cannot be split over 2 tensor-parallel ranks"
+    ):
+        layout("decoder.layers.0.mlp.linear_fc2.weight", hf).shard(
+            hf, [File(torch.zeros(16, 15))], 0, 2
+        )
+
+
+@pytest.mark.parametrize(
+    "vocab, ranks, rows", [(98, 1, 98), (98, 2, 98), (97, 2, 98), (97, 4, 100), (3, 4, 4)]
+)
+def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(vocab, ranks, rows):
+    assert padded_vocab(AutoConfig.for_model("llama", vocab_size=vocab), ranks) == rows
+
+
+def test_make_model_makes_what_the_trainer_knows():
+    assert set(MADE) == set(ARCHITECTURES)

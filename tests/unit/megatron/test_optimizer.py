@@ -1,0 +1,78 @@
+"""Learning-rate schedules against closed forms, and the end of a run that only skips."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from areal_lite.config import TrainerConfig
+from areal_lite.megatron.optimizer import SkippedSteps, build_scheduler
+
+LR, LEAST, WARMUP, UPDATES, DECAY = 3e-3, 1e-4, 5, 40, 12
+
+
+def scheduler(schedule: str, **overrides):
+    settings = dict(
+        steps=20, minibatches=2, lr=LR, min_lr=LEAST, lr_warmup_steps=WARMUP, lr_decay_steps=DECAY
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    return build_scheduler(TrainerConfig(lr_schedule=schedule, **(settings | overrides)), optimizer)
+
+
+def rates(schedule, updates: int) -> list[float]:
+    """The learning rates of the next updates."""
+    found = []
+    for _ in range(updates):
+        schedule.step(1)
+        found.append(schedule.optimizer.param_groups[0]["lr"])
+    return found
+
+
+def closed_form(schedule: str, k: int) -> float:
+    if k <= WARMUP:
+        return LR * k / WARMUP
+    if schedule == "constant":
+        return LR
+    if schedule == "wsd":
+        return LEAST + (LR - LEAST) * min(1.0, (UPDATES - k) / DECAY)
+    gone = (k - WARMUP) / (UPDATES - WARMUP)
+    return LEAST + (LR - LEAST) * (
+        1 - gone if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * gone))
+    )
+
+
+@pytest.mark.parametrize("schedule", ("constant", "linear", "cosine", "wsd"))
+def test_every_update_has_the_rate_of_the_closed_form(schedule):
+    expected = [closed_form(schedule, k) for k in range(1, UPDATES + 1)]
+    assert rates(scheduler(schedule), UPDATES) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ("constant", "linear", "cosine", "wsd"))
+@pytest.mark.parametrize("before", (2, 17))
+def test_a_resumed_schedule_goes_on_where_it_was(schedule, before):
+    first, second = scheduler(schedule), scheduler(schedule)
+    rates(first, before)
+    second.num_steps = 0
+    second.load_state_dict(first.state_dict())
+    assert rates(second, UPDATES - before) == rates(scheduler(schedule), UPDATES)[before:]
+
+
+def test_wsd_decays_over_a_tenth_unless_told_otherwise():
+    found = rates(scheduler("wsd", lr_decay_steps=None), UPDATES)
+    assert found[WARMUP - 1 : UPDATES - 4] == [LR] * (UPDATES - WARMUP - 3)
+    assert found[-4:] == pytest.approx([LEAST + (LR - LEAST) * left / 4 for left in (3, 2, 1, 0)])
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="trainer.lr_schedule=sawtooth"):
+        scheduler("sawtooth")
+
+
+def test_a_run_ends_after_steps_in_a_row_that_were_skipped():
+    skips = SkippedSteps(3)
+    for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0), 1):
+        skips.record(step, skipped)
+    with pytest.raises(FloatingPointError, match="last 3 training steps up to 6"):
+        skips.record(6, 1.0)

@@ -1,0 +1,173 @@
+"""Microbatches hold every token once, whole sequences, under the budget; and so do the blocks that attention makes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.megatron.attention import MIN_FILL, block_layout
+from areal_lite.megatron.packing import attention_crossover, make_microbatches, pack
+from areal_lite.trajectory import TrainBatch
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+CROSSOVERS = st.sampled_from((5.0, 60.0, float("inf")))
+
+
+def batch_of(lengths: list[int]) -> TrainBatch:
+    total, count = sum(lengths), len(lengths)
+    return TrainBatch(
+        tokens=np.arange(total, dtype=np.int32),
+        loss_mask=np.ones(total, bool),
+        behavior_logprobs=np.zeros(total, np.float32),
+        versions=np.zeros(total, np.int32),
+        rewards=np.zeros(count, np.float32),
+        group_ids=np.zeros(count, np.int64),
+        sample_indices=np.zeros(count, np.int32),
+        truncated=np.zeros(count, bool),
+        kv_versions=np.zeros(count, np.int32),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+    )
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9), st.integers(1, 4))
+def test_each_sequence_is_in_exactly_one_bin_under_the_budget(
+    lengths, budget, crossover, at_least, multiple
+):
+    bins = pack(lengths, budget, crossover=crossover, at_least=at_least, multiple=multiple)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    for members in bins:
+        assert sum(lengths[i] for i in members) <= budget or len(members) == 1
+    assert all(bins)
+    assert len(bins) == len(lengths) or len(bins) >= at_least and len(bins) % multiple == 0
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100), CROSSOVERS)
+def test_bins_are_few(lengths, budget, crossover):
+    bins = [[lengths[i] for i in members] for members in pack(lengths, budget, crossover=crossover)]
+    fitting = [members for members in bins if sum(members) <= budget]
+    assert len(fitting) < 2 * sum(map(sum, fitting)) / budget + 1
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9))
+def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossover, at_least):
+    """No bin gets cheaper by giving its shortest sequence to a bin that had room for one more."""
+    bins = [
+        [lengths[i] for i in members]
+        for members in pack(lengths, budget, crossover=crossover, at_least=at_least)
+    ]
+    cost = [sum(n + n * n / crossover for n in members) for members in bins]
+    for mine, members in zip(cost, bins):
+        if sum(members) > budget:
+            continue
+        shortest = min(members, default=0)
+        for other, theirs in zip(cost, bins):
+            full = budget - sum(theirs) < min(theirs, default=1)
+            assert full or mine - (shortest + shortest * shortest / crossover) <= other + 1e-9
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100), st.randoms())
+def test_packing_is_a_function_of_the_lengths(lengths, budget, random):
+    """The same lengths give the same bins; in another order, bins of the same lengths."""
+    assert pack(lengths, budget) == pack(np.array(lengths), budget)
+    shuffled = random.sample(lengths, len(lengths))
+    first, second = (
+        [[values[i] for i in members] for members in pack(values, budget)]
+        for values in (lengths, shuffled)
+    )
+    assert first == second
+
+
+def test_long_sequences_are_spread_by_their_square():
+    """Eight tokens in one sequence cost more than eight of one token: their bin gets fewer tokens."""
+    assert [len(members) for members in pack([8] + [1] * 16, 16)] == [5, 12]
+    assert [len(members) for members in pack([8] + [1] * 16, 16, crossover=8.0)] == [2, 15]
+
+
+def test_ten_thousand_sequences_are_packed_tightly():
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6.5, 1, 10_000).astype(int) + 1, 16384)
+    bins = pack(lengths, 16384, crossover=7680.0)
+    assert len(bins) <= 1.05 * lengths.sum() / 16384
+
+
+def test_a_sequence_longer_than_the_budget_stands_alone_and_whole():
+    assert sorted(pack([5, 50, 5], 10)) == [[0, 2], [1]]
+    microbatches = make_microbatches(batch_of([5, 50, 5]), 10)
+    assert sorted(len(m.tokens) for m in microbatches) == [10, 50]
+
+
+def test_a_budget_that_holds_nothing_is_refused():
+    with pytest.raises(ValueError, match="tokens_per_microbatch=0"):
+        pack([1], 0)
+
+
+def test_the_crossover_of_a_published_model():
+    """Qwen3-0.6B, by hand: attention takes 2 L x 2048 operations per token; the matrices 2 x 15,728,640."""
+    from megatron.core.transformer import (
+        TransformerConfig,
+    )  # after areal_lite.trainer, which prepares it
+
+    shape = dict(
+        hidden_size=1024,
+        num_attention_heads=16,
+        num_query_groups=8,
+        kv_channels=128,
+        ffn_hidden_size=3072,
+    )
+    dense = TransformerConfig(num_layers=1, gated_linear_unit=True, **shape)
+    assert attention_crossover(dense) == 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072) / 2048
+    experts = TransformerConfig(
+        num_layers=1,
+        gated_linear_unit=True,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=768,
+        **shape,
+    )
+    assert attention_crossover(experts) == 1024 * (2 * 2048 + 2 * 1024 + 2 * 3 * 768) / 2048
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 100))
+def test_microbatches_partition_the_batch(lengths, budget):
+    batch = batch_of(lengths)
+    microbatches = make_microbatches(batch, budget)
+    assert sorted(torch.cat([m.where for m in microbatches]).tolist()) == list(range(sum(lengths)))
+    for m in microbatches:
+        assert {t.dtype for t in (m.tokens, m.position_ids, m.where)} == {
+            torch.int64
+        } and m.cu_seqlens.dtype == torch.int32
+        assert np.array_equal(batch.tokens[m.where.numpy()], m.tokens.numpy())
+        assert m.max_seqlen == int(m.cu_seqlens.diff().max())
+        for start, end in zip(m.cu_seqlens[:-1].tolist(), m.cu_seqlens[1:].tolist()):
+            assert m.position_ids[start:end].tolist() == list(range(end - start))
+            first = int(m.where[start])
+            assert first in batch.cu_seqlens[:-1]  # whole sequences, in order
+            assert m.where[start:end].tolist() == list(range(first, first + end - start))
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_attention_blocks_hold_each_sequence_in_a_row_of_its_own(lengths):
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    blocks, rows, places, key_rows = block_layout(cu_seqlens, cu_seqlens)
+    assert torch.equal(rows, key_rows)
+    assert rows[places].tolist() == list(range(sum(lengths)))
+    assert sum(count for count, _, _ in blocks) == len(lengths)
+    start, seen = 0, []
+    for count, longest, keys in blocks:
+        assert keys == longest
+        for row in rows[start : start + count * longest].view(count, longest).tolist():
+            sequence = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
+            own = list(range(int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])))
+            assert row == own + [own[-1]] * (longest - len(own))
+            assert len(own) >= MIN_FILL * longest
+            seen.append(sequence)
+        start += count * longest
+    assert sorted(seen) == list(range(len(lengths)))

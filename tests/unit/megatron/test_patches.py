@@ -1,0 +1,92 @@
+"""The substitutions still fit the installed Megatron-core, and a source that they do not fit is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_lite.megatron import patches
+from areal_lite.megatron.patches import (
+    CHECKPOINT_FIXES,
+    CPU_SUBSTITUTIONS,
+    ONEDNN_SUBSTITUTIONS,
+    ROUTER_FIXES,
+    TORCH_ADAMW_FIXES,
+    adapt,
+    substitutions,
+)
+
+ALL = substitutions(cuda=False, onednn=True, transformer_engine=False, apex=False)
+MODULES = sorted({module for substitution in ALL for module in substitution.counts})
+
+
+def source_of(module: str) -> str:
+    core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0]) / "core"
+    return core.joinpath(*module.split(".")).with_suffix(".py").read_text()
+
+
+@pytest.mark.parametrize("substitution", ALL, ids=lambda s: s.name)
+def test_each_substitution_matches_as_often_as_it_says(substitution):
+    for module, count in substitution.counts.items():
+        assert len(re.findall(substitution.pattern, source_of(module))) == count, module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_adapted_modules_compile_and_keep_no_cuda(module):
+    adapted = adapt(module, source_of(module), ALL)
+    compile(adapted, module, "exec")
+    assert not [
+        s.name for s in CPU_SUBSTITUTIONS if module in s.counts and re.search(s.pattern, adapted)
+    ]
+
+
+def test_a_source_that_does_not_fit_is_refused():
+    source = source_of("optimizer.clip_grads").replace("device='cuda'", "device=device", 1)
+    with pytest.raises(
+        ImportError, match="optimizer.clip_grads: 'device literal' matches 4 times, not 5.*0.16.1"
+    ):
+        adapt("optimizer.clip_grads", source, ALL)
+
+
+def test_what_applies_where():
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=True, apex=False)
+        == CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=True)
+        == ROUTER_FIXES + CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=False)
+        == ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
+    )
+    assert (
+        substitutions(cuda=False, onednn=False, transformer_engine=True, apex=False)
+        == CPU_SUBSTITUTIONS + CHECKPOINT_FIXES
+    )
+    assert (
+        ALL
+        == CPU_SUBSTITUTIONS
+        + ONEDNN_SUBSTITUTIONS
+        + ROUTER_FIXES
+        + TORCH_ADAMW_FIXES
+        + CHECKPOINT_FIXES
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_megatron_is_adapted_and_torch_is_not():
+    from megatron.core.optimizer import clip_grads
+
+    assert isinstance(clip_grads.__loader__, patches._Loader)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    parameter.grad = torch.full((4,), 2.0)
+    clip_grads.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=4.0)
+    assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")

@@ -1,0 +1,122 @@
+"""The report: the geometry of the timeline, the rates, and that a picture comes out of any run directory."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from areal_lite.report.figure import generation_rate, middle, segment_spans, write_report
+from areal_lite.report.run_data import RunData, load_run
+from tests.unit.report.synthetic_run import T0, hand_made, simulate
+
+PUSHES = {1: (10.0, 0.5), 2: (20.0, 0.5), 3: (30.0, 0.5)}
+
+
+def row(segments, started_at, finished_at):
+    sampled = sum(end - start for _, start, end in segments)
+    return {
+        "segments": segments,
+        "started_at": started_at,
+        "finished_at": finished_at,
+        "sampled": sampled,
+    }
+
+
+def test_versions_change_where_they_were_pushed():
+    spans = segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 90]], 8.0, 25.0), PUSHES)
+    assert spans == [(0, 8.0, 10.0), (1, 10.0, 20.0), (2, 20.0, 25.0)]
+
+
+def test_a_version_that_sampled_no_token_is_passed_over():
+    assert segment_spans(row([[0, 5, 10], [3, 10, 20]], 8.0, 35.0), PUSHES) == [
+        (0, 8.0, 30.0),
+        (3, 30.0, 35.0),
+    ]
+
+
+def test_two_turns_of_one_version_are_one_span():
+    spans = segment_spans(row([[1, 5, 10], [1, 15, 20], [2, 25, 30]], 12.0, 24.0), PUSHES)
+    assert spans == [(1, 12.0, 20.0), (2, 20.0, 24.0)]
+
+
+def test_an_unknown_push_lies_where_the_tokens_put_it():
+    assert segment_spans(row([[7, 5, 15], [8, 15, 45]], 100.0, 140.0), PUSHES) == [
+        (7, 100.0, 110.0),
+        (8, 110.0, 140.0),
+    ]
+
+
+def test_spans_stay_within_the_life_of_the_trajectory():
+    spans = segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 20]], 12.0, 15.0), PUSHES)
+    assert spans == [(0, 12.0, 12.0), (1, 12.0, 15.0), (2, 15.0, 15.0)]
+    assert segment_spans(row([], 1.0, 2.0), PUSHES) == []
+
+
+def test_the_integral_of_the_generation_rate_is_the_tokens():
+    rows = [row([[0, 0, 100]], 10.0, 20.0), row([[0, 0, 50]], 15.0, 40.0)]
+    edges, rate = generation_rate(rows, 10.0)
+    assert edges[0] == 0.0 and edges[-1] == 30.0
+    assert (rate * np.diff(edges)).sum() == pytest.approx(150)
+    assert (
+        rate[0] == pytest.approx(10.0)
+        and rate[15] == pytest.approx(12.0)
+        and rate[-1] == pytest.approx(2.0)
+    )
+
+
+def test_the_middle_of_a_run_is_in_order_and_without_repetition():
+    run = RunData(
+        None,
+        [],
+        [],
+        trajectories=[
+            {"started_at": float(i), "group_id": i, "sample_index": 0}
+            for i in reversed(range(1000))
+        ],
+    )
+    run.metrics = [{"version": v, "paused_at": 10.0 * v, "pause_s": 0.1} for v in range(1, 11)]
+    starts = [
+        t["started_at"] for t in middle(run, 90)
+    ]  # 100 trajectories a push: four pushes' worth is 400
+    assert (
+        len(set(starts)) == 90
+        and starts == sorted(starts)
+        and starts[0] == 300.0
+        and 690 < starts[-1] < 700
+    )
+    run.metrics = run.metrics[:1] * 200
+    run.trajectories = run.trajectories[:50]
+    assert len(middle(run, 90)) == 50
+
+
+def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
+    hand_made(tmp_path, killed=True)
+    run = load_run(tmp_path)
+    assert run.pushes == {1: (T0 + 5, 0.1)} and run.staleness_bound == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [hand_made, partial(hand_made, killed=True), partial(simulate, steps=6), lambda empty: None],
+)
+def test_a_picture_of_any_run(tmp_path, make):
+    make(tmp_path)
+    path = write_report(tmp_path)
+    assert path == tmp_path / "report.png" and not list(tmp_path.glob(".report*"))
+    picture = imread(path)[..., :3]
+    assert picture.shape == (1200, 1600, 3)
+    assert (picture != 1.0).any()
+
+
+def test_the_timeline_shows_versions_in_their_colours(tmp_path):
+    hand_made(tmp_path)
+    timeline = imread(write_report(tmp_path))[620:1100, :, :3]
+    blue, orange = np.array([0x2B, 0x6C, 0xB0]) / 255, np.array([0xDD, 0x7A, 0x1F]) / 255
+    for colour in (blue, orange):
+        assert (np.abs(timeline - colour).max(-1) < 0.02).mean() > 0.03
+    where = [
+        np.flatnonzero((np.abs(timeline - colour).max(-1) < 0.02).any(0))
+        for colour in (blue, orange)
+    ]
+    assert where[0].max() < where[1].min()  # version 0 is left of the push, version 1 right of it

@@ -1,0 +1,211 @@
+"""The sandbox holds: each program below tries to break out, and everything that it could have harmed is still there."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from areal_lite.rewards.pool import RewardPool
+from areal_lite.rewards.program import extract_program, parse_tests, program_reward
+from areal_lite.rewards.sandbox.run import Limits, Outcome, SandboxError, run_python
+
+HARMLESS = [
+    ("print(sum(map(int, input().split())))", "1 2\n", "3\n"),
+    ("import sys; print(sys.argv, __name__)", "", "['program.py'] __main__\n"),
+    (
+        "import threading as t; x = t.Thread(target=print, args=('thread',)); x.start(); x.join()",
+        "",
+        "thread\n",
+    ),
+    (
+        "open('a', 'w').write('x'); import os; os.mkdir('d'); print(sorted(os.listdir()))",
+        "",
+        "['a', 'd', 'program.py']\n",
+    ),
+    (
+        "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nprint(A(), 'ä')",
+        "",
+        "A(x=1) ä\n",
+    ),
+    ("import tempfile; print(tempfile.TemporaryFile().write(b'abc'))", "", "3\n"),
+    ("print('surrogate', ascii('\ud800'))", "", None),
+]
+REFUSED = {  # were they not, a test run would survive it
+    "fork bomb": ("import os\nfor _ in range(6): os.fork()", "OSError"),
+    "fork by libc": (
+        "import ctypes\nassert ctypes.CDLL(None).fork() == -1\nassert ctypes.CDLL(None).vfork() == -1\nraise OSError('refused')",
+        "OSError",
+    ),
+    "command": ("import subprocess\nsubprocess.run(['/bin/true'])", "OSError"),
+    "exec": ("import os\nos.execv('/bin/true', ['true'])", "OSError"),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**8))", "MemoryError"),
+    "socket": ("import socket\nsocket.socket(socket.AF_INET)", "OSError"),
+    "unix socket": ("import socket\nsocket.socket(socket.AF_UNIX)", "OSError"),
+    "passwd": ("open('/etc/passwd')", "PermissionError"),
+    "home": (f"import os\nos.listdir({str(Path.home())!r})", "PermissionError"),
+    "this file": (f"open({__file__!r})", "PermissionError"),
+    "environment": ("open(f'/proc/{__import__(\"os\").getppid()}/environ')", "PermissionError"),
+    "own processes": ("import os\nos.listdir('/proc')", "PermissionError"),
+    "write outside": ("open('../outside', 'w')", "PermissionError"),
+    "rename out": ("import os\nos.rename('program.py', '../program.py')", "PermissionError"),
+    "truncate": (f"import os\nos.truncate({__file__!r}, 0)", "OSError"),
+    "change mode": (f"import os\nos.chmod({__file__!r}, 0)", "OSError"),
+    "kill the parent": ("import os\nos.kill(os.getppid(), 9)", "OSError"),
+    "kill all": ("import os\nos.kill(-1, 0)", "OSError"),
+    "raise a limit": ("import resource as r\nr.setrlimit(r.RLIMIT_AS, (-1, -1))", "OSError"),
+    "limit the parent": (
+        "import os, resource as r\nr.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))",
+        "OSError",
+    ),
+    "large file": ("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))", "OSError"),
+    "many open files": ("x = [open('program.py') for _ in range(100)]", "OSError"),
+}
+
+
+def sandboxed(code: str, stdin: str = "", **limits) -> Outcome:
+    return asyncio.run(run_python(code, stdin, Limits(**limits)))
+
+
+def scratch_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("areal-lite-sandbox-*"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = set(psutil.Process().children(recursive=True)), scratch_folders()
+    yield
+    assert (set(psutil.Process().children(recursive=True)), scratch_folders()) == before
+
+
+@pytest.mark.parametrize(("code", "stdin", "stdout"), HARMLESS)
+def test_programs_run(code: str, stdin: str, stdout: str | None) -> None:
+    outcome = sandboxed(code, stdin)
+    assert outcome.ok, outcome
+    assert stdout is None or outcome.stdout == stdout
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_could_do_harm_is_refused(name: str) -> None:
+    code, error = REFUSED[name]
+    outcome = sandboxed(code, memory_mb=300)
+    assert outcome.ended == "exit" and outcome.status == 1, outcome
+    assert error in outcome.stderr.splitlines()[-1]
+    assert "program.py" in outcome.stderr and "confine.py" not in outcome.stderr
+
+
+def test_our_environment_stays_ours(monkeypatch) -> None:
+    monkeypatch.setenv("API_KEY", "secret")
+    assert sandboxed("import os; print('API_KEY' in os.environ)").stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("while True: pass", "timeout"),
+        ("import time\ntime.sleep(60)", "timeout"),
+        (
+            "import os, signal\nfor s in range(1, 32): s in (9, 19) or signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+            "timeout",
+        ),
+        ("while True: print('x' * 1000)", "output"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
+    ],
+)
+def test_what_does_not_end_is_ended(code: str, ended: str) -> None:
+    assert sandboxed(code, time_s=0.3).ended == ended
+
+
+def test_how_it_ended_is_told() -> None:
+    assert sandboxed("import sys; sys.exit(3)").status == 3
+    assert sandboxed("import os; os.abort()").status == -6
+    assert sandboxed("def f(:").stderr.endswith("SyntaxError: invalid syntax\n")
+    assert sandboxed("pass", stdin="x" * 10**6).ok  # it need not read what it is given
+
+
+def test_it_dies_with_us(tmp_path: Path) -> None:
+    code = "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\nasyncio.run(run_python('import time; time.sleep(60)', limits=Limits(60)))"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    try:
+        while not (children := psutil.Process(owner.pid).children()) or not list(
+            tmp_path.glob("*/program.py")
+        ):
+            time.sleep(0.01)
+        time.sleep(0.1)
+    finally:
+        owner.kill()
+        owner.wait()
+    psutil.wait_procs(children, timeout=10)
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
+    )
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUM = "print(sum(map(int, input().split())))"
+STDIN = '{"inputs": ["1 2\\n", "3 4"], "outputs": ["3", "7\\n\\n"]}'
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (f"Here you are:\n```python\n{ADD}```\nDone.", "assert add(1, 2) == 3", 1.0),
+        (ADD, '{"tests": "assert add(1, 2) == 3"}', 1.0),
+        (f"```\nnonsense\n```\n```py\n{ADD}```", "assert add(1, 2) == 3", 1.0),
+        (ADD, "assert add(1, 2) == 4", 0.0),
+        ("import sys\nsys.exit(0)", "assert False", 0.0),
+        ("import os\nos._exit(0)", "assert False", 0.0),
+        ("x = '''", "assert False", 0.0),
+        ("while True: pass", '{"tests": "pass", "time_limit_s": 0.2}', 0.0),
+        ("", "assert False", 0.0),
+        (SUM, STDIN, 1.0),
+        (f"{SUM}\nprint()", STDIN, 1.0),
+        ("print(3)", STDIN, 0.0),
+        (f"{SUM}\n1 / 0", STDIN, 0.0),
+    ],
+)
+def test_program_reward(completion: str, answer: str, reward: float) -> None:
+    assert asyncio.run(program_reward(completion, answer)) == reward
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "{", '{"inputs": ["1"], "outputs": []}', '{"tests": ""}', '{"test": "pass"}']
+)
+def test_an_answer_that_is_no_test_is_an_error_of_the_data(answer: str) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        parse_tests(answer)
+
+
+def test_extract_program() -> None:
+    assert extract_program("no fence") == "no fence"
+    assert extract_program("```python\na\n```\ntext\n  ```\nb\n  ```") == "b\n"
+
+
+def test_what_cannot_be_confined_does_not_run(monkeypatch) -> None:
+    """That is an error, not a program that failed, and not one that runs free."""
+    monkeypatch.setattr("areal_lite.rewards.sandbox.run._settings", lambda limits: {"parent": 1})
+    with pytest.raises(SandboxError, match="parent is gone"):
+        asyncio.run(program_reward(ADD, "assert add(1, 2) == 3"))
+
+
+def test_the_pool_goes_on_after_any_program() -> None:
+    async def main() -> None:
+        async with RewardPool("areal_lite.rewards.program:program_reward", workers=2) as pool:
+            bad = [code for code, _ in REFUSED.values()]
+            scores = await asyncio.gather(
+                *(pool.score(code, "assert False") for code in bad),
+                *(pool.score(ADD, "assert add(1, 2) == 3") for _ in range(3)),
+            )
+            assert scores == [0.0] * len(bad) + [1.0] * 3
+            assert not pool.stats.failed and len(pool.workers) == 2
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

@@ -1,0 +1,116 @@
+"""Episodes for tests of workflows: a policy that says what it is told to, behind the real fleet, and a tokenizer with a chat template."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from areal_lite.data.prompts import Prompt
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.rollout.episode import Episode
+from areal_lite.servers.client import ServerFailed
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.session import RolloutSession
+
+SERVERS = [ServerInfo(name, f"http://{name}", None, 1, 1) for name in "ab"]
+
+# Like those of current models: answers lose their thoughts once a user has spoken again, white space is trimmed, tool answers are a user's.
+CHAT_TEMPLATE = """
+{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for t in tools %} {{ t['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>' + m.content + '</tool_response><|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content.split('</think>')[-1].strip() + '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def save_chat_tokenizer(folder) -> Tokenizer:
+    tokenizer = build_char_tokenizer()
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def chat_prompt(tokenizer: Tokenizer, text: str = "Hi") -> Prompt:
+    messages = [{"role": "user", "content": text}]
+    return Prompt("p", tokenizer.chat(messages), "", tokenizer.render(messages), messages)
+
+
+class Scripted:
+    """A client whose servers say `script[sample_index]`'s texts one after the other, then an end token; `seen`: (server, input, answer) tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, script: list[list[str]]):
+        self.tokenizer, self.script = tokenizer, [list(texts) for texts in script]
+        self.seen: list[tuple[ServerInfo, list[int], list[int]]] = []
+        self.version = 0
+        self.dead: set[ServerInfo] = set()
+        self.params: list[SamplingParams] = []
+
+    async def request(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
+        if server in self.dead:
+            raise ServerFailed(server, "is dead")
+        await asyncio.sleep(0)
+        text = self.script[int(rid.split("-")[2])].pop(0)
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_ids[0]]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in params.stop_token_ids))
+        finish, tokens = (
+            ("stop", tokens[:end])
+            if end <= params.max_new_tokens
+            else ("length", tokens[: params.max_new_tokens])
+        )
+        self.seen.append((server, input_ids.tolist(), tokens))
+        self.params.append(params)
+        logprobs = -0.01 * (len(input_ids) + np.arange(len(tokens), dtype=np.float32))
+        return GenerationChunk(
+            np.array(tokens, np.int32),
+            logprobs,
+            np.full(len(tokens), self.version, np.int32),
+            finish,
+        )
+
+    async def weight_version(self, server) -> int:
+        return self.version
+
+    async def check(self, server) -> None: ...
+
+    async def abort_all(self, server) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    tokenizer: Tokenizer, prompt: Prompt, *script: list[str], max_new_tokens: int = 1000
+) -> AsyncIterator[tuple[list[Episode], Scripted, Fleet]]:
+    """Episodes 0-0, 0-1, … of one group, one per script."""
+    client = Scripted(tokenizer, list(script))
+    fleet = Fleet(client, lambda: SERVERS, lambda: None)
+    watching = asyncio.create_task(fleet.watch())
+    try:
+        server = await fleet.reserve(len(script))
+        params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids)
+        places = [
+            RolloutSession(fleet, params, tokenizer, f"0-{sample_index}", server)
+            for sample_index in range(len(script))
+        ]
+        yield (
+            [
+                Episode(prompt, i, 0, tokenizer, params, lambda: 0.0, place.complete)
+                for i, place in enumerate(places)
+            ],
+            client,
+            fleet,
+        )
+        for place in places:
+            place.release()
+        assert not any(fleet.router.load.values())
+    finally:
+        watching.cancel()

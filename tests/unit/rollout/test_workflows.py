@@ -1,0 +1,485 @@
+"""Workflows: exact tokens in, exact tokens out, whatever stands between the turns."""
+
+import asyncio
+import math
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.config import RolloutConfig
+from areal_lite.data.prompts import Prompt
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.rollout.episode import WorkflowFailed, grouped, sampled_turns
+from areal_lite.rollout.runner import load_workflow, play
+from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.workflows.multi_turn import MultiTurn
+from areal_lite.rollout.workflows.single_turn import single_turn
+from areal_lite.rollout.workflows.together import Together
+from areal_lite.rollout.workflows.tools import Tools, calculator
+from areal_lite.trajectory import Trajectory
+from tests.unit.rollout.episodes import SERVERS, Scripted, chat_prompt, playing, save_chat_tokenizer
+
+END, START = "<|im_end|>", "<|im_start|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return save_chat_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def user_code(tmp_path, monkeypatch):
+    """user_code(source): a module `users` that holds it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> None:
+        (tmp_path / "users.py").write_text(source)
+
+    yield write
+    sys.modules.pop("users", None)
+
+
+def play_one(
+    tokenizer, workflow, prompt, script: list[str], **settings
+) -> tuple[Trajectory, Scripted]:
+    async def main():
+        async with playing(tokenizer, prompt, script, **settings) as (episodes, client, _):
+            if hasattr(workflow, "start"):
+                await workflow.start(None)
+            return await workflow(episodes[0]), client
+
+    return asyncio.run(main())
+
+
+def text_of(tokenizer: Tokenizer, tokens) -> str:
+    return tokenizer._fast.decode(list(map(int, tokens)), skip_special_tokens=False)
+
+
+def assert_recorded(trajectory: Trajectory, client: Scripted, member_prompt: int = 0) -> None:
+    """What was sampled, and nothing else, has a mask, with its log-probs and versions; each request was a prefix of the whole."""
+    tokens, position = trajectory.tokens.tolist(), 0
+    expected = np.zeros(len(tokens), bool)
+    for _, given_tokens, answer in client.seen:
+        assert tokens[: len(given_tokens)] == given_tokens
+        position = len(given_tokens)
+        assert tokens[position : position + len(answer)] == answer
+        expected[position : position + len(answer)] = True
+        np.testing.assert_allclose(
+            trajectory.behavior_logprobs[position : position + len(answer)],
+            -0.01 * np.arange(position, position + len(answer)),
+            rtol=1e-5,
+        )
+    assert (trajectory.loss_mask == expected).all()
+    trajectory.check()
+
+
+def test_single_turn(tokenizer) -> None:
+    prompt = chat_prompt(tokenizer)
+    trajectory, client = play_one(tokenizer, single_turn, prompt, ["Hello"])
+    assert_recorded(trajectory, client)
+    assert (
+        text_of(tokenizer, trajectory.tokens)
+        == f"{START}user\nHi{END}\n{START}assistant\nHello{END}"
+    )
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.requests) == ("stop", None, 1)
+
+
+FEEDBACK = """
+seen = []
+def until_right(prompt, answers):
+    seen.append(list(answers))
+    return None if answers[-1] == "right" else f"{answers[-1]} is wrong"
+async def graded(prompt, answers):
+    return 0.25 if len(answers) == 2 else "again"
+def never(prompt, answers):
+    return "again"
+"""
+
+
+def test_several_turns_keep_what_was_sampled(tokenizer, user_code) -> None:
+    """Thoughts and white space that the template would drop from earlier answers are what the policy saw and what it is trained on."""
+    user_code(FEEDBACK)
+    script = ["<think>so</think> a ", "b", "right"]
+    trajectory, client = play_one(
+        tokenizer, MultiTurn("users:until_right"), chat_prompt(tokenizer), script
+    )
+    assert_recorded(trajectory, client)
+    assert text_of(tokenizer, trajectory.tokens) == (
+        f"{START}user\nHi{END}\n{START}assistant\n<think>so</think> a {END}"
+        f"\n{START}user\n<think>so</think> a  is wrong{END}\n{START}assistant\nb{END}"
+        f"\n{START}user\nb is wrong{END}\n{START}assistant\nright{END}"
+    )
+    assert [text_of(tokenizer, trajectory.tokens[turn]) for turn in sampled_turns(trajectory)] == [
+        text + END for text in script
+    ]
+    assert sys.modules["users"].seen == [script[:1], script[:2], script]
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.requests) == ("stop", None, 3)
+
+
+def test_what_the_template_makes_is_what_the_server_saw(tokenizer, user_code) -> None:
+    """Where nothing is trimmed, the tokens are those of the whole conversation rendered at once."""
+    user_code(FEEDBACK)
+    trajectory, _ = play_one(
+        tokenizer, MultiTurn("users:never", max_turns=3), chat_prompt(tokenizer), ["a", "b", "c"]
+    )
+    says = [
+        ("user", "Hi"),
+        ("assistant", "a"),
+        ("user", "again"),
+        ("assistant", "b"),
+        ("user", "again"),
+    ]
+    assert trajectory.tokens[:-2].tolist() == tokenizer.chat(
+        [{"role": role, "content": content} for role, content in says]
+    )
+
+
+def test_feedback_may_be_the_reward(tokenizer, user_code) -> None:
+    user_code(FEEDBACK)
+    trajectory, client = play_one(
+        tokenizer, MultiTurn("users:graded"), chat_prompt(tokenizer), ["a", "b"]
+    )
+    assert trajectory.reward == 0.25 and len(client.seen) == 2
+
+
+def test_plain_prompts_get_plain_feedback(tokenizer, user_code) -> None:
+    user_code(FEEDBACK)
+    prompt = Prompt("p", tokenizer.encode("Hi"), "", "Hi")
+    trajectory, client = play_one(tokenizer, MultiTurn("users:until_right"), prompt, ["a", "right"])
+    assert_recorded(trajectory, client)
+    assert text_of(tokenizer, trajectory.tokens) == f"Hia{END}a is wrongright{END}"
+
+
+@pytest.mark.parametrize("budget", range(1, 60))
+def test_the_budget_holds_over_all_turns(tokenizer, user_code, budget: int) -> None:
+    user_code(FEEDBACK)
+    prompt = chat_prompt(tokenizer)
+    trajectory, client = play_one(
+        tokenizer, MultiTurn("users:never"), prompt, ["abcdefgh"] * 4, max_new_tokens=budget
+    )
+    assert_recorded(trajectory, client)
+    assert len(trajectory.tokens) - len(prompt.tokens) <= budget
+    assert trajectory.finish_reason == "length" and trajectory.loss_mask[-1]
+
+
+def test_an_answer_that_was_cut_off_is_closed_for_it(tokenizer) -> None:
+    """The end that the template writes is then not the policy's."""
+
+    async def cut_off(episode):
+        transcript = Transcript(episode)
+        await transcript.complete(max_new_tokens=3)
+        assert transcript.finish_reason == "length" and transcript.reply(
+            [{"role": "user", "content": "?"}]
+        )
+        await transcript.complete()
+        return transcript.trajectory()
+
+    trajectory, client = play_one(tokenizer, cut_off, chat_prompt(tokenizer), ["abcdef", "g"])
+    assert_recorded(trajectory, client)
+    assert text_of(tokenizer, trajectory.tokens).endswith(
+        f"assistant\nabc{END}\n{START}user\n?{END}\n{START}assistant\ng{END}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept", "finish"),
+    [
+        (["cd", "zz"], "abcd", "stop"),
+        (["e", "cd"], "abcd", "stop"),
+        (["x"], f"abcdef{END}", "stop"),
+        (["d"], "abcd", "stop"),
+    ],
+)
+def test_a_completion_ends_with_its_stop(
+    tokenizer, stop: list[str], kept: str, finish: str
+) -> None:
+    async def stopped(episode):
+        transcript = Transcript(episode)
+        await transcript.complete(stop=stop)
+        return transcript.trajectory()
+
+    trajectory, client = play_one(tokenizer, stopped, chat_prompt(tokenizer), ["abcdef"])
+    start = len(client.seen[0][1])
+    assert (
+        text_of(tokenizer, trajectory.tokens[start:]) == kept and trajectory.finish_reason == finish
+    )
+    np.testing.assert_allclose(
+        trajectory.behavior_logprobs[start:],
+        -0.01 * np.arange(start, len(trajectory.tokens)),
+        rtol=1e-5,
+    )
+
+
+def test_turns_stay_on_their_server_and_versions_move_forward(tokenizer) -> None:
+    async def main() -> None:
+        async with playing(tokenizer, chat_prompt(tokenizer), ["a", "b", "c"], ["x"]) as (
+            episodes,
+            client,
+            fleet,
+        ):
+            transcript = Transcript(episodes[0])
+            servers = []
+            for turn in range(3):
+                await transcript.complete()
+                transcript.reply([{"role": "user", "content": "?"}])
+                servers.append(client.seen[-1][0])
+                client.version += 1
+                fleet.router.load[servers[0].name] += 5  # though others are less loaded
+                if turn == 1:
+                    client.dead.add(servers[0])
+            fleet.router.load[servers[0].name] -= 15
+            assert servers[0] == servers[1] != servers[2] and set(servers) == set(SERVERS)
+            trajectory = transcript.trajectory()
+            assert [s.version for s in trajectory.segments] == [0, 1, 2]
+            assert_recorded(trajectory, client)
+
+    asyncio.run(main())
+
+
+def call(name: str, **arguments) -> str:
+    import json
+
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+
+
+def test_tools(tokenizer, user_code) -> None:
+    user_code('''
+async def capital(country: str) -> str:
+    """
+    Capital of a country.
+
+    Args:
+        country: its name
+    """
+    if country != "France":
+        raise KeyError(country)
+    return "Paris"
+''')
+    script = [
+        "Let me see. " + call("calculator", expression="2 + 3 * 4") + call("users_capital"),
+        call("python", code="print(6 * 7)"),
+        call("python", code="open('/etc/passwd')"),
+        call("capital", country="France") + call("capital", country="Atlantis") + call("capital"),
+        "<tool_call>{broken</tool_call>",
+        "42",
+    ]
+    trajectory, client = play_one(
+        tokenizer,
+        Tools(["calculator", "python", "users:capital"]),
+        chat_prompt(tokenizer),
+        script,
+        max_new_tokens=5000,
+    )
+    assert_recorded(trajectory, client)
+    text = text_of(tokenizer, trajectory.tokens)
+    assert text.startswith(f"{START}system\nTools: calculator python capital{END}")
+    answers = [part.partition("</tool_response>")[0] for part in text.split("<tool_response>")[1:]]
+    assert answers[0] == "14" and answers[1].startswith(
+        "error: there is no tool 'users_capital', only calculator, python, capital"
+    )
+    assert answers[2] == "42\n" and "PermissionError" in answers[3]
+    assert (
+        answers[4] == "Paris"
+        and answers[5] == "error: KeyError: 'Atlantis'"
+        and "missing 1 required" in answers[6]
+    )
+    assert answers[7].startswith("error: not a tool call") and len(answers) == 8
+    assert text.endswith(f"42{END}") and trajectory.reward is None
+
+
+def test_tools_end_after_their_turns_and_long_answers_are_cut(tokenizer) -> None:
+    tools = Tools(["python"], max_turns=2, max_characters=50)
+    trajectory, client = play_one(
+        tokenizer, tools, chat_prompt(tokenizer), [call("python", code="print('x' * 999)")] * 2
+    )
+    text = text_of(tokenizer, trajectory.tokens)
+    assert (
+        len(client.seen) == 2
+        and f"<tool_response>{'x' * 50}</tool_response>" in text
+        and text.endswith(f"</tool_call>{END}")
+    )
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})")
+        | inner.map(lambda e: f"-{e}")
+    ),
+)
+
+
+@settings(deadline=None)
+@given(EXPRESSIONS)
+def test_calculator_is_arithmetic(expression: str) -> None:
+    assert calculator(expression) == str(eval(expression))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1/3", str(1 / 3)),
+        ("6/3", "2"),
+        ("7 // 2", "3"),
+        ("-7 % 3", "2"),
+        ("2 ** 10", "1024"),
+        ("2 ** -1", "0.5"),
+        (" 1e3 ", "1000"),
+    ],
+)
+def test_calculator_knows(expression: str, value: str) -> None:
+    assert calculator(expression) == value and Fraction(calculator(expression)) is not None
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "x",
+        "__import__('os')",
+        "'a' * 9",
+        "True",
+        "[1]",
+        "1 if 1 else 2",
+        "9 ** 9 ** 9",
+        "2 ** 99999",
+        "(-8) ** 0.5",
+        "1/0",
+        "1;2",
+        "f(1)",
+        "((" * 400,
+        "*".join(["9" * 300] * 3 + ["1"]) * 2,
+    ],
+)
+def test_calculator_refuses(expression: str) -> None:
+    with pytest.raises((ValueError, SyntaxError, ArithmeticError, MemoryError)):
+        calculator(expression)
+
+
+def test_a_group_works_together(tokenizer) -> None:
+    async def main() -> None:
+        async with playing(
+            tokenizer, chat_prompt(tokenizer), ["one", "uno"], ["two", "due"], ["three", "tre"]
+        ) as (episodes, client, _):
+            trajectories = await asyncio.gather(*play(Together(), episodes))
+            assert [t.sample_index for t in trajectories] == [0, 1, 2]
+            texts = [text_of(tokenizer, t.tokens) for t in trajectories]
+            assert (
+                f"one{END}\n{START}user\nOthers answered:\n\ntwo\n\nthree\n\nAnswer again.{END}\n{START}assistant\nuno{END}"
+                in texts[0]
+            )
+            assert "Others answered:\n\none\n\nthree\n\nAnswer" in texts[1] and texts[2].endswith(
+                f"tre{END}"
+            )
+            assert all(
+                t.num_sampled == len(a) + len(b) + 2
+                for t, (a, b) in zip(
+                    trajectories, [("one", "uno"), ("two", "due"), ("three", "tre")]
+                )
+            )
+
+    asyncio.run(main())
+
+
+def test_whatever_goes_wrong_is_one_failure(tokenizer) -> None:
+    async def raises(episode):
+        raise KeyError("oops")
+
+    async def nothing(episode):
+        return None
+
+    async def silent(episode):
+        return Transcript(episode).trajectory()
+
+    async def swapped(episode):
+        trajectory = await single_turn(episode)
+        trajectory.sample_index += 1
+        return trajectory
+
+    async def infinite(episode):
+        trajectory = await single_turn(episode)
+        trajectory.reward = math.inf
+        return trajectory
+
+    @grouped
+    async def too_few(episodes):
+        return []
+
+    @grouped
+    async def one_lost(episodes):
+        return [await single_turn(episodes[0]), None]
+
+    async def outcomes(workflow) -> list[str]:
+        async with playing(tokenizer, chat_prompt(tokenizer), ["a"], ["b"]) as (episodes, _, _):
+            results = await asyncio.gather(*play(workflow, episodes), return_exceptions=True)
+            assert all(isinstance(r, (Trajectory, WorkflowFailed)) for r in results)
+            return [str(r) if isinstance(r, WorkflowFailed) else "fine" for r in results]
+
+    async def main() -> None:
+        line = raises.__code__.co_firstlineno + 1
+        assert (
+            await outcomes(raises) == [f"workflow: KeyError: 'oops' (test_workflows.py:{line})"] * 2
+        )
+        assert "not a Trajectory" in (await outcomes(nothing))[0]
+        assert "not asked for a single token" in (await outcomes(silent))[0]
+        assert "0/1 for 0/0" in (await outcomes(swapped))[0]
+        assert "set the reward inf" in (await outcomes(infinite))[0]
+        assert "0 trajectories for 2 episodes" in (await outcomes(too_few))[1]
+        first, second = await outcomes(one_lost)
+        assert first == "fine" and "None, not a Trajectory" in second
+
+    asyncio.run(main())
+
+
+USER_WORKFLOWS = """
+def plain(episode): ...
+async def coroutine(episode): ...
+class Doubled:
+    def __init__(self, times=2): self.times = times
+    async def __call__(self, episode): ...
+class NotCalled: ...
+"""
+
+
+def test_workflows_are_loaded_by_name(user_code) -> None:
+    user_code(USER_WORKFLOWS)
+    assert load_workflow(RolloutConfig()) is single_turn
+    assert (
+        load_workflow(RolloutConfig(workflow="users:Doubled", workflow_args={"times": 3})).times
+        == 3
+    )
+    assert load_workflow(RolloutConfig(workflow="users:coroutine")).__name__ == "coroutine"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "complaint"),
+    [
+        ("users", {}, "must be module:name"),
+        ("no_such_module:f", {}, "cannot import no_such_module"),
+        ("users:missing", {}, "no callable 'missing'"),
+        ("users:plain", {}, "must be an `async def`"),
+        ("users:NotCalled", {}, "must be an `async def`"),
+        ("users:coroutine", {"a": 1}, "only a class takes any"),
+        ("users:Doubled", {"twice": 1}, "do not fit users:Doubled: .*twice"),
+        (
+            "areal_lite.rollout.workflows.multi_turn:MultiTurn",
+            {"feedback": "users:missing"},
+            "no callable 'missing'",
+        ),
+        (
+            "areal_lite.rollout.workflows.agent:Agent",
+            {"agent": "users:plain"},
+            "must be an `async def`",
+        ),
+    ],
+)
+def test_a_workflow_that_is_none_is_refused(
+    user_code, name: str, arguments: dict, complaint: str
+) -> None:
+    user_code(USER_WORKFLOWS)
+    with pytest.raises(ValueError, match=complaint):
+        load_workflow(RolloutConfig(workflow=name, workflow_args=arguments))

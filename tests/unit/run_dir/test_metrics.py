@@ -1,0 +1,151 @@
+"""The metrics log: what is written can be read by any JSON parser, also after a kill, and wandb stays out unless asked for."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from areal_lite.config import LoggerConfig
+from areal_lite.run_dir.metrics import (
+    STEP_KEYS,
+    MetricsLog,
+    append_event,
+    read_events,
+    read_metrics,
+)
+from areal_lite.system.files import write_json
+
+RECORD = dict.fromkeys(STEP_KEYS, 0)
+
+
+def test_a_line_per_step_readable_at_once_with_its_time(tmp_path):
+    log = MetricsLog(tmp_path, LoggerConfig(), {})
+    log.log({**RECORD, "step": 0})
+    log.log({**RECORD, "step": 1, "logged_at": 5.0})
+    first, second = read_metrics(tmp_path)  # before close: each line is flushed
+    assert (first["step"], second["step"]) == (0, 1)
+    assert first["logged_at"] > 1.6e9 and second["logged_at"] == 5.0
+    log.close()
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_and_non_finite_ones_null(tmp_path):
+    log = MetricsLog(tmp_path, LoggerConfig(), {})
+    values = {
+        "loss": torch.tensor(1.5),
+        "tokens": np.int64(7),
+        "grad_norm": np.float32("inf"),
+        "ess": math.nan,
+        "behave_kl": torch.tensor(math.nan),
+        "extra": [1.0, -math.inf, {"a": np.array([1.0, np.nan])}],
+    }
+    log.log({**RECORD, **values})
+    log.close()
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    expected = {
+        "loss": 1.5,
+        "tokens": 7,
+        "grad_norm": None,
+        "ess": None,
+        "behave_kl": None,
+        "extra": [1.0, None, {"a": [1.0, None]}],
+    }
+    assert {key: line[key] for key in values} == expected
+    assert type(line["tokens"]) is int
+
+
+@pytest.mark.parametrize("key", STEP_KEYS)
+def test_every_fixed_key_is_required(tmp_path, key):
+    log = MetricsLog(tmp_path, LoggerConfig(), {})
+    with pytest.raises(ValueError, match=key):
+        log.log({name: 0 for name in STEP_KEYS if name != key})
+    log.close()
+
+
+def test_a_torn_last_line_is_ignored_and_cut_off_by_the_next_writer(tmp_path):
+    append_event(tmp_path, "evals", {"version": 0, "greedy": 0.5})
+    with open(tmp_path / "evals.jsonl", "a") as file:
+        file.write('{"version": 3, "gre')
+    assert [e["version"] for e in read_events(tmp_path, "evals")] == [0]
+    append_event(tmp_path, "evals", {"version": 4})
+    assert [e["version"] for e in read_events(tmp_path, "evals")] == [0, 4]
+
+
+def test_a_first_line_that_is_torn_leaves_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0')
+    assert read_metrics(tmp_path) == []
+    log = MetricsLog(tmp_path, LoggerConfig(), {})
+    log.log({**RECORD, "step": 9})
+    log.close()
+    assert [m["step"] for m in read_metrics(tmp_path)] == [9]
+
+
+def test_a_complete_line_that_is_not_json_is_an_error_that_names_the_file(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("hello\n{}\n")
+    with pytest.raises(ValueError, match="metrics.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_no_file_is_no_metrics(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_write_json_replaces_whole_files_and_keeps_the_old_one_on_failure(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": math.nan, "path": tmp_path})
+    assert json.loads(path.read_text()) == {"a": None, "path": str(tmp_path)}
+    with pytest.raises(TypeError):
+        write_json(path, {"b": 1, "c": object()})
+    assert json.loads(path.read_text())["a"] is None
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_unknown_wandb_mode_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="logger.wandb"):
+        MetricsLog(tmp_path, LoggerConfig(wandb="sometimes"), {})
+
+
+def test_logging_without_wandb_imports_neither_wandb_nor_torch(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from areal_lite.config import LoggerConfig
+from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog
+from areal_lite.report import figure, progress, summary
+log = MetricsLog(Path(sys.argv[1]), LoggerConfig(), {})
+log.log(dict.fromkeys(STEP_KEYS, 0))
+log.close()
+print([name for name in ("wandb", "torch") if name in sys.modules])
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.strip() == "[]"
+
+
+def test_offline_wandb_needs_no_account_and_writes_into_the_run_directory(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from areal_lite.config import LoggerConfig
+from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog
+log = MetricsLog(Path(sys.argv[1]), LoggerConfig(wandb="offline"), {"seed": 1, "path": Path("model")})
+log.log({**dict.fromkeys(STEP_KEYS, 0), "loss": float("nan"), "reward_mean": 0.25})
+log.close()
+"""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"}
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    # In a process of its own: wandb's service writes the end of its file when the process that started it exits.
+    subprocess.run([sys.executable, "-c", code, str(run_dir)], env=environment, check=True)
+    (record,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"reward_mean" in record.read_bytes()

@@ -1,0 +1,187 @@
+"""The trajectory store: what was written is there, tickets move only along their path, and nothing is half-written."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from areal_lite.run_dir.store import STATES, Store
+from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.trajectory import Group, Trajectory
+
+
+def trajectory(group_id: int, sample_index: int, sampled: int = 3) -> Trajectory:
+    versions = np.array([-1, -1, *[4] * (sampled - 1), 5], np.int32)
+    logprobs = np.array([0, 0, *[-0.5] * (sampled - 1), np.nan], np.float32)
+    mask = np.array([False] * 2 + [True] * sampled)
+    tokens = np.arange(2 + sampled, dtype=np.int32)
+    return Trajectory(
+        group_id,
+        f"p{group_id}",
+        sample_index,
+        tokens,
+        mask,
+        logprobs,
+        versions,
+        "stop",
+        0.5,
+        10.0,
+        11.0,
+        2,
+    )
+
+
+def group(group_id: int, members: int = 2) -> Group:
+    return Group(
+        group_id, f"p{group_id}", members, [trajectory(group_id, m) for m in range(members)]
+    )
+
+
+def finish(store: Store, group_id: int) -> None:
+    store.admit(group_id, f"p{group_id}", 7, 1, 2, 9.0)
+    store.finish(group(group_id), [("q", "a"), (None, None)], None, 12.0)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "t.sqlite")
+    yield store
+    store.close()
+
+
+def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
+    finish(store, 3)
+    reader = Store(tmp_path / "t.sqlite", read_only=True)
+    first, second = reader.trajectories()
+    written = trajectory(3, 0)
+    for name, array in (
+        ("tokens", written.tokens),
+        ("logprobs", written.behavior_logprobs),
+        ("versions", written.versions),
+    ):
+        np.testing.assert_array_equal(first[name], array)
+    expected = dict(group_id=3, sample_index=0, reward=0.5, finish_reason="stop", n_prompt=2, n_tokens=5, min_version=4, max_version=5,
+                    num_segments=2, requests=2, started_at=10.0, finished_at=11.0,
+                    segments=[[4, 2, 4], [5, 4, 5]], prompt="q", completion="a",
+                    state="finished", step=None, prompt_id="p3")  # fmt: skip
+    assert {name: first[name] for name in expected} == expected
+    assert (second["sample_index"], second["prompt"]) == (1, None)
+    (ticket,) = reader.tickets()
+    assert ticket == dict(group_id=3, prompt_id="p3", prompt_index=7, drawn=1, state="finished", reason=None, size=2, members=2,
+                          admitted_at=9.0, finished_at=12.0, step=None)  # fmt: skip
+    assert not list(reader.trajectories("used"))
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.admit(4, "p", 0, 1, 2, 0.0)
+    reader.close()
+
+
+def test_states(store: Store) -> None:
+    for group_id in range(4):
+        finish(store, group_id)
+    store.admit(4, "p4", 0, 1, 2, 0.0)
+    store.admit(5, "p5", 0, 1, 2, 0.0)
+    store.use([0, 1], step=6)
+    store.drop(2, "overdue", 13.0)
+    store.finish(group(4), [(None, None)] * 2, "all right", 13.0, "filtered")
+    assert len(list(store.trajectories("filtered"))) == 2  # what it cost is kept
+    assert store.counts() == {"in_flight": 1, "finished": 1, "used": 2, "filtered": 1, "dropped": 1}
+    assert [t["step"] for t in store.tickets()] == [6, 6, None, None, None, None]
+    assert [t["reason"] for t in store.tickets()] == [
+        None,
+        None,
+        "overdue",
+        None,
+        "all right",
+        None,
+    ]
+    assert store.missing_trajectories() == 0
+    store._db.execute("DELETE FROM trajectories WHERE group_id = 1 AND sample_index = 0")
+    assert store.missing_trajectories() == 1
+
+
+def test_a_ticket_cannot_be_used_twice_or_unfinished(store: Store) -> None:
+    finish(store, 0)
+    store.use([0], step=1)
+    store.admit(1, "p1", 0, 1, 2, 0.0)
+    finish(store, 3)
+    for group_id in (0, 1, 2):
+        with pytest.raises(RuntimeError, match="of the 2 tickets of step 2 only 1 are finished"):
+            store.begin()
+            store.use([3, group_id], step=2)
+        store.rollback()
+    assert [(t["state"], t["step"]) for t in store.tickets()] == [
+        ("used", 1),
+        ("in_flight", None),
+        ("finished", None),
+    ]
+    with pytest.raises(RuntimeError, match="ticket 0 was to become dropped"):
+        store.drop(0, "why", 0.0)
+    with pytest.raises(sqlite3.IntegrityError):
+        store.admit(0, "p0", 0, 1, 2, 0.0)
+
+
+def test_no_file_to_read(tmp_path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        Store(tmp_path / "none.sqlite", read_only=True)
+
+
+def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
+    commits = 0
+
+    class Counting(Store):
+        def commit(self) -> None:
+            nonlocal commits
+            super().commit()
+            commits += 1
+
+    async def run() -> dict[str, int]:
+        thread = StoreThread(Counting(tmp_path / "t.sqlite"))
+        futures = []
+        for i in range(200):
+            futures.append(thread.submit(Store.admit, i, f"p{i}", i, i + 1, 2, 0.0))
+            futures.append(thread.submit(Store.finish, group(i), [(None, None)] * 2, None, 1.0))
+        futures.append(thread.submit(Store.use, list(range(50)), 0))
+        await asyncio.gather(*futures)
+        counts = await thread.submit(Store.counts)
+        await thread.close()
+        return counts
+
+    assert asyncio.run(run()) == dict.fromkeys(STATES, 0) | {"finished": 150, "used": 50}
+    assert commits < 200
+    assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
+
+
+def test_thread_hands_errors_to_the_caller_and_writes_nothing_of_them(tmp_path) -> None:
+    async def run() -> None:
+        thread = StoreThread(Store(tmp_path / "t.sqlite"))
+        await thread.submit(Store.admit, 0, "p0", 0, 1, 2, 0.0)
+        with pytest.raises(RuntimeError, match="ticket 5"):
+            await thread.submit(Store.finish, group(5), [(None, None)] * 2, None, 1.0)
+        await thread.submit(Store.admit, 1, "p1", 0, 1, 2, 0.0)
+        assert await thread.submit(
+            lambda store: store._db.execute("SELECT count(*) FROM trajectories").fetchone()
+        ) == (0,)
+        assert (await thread.submit(Store.counts))["in_flight"] == 2
+        await thread.close()
+
+    asyncio.run(run())
+
+
+def test_what_was_committed_survives_the_death_of_the_process(tmp_path) -> None:
+    code = """
+import asyncio, os, sys
+from pathlib import Path
+from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_thread import StoreThread
+async def main():
+    thread = StoreThread(Store(Path(sys.argv[1])))
+    for i in range(20):
+        await thread.submit(Store.admit, i, "p", i, i + 1, 2, 0.0)
+    os.kill(os.getpid(), 9)
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.sqlite")]).returncode == -9
+    assert Store(tmp_path / "t.sqlite").counts()["in_flight"] == 20

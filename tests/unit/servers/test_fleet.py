@@ -1,0 +1,383 @@
+"""The servers as one: who may take requests, and that load is given back whatever happens."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from areal_lite.servers.client import ServerFailed
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import ServerInfo
+
+A, B, C = (ServerInfo(name, f"http://{name}", None, 1, 1) for name in "abc")
+PARAMS = SamplingParams(4, 1.0, (1,))
+PROMPT = np.array([5], np.int32)
+
+
+class OneToken:
+    """A client whose servers answer with an end token; those in `dead` fail, those in `hung` and `slow` do not come to an end, `slow` ones in good health."""
+
+    def __init__(self) -> None:
+        self.dead: set[ServerInfo] = set()
+        self.hung: set[ServerInfo] = set()
+        self.slow: set[ServerInfo] = set()
+        self.versions = {A: 0, B: 0, C: 0}
+        self.checks = 0
+        self.cache_keys: list[str] = []
+        self.silence: asyncio.Event | None = None
+
+    async def request(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
+        await asyncio.sleep(0)
+        self.cache_keys.append(cache_key)
+        while server in self.hung | self.slow:
+            await asyncio.sleep(0.001)
+        if server in self.dead:
+            raise ServerFailed(server, "is dead")
+        return GenerationChunk(
+            np.array([1], np.int32),
+            np.zeros(1, np.float32),
+            np.array([self.versions[server]], np.int32),
+            "stop",
+        )
+
+    async def weight_version(self, server) -> int:
+        if server in self.dead:
+            raise ServerFailed(server, "is dead")
+        return self.versions[server]
+
+    async def check(self, server) -> None:
+        self.checks += 1
+        if self.silence:
+            await self.silence.wait()
+            raise ServerFailed(server, "does not answer in time")
+        if server in self.dead | self.hung:
+            raise ServerFailed(server, "does not answer")
+
+    async def abort_all(self, server) -> None:
+        raise ServerFailed(server, "is gone")
+
+    async def close(self) -> None: ...
+
+
+async def looked(fleet: Fleet) -> None:
+    """Let it take over what is announced."""
+    task = asyncio.create_task(fleet.watch())
+    await asyncio.sleep(0.01)
+    task.cancel()
+
+
+def test_a_late_server_waits_for_the_push_that_it_is_part_of() -> None:
+    async def run() -> None:
+        client, servers = OneToken(), [A]
+        fleet = Fleet(client, lambda: servers, lambda: None)
+        await looked(fleet)
+        fleet.begin_push(list(fleet.router.servers.values()))
+        servers.append(B)  # joins while the push of version 1 to A alone goes on
+        await looked(fleet)
+        assert fleet.router.ready == {"a", "b"}
+        fleet.resume(1, [])
+        assert fleet.router.ready == {"a"} and fleet.router.behind == [B]
+        fleet.begin_push([B])  # catches up: version 1 again
+        fleet.resume(1, [])
+        assert fleet.router.ready == {"a", "b"}
+        fleet.begin_push([A, B])
+        fleet.resume(2, ["a"])
+        assert fleet.router.ready == {"b"} and "did not take version 2" in str(fleet.last_failure)
+
+    asyncio.run(run())
+
+
+def test_a_server_joins_only_with_the_trainers_version() -> None:
+    async def run() -> None:
+        client = OneToken()
+        client.versions[B] = 3
+        fleet = Fleet(client, lambda: [A, B], lambda: None)
+        await looked(fleet)
+        assert fleet.router.ready == {"a"} and set(fleet.router.servers) == {"a", "b"}
+
+    asyncio.run(run())
+
+
+def test_requests_share_prefixes_within_a_version_only() -> None:
+    async def run() -> None:
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A], lambda: None)
+        await looked(fleet)
+        await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
+        fleet.begin_push([A])
+        fleet.resume(1, [])
+        await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))
+        assert client.cache_keys == ["0", "1"]
+
+    asyncio.run(run())
+
+
+def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() -> None:
+    async def run() -> None:
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A], lambda: None)
+        await looked(fleet)
+        client.slow.add(A)
+        queued = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
+        await asyncio.sleep(0.01)
+        fleet.begin_push([A])
+        client.versions[A] = 1
+        client.slow.clear()  # the server turns to it under the new weights
+        fleet.resume(1, [])
+        (chunk,) = (await queued).chunks
+        assert (chunk.versions.tolist(), chunk.kv_version) == ([1], 0)
+        (chunk,) = (await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))).chunks
+        assert (chunk.versions.tolist(), chunk.kv_version) == ([1], 1)
+
+    asyncio.run(run())
+
+
+def test_completions_move_on_and_give_their_places_back() -> None:
+    async def run() -> None:
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A, B], lambda: None)
+        await looked(fleet)
+        client.dead.add(A)
+        server = await fleet.reserve(3)
+        assert server == A and (await fleet.reserve(1)) == B
+        results = await asyncio.gather(
+            *(fleet.complete(PROMPT, PARAMS, str(i), server) for i in range(3))
+        )
+        assert [r.requests for r in results] == [2, 2, 2] and fleet.counts["retries"] == 3
+        assert fleet.router.load["a"] == 0 and fleet.router.load["b"] == 1 and fleet.in_flight == 0
+        await fleet.abort_all()  # servers that are gone are no error
+
+    asyncio.run(run())
+
+
+def test_without_a_server_it_waits_for_one() -> None:
+    async def run() -> None:
+        servers: list[ServerInfo] = []
+        changes = []
+        fleet = Fleet(OneToken(), lambda: servers, lambda: changes.append(1))
+        waiting = asyncio.create_task(fleet.reserve(1))
+        await looked(fleet)
+        assert not waiting.done()
+        servers.append(A)
+        await looked(fleet)
+        assert await asyncio.wait_for(waiting, 1) == A and changes
+
+    asyncio.run(run())
+
+
+def test_it_is_stranded_while_something_waits_for_a_server_that_is_not_there() -> None:
+    async def run() -> None:
+        client, servers = OneToken(), [A]
+        fleet = Fleet(client, lambda: servers, lambda: None)
+        await looked(fleet)
+        server = await fleet.reserve(1)
+        client.dead.add(A)
+        assert not fleet.stranded
+        moving = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
+        await until(lambda: fleet.stranded)
+        client.versions[B] = 3
+        servers.append(B)  # has other weights than the trainer
+        await looked(fleet)
+        assert fleet.stranded
+        client.dead.clear()
+        servers.append(C)
+        await looked(fleet)
+        await moving
+        assert not fleet.stranded
+        fleet.begin_push([C])
+        fleet.resume(1, ["c"])
+        assert not fleet.stranded, "nothing waits"
+        waiting = asyncio.create_task(fleet.reserve(1))
+        await until(lambda: fleet.stranded)
+        waiting.cancel()
+        await until(lambda: not fleet.stranded)
+
+    asyncio.run(run())
+
+
+def test_drain_waits_for_what_is_in_flight() -> None:
+    async def run() -> None:
+        fleet = Fleet(OneToken(), lambda: [A], lambda: None)
+        await looked(fleet)
+        tasks = [
+            asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1)))
+            for i in range(2)
+        ]
+        await asyncio.sleep(0)
+        fleet.hold()
+        assert await fleet.drain() == 2 and fleet.in_flight == 0
+        held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "2", await fleet.reserve(1)))
+        await asyncio.sleep(0.01)
+        assert fleet.in_flight == 0 and not held.done()
+        fleet.begin_push([A])
+        fleet.resume(1, [])
+        await asyncio.gather(held, *tasks)
+
+    asyncio.run(run())
+
+
+def test_an_unexpected_error_while_aborting_is_not_swallowed() -> None:
+    async def run() -> None:
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A], lambda: None)
+        await looked(fleet)
+
+        async def broken(server):
+            raise KeyError("bug")
+
+        client.abort_all = broken
+        with pytest.raises(KeyError):
+            await fleet.abort_all()
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def watched(client: OneToken, servers: list[ServerInfo], unhealthy_reason: list[ServerInfo]):
+    """A fleet that looks after `servers`, every millisecond."""
+    fleet = Fleet(
+        client,
+        lambda: servers,
+        lambda: None,
+        lambda server, reason: unhealthy_reason.append(server),
+        health_interval_s=0.001,
+    )
+    task = asyncio.create_task(fleet.watch())
+    await asyncio.sleep(0.01)
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_requests_on_a_hung_server_move_and_it_is_condemned() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A, B], unhealthy_reason) as fleet:
+            client.hung.add(A)
+            servers = [await fleet.reserve(1) for _ in range(4)]
+            results = await asyncio.gather(
+                *(
+                    fleet.complete(PROMPT, PARAMS, str(i), server)
+                    for i, server in enumerate(servers)
+                )
+            )
+            assert [len(r.tokens) for r in results] == [1] * 4 and fleet.counts["retries"] == 2
+            assert (
+                unhealthy_reason == [A]
+                and fleet.router.ready == {"b"}
+                and not fleet.router.load["a"]
+            )
+
+    asyncio.run(run())
+
+
+def test_an_idle_server_that_dies_is_found_too() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A, B], unhealthy_reason) as fleet:
+            client.dead.add(B)
+            await until(lambda: unhealthy_reason)
+            assert unhealthy_reason == [B] and fleet.router.ready == {"a"}
+
+    asyncio.run(run())
+
+
+def test_a_server_that_takes_weights_is_not_judged_by_its_silence() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A, B], unhealthy_reason) as fleet:
+            fleet.begin_push([A])
+            client.hung.add(A)
+            before = client.checks
+            await until(lambda: client.checks > before + 3)  # B's go on
+            client.hung.clear()
+            fleet.resume(1, [])
+            assert (
+                not unhealthy_reason and fleet.router.ready == {"a"} and fleet.router.behind == [B]
+            )
+
+    asyncio.run(run())
+
+
+def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A], unhealthy_reason) as fleet:
+            client.silence = asyncio.Event()
+            before = client.checks
+            await until(lambda: client.checks > before)
+            fleet.begin_push([A])
+            fleet.resume(1, [])
+            client.silence.set()  # no answer in time
+            client.silence = None
+            before = client.checks
+            await until(lambda: client.checks > before)
+            assert not unhealthy_reason
+
+    asyncio.run(run())
+
+
+def test_a_withdrawn_server_finishes_what_it_has_and_is_looked_after_until_then() -> None:
+    async def run() -> None:
+        client, unhealthy_reason, servers = OneToken(), [], [A, B]
+        async with watched(client, servers, unhealthy_reason) as fleet:
+            server = await fleet.reserve(1)
+            client.slow.add(A)
+            task = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
+            await asyncio.sleep(0.005)
+            servers.remove(A)
+            fleet.router.announce(servers)
+            await asyncio.sleep(0.02)
+            assert not task.done() and not unhealthy_reason and await fleet.reserve(1) == B
+            client.hung.add(A)
+            assert len((await task).tokens) == 1 and unhealthy_reason == [A]
+
+    asyncio.run(run())
+
+
+def test_the_members_of_a_group_move_to_one_server() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A, B, C], unhealthy_reason) as fleet:
+            await fleet.reserve(2)  # on A
+            group = await fleet.reserve(4)
+            assert group == B
+            client.dead.add(B)
+            client.slow.add(C)  # keeps them there long enough to look
+            tasks = [
+                asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), group)) for i in range(4)
+            ]
+            await until(lambda: len(fleet._requests[C]) == 4)
+            client.slow.clear()
+            await asyncio.gather(*tasks)
+            assert fleet.router.load == {"a": 2, "b": 0, "c": 0}
+
+    asyncio.run(run())
+
+
+def test_a_request_does_not_go_to_a_server_that_fell_behind_while_it_was_held() -> None:
+    async def run() -> None:
+        client, unhealthy_reason = OneToken(), []
+        async with watched(client, [A, B], unhealthy_reason) as fleet:
+            fleet.hold()
+            held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
+            await asyncio.sleep(0.005)
+            client.versions[B] = 1
+            fleet.begin_push([B])
+            fleet.resume(1, [])
+            assert (
+                (await held).versions.tolist() == [1]
+                and unhealthy_reason == []
+                and fleet.counts["requests"] == 1
+            )
+
+    asyncio.run(run())

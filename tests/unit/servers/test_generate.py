@@ -1,0 +1,305 @@
+"""One completion out of many requests: no token lost, doubled or made from another prefix; versions as the server says."""
+
+import asyncio
+import contextlib
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from areal_lite.servers.client import ServerFailed, SGLangClient, parse_answer
+from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
+from areal_lite.servers.generate import generate
+from areal_lite.servers.registry import ServerInfo
+from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
+
+PROMPT = np.array([5, 6, 7], np.int32)
+OPEN = asyncio.Event()
+OPEN.set()
+
+
+@contextlib.asynccontextmanager
+async def serving(count: int = 1, **settings):
+    """Fake servers, their infos and a client."""
+    fakes = [FakeSGLang(**settings) for _ in range(count)]
+    client = SGLangClient(timeout_s=5)
+    try:
+        yield (
+            fakes,
+            [ServerInfo(f"s{i}", await fake.start(), None, 1, i) for i, fake in enumerate(fakes)],
+            client,
+        )
+    finally:
+        await client.close()
+        for fake in fakes:
+            await fake.stop()
+
+
+def prompt_of_length(least: int) -> np.ndarray:
+    """A prompt whose completion has at least that many tokens."""
+    prompts = ([2, i % 90 + 2, i // 90 + 2] for i in range(8000))
+    return np.array(next(p for p in prompts if len(completion(p, least)) == least), np.int32)
+
+
+def params(max_new_tokens: int = 200) -> SamplingParams:
+    return SamplingParams(max_new_tokens, 1.0, (EOS,))
+
+
+def assert_exact(result: Completion, prompt: np.ndarray, max_new_tokens: int = 200) -> None:
+    expected = completion(prompt.tolist(), max_new_tokens)
+    assert result.tokens.tolist() == expected
+    assert result.logprobs.tolist() == pytest.approx(
+        [logprob([*prompt.tolist(), *expected[:i]]) for i in range(len(expected))]
+    )
+    assert result.finish_reason == ("stop" if expected[-1] == EOS else "length")
+    assert (result.tokens.dtype, result.logprobs.dtype, result.versions.dtype) == (
+        np.int32,
+        np.float32,
+        np.int32,
+    )
+
+
+async def control(client: SGLangClient, server: ServerInfo, path: str, **body) -> None:
+    await client._call("POST", server, path, body)
+
+
+async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int) -> None:
+    await control(client, server, "/pause_generation", mode=mode)
+    await control(
+        client, server, "/update_weights_from_disk", model_path="m", weight_version=str(version)
+    )
+    await control(client, server, "/continue_generation")
+
+
+@pytest.mark.parametrize("budget", [1, 7, 200])
+def test_an_undisturbed_request(budget: int) -> None:
+    async def run() -> None:
+        async with serving() as (fakes, (server,), client):
+            result = await generate(
+                partial(client.request, cache_key="0"),
+                server,
+                PROMPT,
+                params(budget),
+                "r",
+                Completion(),
+                OPEN,
+            )
+            assert_exact(result, PROMPT, budget)
+            assert result.requests == 1 and set(result.versions) == {0}
+            assert fakes[0].requests[0]["sampling_params"]["temperature"] == 1.0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
+    async def run() -> None:
+        async with serving(delay_s=0.001) as (fakes, (server,), client):
+            prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
+            runs = [
+                generate(
+                    partial(client.request, cache_key="0"),
+                    server,
+                    p,
+                    params(60),
+                    f"r{i}",
+                    Completion(),
+                    OPEN,
+                )
+                for i, p in enumerate(prompts)
+            ]
+            tasks = [asyncio.create_task(run) for run in runs]
+            for version in range(1, 5):
+                await asyncio.sleep(0.008)
+                await push(client, server, mode, version)
+            results = await asyncio.gather(*tasks)
+            for prompt, result in zip(prompts, results):
+                assert_exact(result, prompt, 60)
+                assert (np.diff(result.versions) >= 0).all()
+            assert len(set(results[0].versions)) > 1
+            if mode == "abort":
+                assert results[0].requests > 1
+            else:
+                assert all(result.requests == 1 for result in results)
+
+    asyncio.run(run())
+
+
+def test_it_continues_on_another_server_from_its_last_known_token() -> None:
+    async def run() -> None:
+        async with serving(count=2, delay_s=0.002) as (fakes, servers, client):
+            prompt, so_far = prompt_of_length(60), Completion()
+            task = asyncio.create_task(
+                generate(
+                    partial(client.request, cache_key="0"),
+                    servers[0],
+                    prompt,
+                    params(),
+                    "r",
+                    so_far,
+                    OPEN,
+                )
+            )
+            await asyncio.sleep(0.03)
+            await push(client, servers[0], "abort", 1)
+            await asyncio.sleep(0.01)
+            await fakes[0].die()
+            with pytest.raises(ServerFailed, match="server s0"):
+                await task
+            known = len(so_far.tokens)
+            assert known > 0
+            fakes[1].weight_version = "1"
+            assert_exact(
+                await generate(
+                    partial(client.request, cache_key="0"),
+                    servers[1],
+                    prompt,
+                    params(),
+                    "r",
+                    so_far,
+                    OPEN,
+                ),
+                prompt,
+            )
+            assert fakes[1].requests[0]["input_ids"] == [
+                *prompt.tolist(),
+                *completion(prompt.tolist(), known),
+            ]
+
+    asyncio.run(run())
+
+
+def test_nothing_is_sent_while_held() -> None:
+    async def run() -> None:
+        async with serving() as (fakes, (server,), client):
+            resume = asyncio.Event()
+            task = asyncio.create_task(
+                generate(
+                    partial(client.request, cache_key="0"),
+                    server,
+                    PROMPT,
+                    params(),
+                    "r",
+                    Completion(),
+                    resume,
+                )
+            )
+            await asyncio.sleep(0.02)
+            assert not fakes[0].requests
+            resume.set()
+            resume.clear()  # over before the waiter had its turn
+            await asyncio.sleep(0.02)
+            assert not fakes[0].requests
+            resume.set()
+            assert_exact(await task, PROMPT)
+
+    asyncio.run(run())
+
+
+def test_barren_aborts_do_not_spin() -> None:
+    empty = GenerationChunk(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "abort"
+    )
+
+    async def run() -> None:
+        calls = 0
+
+        async def request(*_) -> GenerationChunk:
+            nonlocal calls
+            calls += 1
+            return empty
+
+        with pytest.raises(ServerFailed, match="before their first token"):
+            await generate(
+                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(), "r", Completion(), OPEN
+            )
+        assert calls == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish"), [([8, EOS], "stop"), ([8, 8, 8], "length"), ([8, 8], "abort")]
+)
+def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) -> None:
+    async def run() -> None:
+        chunks = [
+            GenerationChunk(
+                np.array(tokens, np.int32),
+                np.zeros(len(tokens), np.float32),
+                np.zeros(len(tokens), np.int32),
+                "abort",
+            )
+        ]
+
+        async def request(*_) -> GenerationChunk:
+            if not chunks:
+                raise InterruptedError
+            return chunks.pop()
+
+        so_far = Completion()
+        with contextlib.suppress(InterruptedError):
+            await generate(
+                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(3), "r", so_far, OPEN
+            )
+        assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
+
+    asyncio.run(run())
+
+
+def answer(logprobs=((-0.5, 3, None), (-0.25, 4, None)), finish="stop", **meta) -> bytes:
+    meta = {
+        "weight_version": "7",
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": logprobs,
+        **meta,
+    }
+    return json.dumps({"output_ids": [], "meta_info": meta}).encode()
+
+
+def span(version: str, start: int, end: int) -> dict:
+    return {"version": version, "start": start, "end": end}
+
+
+def test_versions_come_from_the_spans() -> None:
+    chunk = parse_answer(answer(weight_versions=[span("6", 0, 1), span("7", 1, 2)]))
+    assert chunk.versions.tolist() == [6, 7] and chunk.tokens.tolist() == [3, 4]
+    assert parse_answer(answer()).versions.tolist() == [7, 7]  # a server without spans
+    assert len(parse_answer(answer([], "abort", weight_versions=[span("6", 0, 0)])).tokens) == 0
+
+
+def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
+    assert np.isnan(parse_answer(answer([(None, 3, None)])).logprobs).tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        ({"weight_versions": [span("6", 0, 1)]}, "spans over 1"),
+        ({"weight_versions": [span("6", 0, 1), span("7", 0, 2)]}, "gap or overlap"),
+        ({"weight_versions": [span("5", 1, 2)]}, "gap or overlap"),
+        ({"weight_versions": [span("default", 0, 2)]}, "--weight-version 0"),
+        ({"weight_version": "default"}, "--weight-version 0"),
+        ({"finish": "tired"}, "unknown finish reason"),
+        ({"output_token_logprobs": [["x", 3, None]]}, "Expected"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_is_refused(meta: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_answer(answer(**meta))
+
+
+def test_a_request_that_the_server_refuses_is_not_a_server_failure() -> None:
+    async def run() -> None:
+        async with serving() as (_, (server,), client):
+            with pytest.raises(ValueError, match="refused /nowhere with 404"):
+                await client._call("POST", server, "/nowhere", {})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("arguments", [(0, 1.0), (4, -0.1)])
+def test_bad_sampling_params_are_refused(arguments: tuple[int, float]) -> None:
+    with pytest.raises(ValueError):
+        SamplingParams(*arguments, ())

@@ -1,0 +1,353 @@
+"""What the configuration makes of a batch, against the same written as loops over sequences and tokens in float64."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_lite.config import (
+    AdvantageConfig,
+    AlgoConfig,
+    CorrectionConfig,
+    KLConfig,
+    RolloutConfig,
+    ShapingConfig,
+    TrainConfig,
+)
+from areal_lite.megatron.packing import make_microbatches
+from areal_lite.trainer import objective
+from areal_lite.trainer.objective import Minibatch, StepTensors
+from areal_lite.trajectory import TrainBatch, Trajectory
+
+VERSION = 5
+
+
+def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
+    """Ragged groups that have lost members, single-token and truncated completions, a token without a finite log-prob, overdue tokens."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for group in range(groups):
+        for sample_index in range(int(rng.integers(1, size + 1))):
+            prompt, length = int(rng.integers(1, 4)), int(rng.integers(1, 7))
+            sampled = np.repeat([False, True], [prompt, length])
+            logprobs = np.where(sampled, -np.abs(rng.normal(1, 0.5, prompt + length)), 0).astype(
+                np.float32
+            )
+            if rng.random() < 0.2:
+                logprobs[-1] = np.nan
+            trajectory = Trajectory(
+                10 * group, str(group), sample_index, rng.integers(2, 9, prompt + length).astype(np.int32), sampled, logprobs,
+                np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1).astype(np.int32),
+                str(rng.choice(["stop", "length"])), float(rng.choice([0.0, 0.5, 1.0])),
+            )  # fmt: skip
+            trajectories.append(trajectory.check())
+    batch = TrainBatch.from_trajectories(
+        [trajectories[i] for i in rng.permutation(len(trajectories))]
+    )
+    batch.loss_mask &= batch.versions >= 2
+    return batch
+
+
+def tensors_of(
+    batch: TrainBatch, config: TrainConfig, seed: int
+) -> tuple[StepTensors, torch.Tensor, torch.Tensor]:
+    """The tensors of a step in float64, current log-probs with gradient, entropy."""
+    t = StepTensors.of(batch, config, torch.device("cpu"))
+    t.behavior, t.rewards = t.behavior.double(), t.rewards.double()
+    generator = torch.Generator().manual_seed(seed)
+
+    def near(x: torch.Tensor) -> torch.Tensor:
+        return x + 0.3 * torch.randn(len(x), generator=generator, dtype=torch.float64)
+
+    t.prox, t.reference, t.values = (
+        near(t.behavior),
+        near(t.behavior),
+        near(torch.zeros_like(t.behavior)),
+    )
+    return t, near(t.prox).requires_grad_(), near(torch.ones_like(t.behavior)).abs()
+
+
+def loss_in_parts(
+    t: StepTensors,
+    batch: TrainBatch,
+    logprobs,
+    entropy,
+    config: TrainConfig,
+    budget: int,
+    num: int = 1,
+):
+    """The sum over minibatches of the loss, computed microbatch by microbatch; and the sums of its metrics."""
+    objective.set_advantages(t, config, lambda x: x)
+    total, metrics = torch.zeros((), dtype=torch.float64), {}
+    for indices in batch.minibatches(num):
+        where = torch.from_numpy(batch.token_indices(indices))
+        mode = "sequence" if config.algo.loss == "tb" else config.algo.reduction
+        minibatch = Minibatch(where, objective.denominator(t, where, mode, lambda x: x))
+        if config.algo.loss == "tb":
+            minibatch.log_z = objective.log_z(t, logprobs.detach(), config.algo, VERSION)
+        for mb in make_microbatches(batch.select(indices), budget):
+            at = where[mb.where]
+            share, sums = objective.policy_loss(
+                t, minibatch, logprobs[at], entropy[at], mb, config, VERSION
+            )
+            total = total + share
+            for name, value in sums.items():
+                metrics[name] = (
+                    max(metrics.get(name, -math.inf), float(value))
+                    if name.endswith("_max")
+                    else metrics.get(name, 0.0) + float(value)
+                )
+    return total, metrics
+
+
+def clip(x, low, high):
+    return min(max(x, low), high)
+
+
+def plain_loss(t: StepTensors, logprobs, entropy, algo: AlgoConfig, max_new_tokens: int) -> float:
+    """The same loss of one minibatch, as loops. Advantages are taken from `t`."""
+    sequences: dict[int, list[int]] = {}
+    for i, s in enumerate(t.sequence_ids.tolist()):
+        if t.mask[i]:
+            sequences.setdefault(s, []).append(i)
+    lp, prox, behave, ref, adv = (
+        x.tolist() for x in (logprobs, t.prox, t.behavior, t.reference, t.advantages)
+    )
+    correction, total = algo.correction, 0.0
+    tokens = sum(map(len, sequences.values()))
+    for places in sequences.values():
+        n = len(places)
+        target = lp if algo.loss == "reinforce" else prox
+
+        def weight(i, target=target, places=places, n=n):
+            d = target[i] - behave[i]
+            if correction.level != "token":
+                d = sum(target[j] - behave[j] for j in places) / (
+                    n if correction.level == "geometric" else 1
+                )
+            if correction.mode == "off":
+                return 1.0
+            if correction.mode == "cap":
+                return min(math.exp(d), correction.cap)
+            low = 1 / correction.cap if correction.low is None else correction.low
+            return math.exp(d) if low <= math.exp(d) <= correction.cap else 0.0
+
+        for i in places:
+            share = {
+                "token": 1 / tokens,
+                "sequence": 1 / n / len(sequences),
+                "constant": 1 / max_new_tokens / len(sequences),
+            }[algo.reduction]
+            anchor = prox if algo.decoupled else behave
+            w = weight(i) if algo.decoupled or algo.loss == "reinforce" else 1.0
+            r = math.exp(lp[i] - anchor[i])
+            if algo.loss == "gspo":
+                r = math.exp(sum(lp[j] - anchor[j] for j in places) / n)
+            low, high = 1 - algo.eps_low, 1 + algo.eps_high
+            if algo.loss in ("ppo", "gspo"):
+                value = max(-adv[i] * r, -adv[i] * clip(r, low, high))
+                if algo.dual_clip and adv[i] < 0 and algo.loss == "ppo":
+                    value = min(value, algo.dual_clip * -adv[i])
+            else:
+                value = -adv[i] * lp[i] * (clip(r, low, high) if algo.loss == "cispo" else 1.0)
+            total += share * w * value
+            d = lp[i] - ref[i]
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algo.kl.estimator]
+            wk = weight(i, prox)
+            total += share * (algo.kl.coef * wk * kl - algo.entropy_coef * float(entropy[i]))
+    return total
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    loss=st.sampled_from(["ppo", "gspo", "cispo", "reinforce"]),
+    reduction=st.sampled_from(["token", "sequence", "constant"]),
+    mode=st.sampled_from(["cap", "mask", "off"]),
+    level=st.sampled_from(["token", "geometric", "product"]),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+    decoupled=st.booleans(),
+    coef=st.sampled_from([0.0, 0.1]),
+    budget=st.integers(3, 40),
+)
+def test_every_loss_against_loops(
+    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget
+):
+    correction = CorrectionConfig(mode, level, cap=1.5)
+    algo = AlgoConfig(
+        loss=loss,
+        decoupled=decoupled,
+        reduction=reduction,
+        correction=correction,
+        eps_high=0.3,
+        entropy_coef=coef / 2,
+    )
+    algo = replace(
+        algo, kl=KLConfig(coef, estimator, "loss"), dual_clip=2.0 if loss == "ppo" else None
+    )
+    config = TrainConfig(model="", algo=algo, rollout=RolloutConfig(max_new_tokens=11))
+    batch = make_batch(seed)
+    t, logprobs, entropy = tensors_of(batch, config, seed)
+    got, _ = loss_in_parts(t, batch, logprobs, entropy, config, budget)
+    expected = plain_loss(t, logprobs.detach(), entropy, algo, 11)
+    assert float(got.detach()) == pytest.approx(
+        expected, rel=1e-6, abs=1e-7
+    )  # reduction weights are float32
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo", "reinforce", "tb"])
+@pytest.mark.parametrize("num", [1, 2])
+def test_gradients_do_not_depend_on_packing(loss, num):
+    config = TrainConfig(
+        model="",
+        algo=AlgoConfig(
+            loss=loss,
+            reduction="sequence",
+            correction=CorrectionConfig(level="geometric"),
+            tb_beta=0.5,
+        ),
+    )
+    batch = make_batch(3)
+    gradients, sums = [], []
+    for budget in (1000, 9, 1):
+        t, logprobs, entropy = tensors_of(batch, config, 1)
+        total, metrics = loss_in_parts(t, batch, logprobs, entropy, config, budget, num)
+        total.backward()
+        gradients.append(logprobs.grad)
+        sums.append(metrics)
+    assert gradients[0].abs().max() > 0
+    for other, metrics in zip(gradients[1:], sums[1:]):
+        torch.testing.assert_close(other, gradients[0], rtol=1e-6, atol=1e-9)
+        assert metrics == pytest.approx(sums[0], rel=1e-5, abs=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), budget=st.integers(3, 40))
+def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
+    # Half-way from 0.4 to 0.2: at VERSION it is 0.3.
+    config = TrainConfig(
+        model="",
+        algo=AlgoConfig(loss="tb", tb_beta=0.4, tb_beta_end=0.2, tb_beta_steps=2 * VERSION),
+    )
+    batch = make_batch(seed)
+    t, logprobs, entropy = tensors_of(batch, config, seed)
+    got, _ = loss_in_parts(t, batch, logprobs, entropy, config, budget)
+    residuals: dict[int, list[float]] = {}
+    for s in range(batch.num_sequences):
+        own = (
+            t.sequence_ids == s
+        ) & t.sampled  # overdue tokens and those without a behavior log-prob are part of it
+        log_ratio = float((logprobs.detach() - t.reference)[own].sum())
+        residuals.setdefault(int(batch.group_ids[s]), []).append(
+            log_ratio - float(batch.rewards[s]) / 0.3
+        )
+    squares = sum((d - np.mean(group)) ** 2 for group in residuals.values() for d in group)
+    assert float(got.detach()) == pytest.approx(squares / batch.num_sequences, rel=1e-5)
+
+
+def test_beta_falls_in_a_straight_line_and_stays():
+    falling = AlgoConfig(tb_beta=0.014, tb_beta_end=0.004, tb_beta_steps=500)
+    assert [objective.tb_beta(falling, v) for v in (0, 250, 500, 700)] == pytest.approx(
+        [0.014, 0.009, 0.004, 0.004]
+    )
+    assert objective.tb_beta(AlgoConfig(tb_beta=0.1), 100) == 0.1
+
+
+def test_kl_in_the_reward_of_groups():
+    config = TrainConfig(
+        model="",
+        algo=AlgoConfig(kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig(std="off")),
+    )
+    batch = make_batch(4)
+    t, _, _ = tensors_of(batch, config, 2)
+    objective.set_advantages(t, config, lambda x: x)
+    reward = [
+        float(batch.rewards[s])
+        - 0.1 * float((t.prox - t.reference)[(t.sequence_ids == s) & t.mask].sum())
+        for s in range(batch.num_sequences)
+    ]
+    for s in range(batch.num_sequences):
+        group = [r for r, g in zip(reward, batch.group_ids) if g == batch.group_ids[s]]
+        for value in t.advantages[t.sequence_ids == s]:
+            assert float(value) == pytest.approx(reward[s] - np.mean(group), abs=1e-9)
+
+
+def test_shaped_rewards_count_the_sampled_tokens():
+    config = TrainConfig(
+        model="",
+        rollout=RolloutConfig(max_new_tokens=5),
+        algo=AlgoConfig(shaping=ShapingConfig(scale=2.0, bias=-0.5, clip=0.6, overlong_margin=2)),
+    )
+    batch = make_batch(5)
+    t, _, _ = tensors_of(batch, config, 0)
+    for s, got in enumerate(objective.shaped_rewards(t, config).tolist()):
+        length = int(((batch.sequence_ids == s) & (batch.versions >= 0)).sum())
+        expected = clip(2.0 * (batch.rewards[s] - 0.5), -0.6, 0.6) + clip(
+            (5 - 2 - length) / 2, -1.0, 0.0
+        )
+        assert got == pytest.approx(expected, abs=1e-6)
+
+
+def test_truncated_trajectories_can_be_left_out():
+    config = TrainConfig(model="", algo=AlgoConfig(shaping=ShapingConfig(mask_truncated=True)))
+    batch = make_batch(6)
+    t, _, _ = tensors_of(batch, config, 0)
+    assert batch.truncated.any() and not batch.truncated.all()
+    np.testing.assert_array_equal(
+        t.mask.numpy(), batch.loss_mask & ~batch.truncated[batch.sequence_ids]
+    )
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
+    config = TrainConfig(
+        model="", algo=AlgoConfig(advantage=AdvantageConfig("gae", whiten=True, gamma=0.9, lam=0.8))
+    )
+    t, _, _ = tensors_of(make_batch(7), config, 0)
+    objective.set_advantages(t, config, lambda x: x)
+    assert float(t.advantages[t.mask].mean()) == pytest.approx(0, abs=1e-9)
+    assert float(t.advantages[t.mask].std()) == pytest.approx(1, abs=1e-6)
+    assert not t.advantages[~t.mask].any()
+
+
+def test_a_critic_regresses_on_returns():
+    config = TrainConfig(model="", algo=AlgoConfig(advantage=AdvantageConfig("gae")))
+    batch = make_batch(8)
+    t, _, _ = tensors_of(batch, config, 0)
+    objective.set_advantages(t, config, lambda x: x)
+    where = torch.arange(len(t.mask))
+    minibatch = Minibatch(where, objective.denominator(t, where, "token", lambda x: x))
+    values = (t.values + 0.5).requires_grad_()
+    shares = [
+        objective.critic_loss(t, minibatch, values[mb.where], mb, config)
+        for mb in make_microbatches(batch, 9)
+    ]
+    loss = sum(share for share, _ in shares)
+    expected = [
+        max((v + 0.5 - r) ** 2, (v + 0.2 - r) ** 2) / 2
+        for v, r, m in zip(t.values.tolist(), t.returns.tolist(), t.mask.tolist())
+        if m
+    ]
+    assert float(loss.detach()) == pytest.approx(np.mean(expected), rel=1e-6)
+    pairs = [
+        (v + 0.5 - r, v + 0.2 - r)
+        for v, r, m in zip(t.values.tolist(), t.returns.tolist(), t.mask.tolist())
+        if m
+    ]
+    assert sum(metrics["value_clip_fraction"] for _, metrics in shares) == sum(
+        bounded**2 > free**2 for free, bounded in pairs
+    )
+    unmoved = objective.critic_loss(
+        t, Minibatch(where, 1.0), t.values * (1 + 1e-15), make_microbatches(batch, 10**6)[0], config
+    )[1]
+    assert unmoved["value_clip_fraction"] == 0, (
+        "what has not moved is not clipped, whatever rounding says"
+    )
+    for s in range(
+        batch.num_sequences
+    ):  # gamma = lambda = 1: the return is the reward, at every token
+        for value in t.returns[(t.sequence_ids == s) & t.mask]:
+            assert float(value) == pytest.approx(float(batch.rewards[s]), abs=1e-9)

@@ -1,0 +1,33 @@
+"""Which sequences of a batch tell whether server and trainer agree."""
+
+import numpy as np
+
+from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.weights.agreement import difference_of_fresh
+
+
+def sequence(versions: list[int], kv_version: int, difference: float) -> Trajectory:
+    """A prompt of one token, then sampled tokens whose log-probs are `difference` from -1."""
+    versions = np.array([-1, *versions], np.int32)
+    logprobs = np.where(versions >= 0, -1 - difference, 0).astype(np.float32)
+    tokens = np.arange(len(versions), dtype=np.int32)
+    return Trajectory(
+        0, "p", 0, tokens, versions >= 0, logprobs, versions, "stop", 1.0, kv_version=kv_version
+    ).check()
+
+
+def test_only_sequences_wholly_of_the_present_version_are_compared() -> None:
+    lived_through_a_push, queued_during_one, unknown = (
+        sequence([4, 5], 4, 0.5),
+        sequence([5, 5], 4, 0.5),
+        sequence([5], -1, 0.5),
+    )
+    older, fresh = sequence([4, 4], 4, 0.5), sequence([5, 5, 5], 5, 0.25)
+    batch = TrainBatch.from_trajectories(
+        [lived_through_a_push, queued_during_one, fresh, older, unknown]
+    )
+    own = np.where(
+        batch.loss_mask, np.float32(-1), np.float32(7)
+    )  # what the trainer has of prompts is nobody's business
+    assert difference_of_fresh(batch, own, 5) == 0.25
+    assert difference_of_fresh(batch, own, 6) is None
