@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from areal_lite.servers.client import Load, SGLangClient
+from areal_lite.servers.client import ServerLoad, SGLangClient
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.system.network import free_port
 
@@ -229,7 +229,7 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
 def test_it_says_how_busy_it_is(sglang_server) -> None:
     params = SamplingParams(LONG, 1.0, ())
 
-    async def run() -> tuple[list[Load], float]:
+    async def run() -> tuple[list[ServerLoad], float]:
         client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)
         loads = [await client.load(sglang_server.info)]
         asked = [
