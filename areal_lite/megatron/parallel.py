@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 
@@ -126,6 +127,18 @@ def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str,
         "overlap_p2p_comm": interleaved,
         **recompute[config.recompute],
     }
+
+
+def data_parallel_rank() -> int:
+    """Return this rank's index among the data-parallel ranks."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_sum(partial: Tensor) -> Tensor:
+    """Sum a tensor over the data-parallel ranks. Every rank calls it; `partial` stays as it is."""
+    total = partial.clone()
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total
 
 
 def shutdown() -> None:

@@ -14,16 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from areal_lite.config import SftConfig, load_config
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.parallel import data_parallel_rank, data_parallel_sum, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart import addition
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.processes import die_with_parent
-from areal_lite.trainer.step import data_parallel_sum
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 log = logging.getLogger(__name__)
@@ -33,7 +31,7 @@ _FIRST_PROBLEM = 10**9
 def train(config: SftConfig, run_dir: Path) -> None:
     """Warm up and export to `config.out`."""
     engine = Policy(config.trainer, Path(config.model), config.seed)
-    rank, world = parallel_state.get_data_parallel_rank(), config.trainer.data_parallel
+    rank, world = data_parallel_rank(), config.trainer.data_parallel
     tokenizer = Tokenizer(config.model)
     lead = dist.get_rank() == 0
     for step in range(config.trainer.steps):

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
-from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.parallel import data_parallel_rank, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.megatron.reference import CachedReference, Reference
 from areal_lite.run_dir.bad_batches import save_batch
@@ -51,7 +50,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     start = done = checkpoints.resume()
     skipped = SkippedSteps(trainer.max_skipped_steps)
     controller = ControllerClient(run_dir, _patience_s(config))
-    rank = parallel_state.get_data_parallel_rank()
+    rank = data_parallel_rank()
     lead = _Lead(config, run_dir, controller, start) if dist.get_rank() == 0 else None
     pusher = (
         WeightPusher(engine, controller if lead else None, config, run_dir)

@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from areal_lite.algo.metrics import by_staleness, effective_sample_size
 from areal_lite.config import TrainConfig
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
 from areal_lite.megatron.reference import CachedReference, Reference
 from areal_lite.megatron.trainable import TrainableModel
@@ -127,13 +126,6 @@ def _update_critic(
         microbatches,
         lambda values, mb: objective.critic_loss(tensors, minibatch, values, mb, config),
     )
-
-
-def data_parallel_sum(partial: Tensor) -> Tensor:
-    """Sum over data-parallel ranks."""
-    total = partial.clone()
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total
 
 
 def _policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
