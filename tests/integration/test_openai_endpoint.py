@@ -401,8 +401,10 @@ def test_an_agent_that_raises_costs_its_trajectory_only(run) -> None:
 
 @pytest.mark.slow
 def test_a_real_server_scored_these_tokens_and_no_others(
-    sglang_server, tiny_model, reference
-) -> None:  # noqa: F811
+    sglang_server,
+    tiny_model,
+    reference,  # noqa: F811
+) -> None:
     """Log-probs of a recorded conversation are those that transformers gives the same tokens in the same places."""
 
     async def main() -> None:
