@@ -9,17 +9,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_lite.config import COMMANDS, register, to_dataclass
+from areal_lite.config import COMMANDS, to_dataclass
+from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir, explain
 
 # command -> (module with run(config) -> exit status, what it does)
 _RUN = {
@@ -64,7 +62,6 @@ _INSTEAD = {
 }
 _SHOW = ("--help", "-h", "--cfg")
 _SWEEP = ("-m", "--multirun")
-_ADDED = ("experiment", "task")  # groups of which nothing is chosen by default
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     overrides = [o for o in overrides if o not in (*_SHOW, "job", *_INSTEAD, *_SWEEP)]
     try:
         if show:
-            composed = _compose(command, overrides)
+            composed = compose_config(command, overrides)
             print(
                 _help(command, composed) if show != "--cfg" else OmegaConf.to_yaml(composed), end=""
             )
@@ -103,13 +100,13 @@ def main(argv: list[str] | None = None) -> int:
             from areal_lite.launch.sweep import sweep
 
             configs = [
-                _checked(command, one)
-                for one in sweep(overrides, _compose(command, []).get("run_dir"))
+                checked_config(command, one)
+                for one in sweep(overrides, compose_config(command, []).get("run_dir"))
             ]
         else:
-            configs = [_checked(command, overrides)]
+            configs = [checked_config(command, overrides)]
     except (HydraException, OmegaConfBaseException) as error:
-        return _fail(_one_line(error, command))
+        return _fail(explain(error, command))
     except ValueError as error:
         return _fail(str(error))
     from areal_lite.launch.roles import interruptible
@@ -125,102 +122,18 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def config_dir() -> Path:
-    """conf/ of a checkout, or the copy inside an installed package."""
-    package = Path(__file__).resolve().parent
-    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
-
-
-def _checked(command: str, overrides: list[str]) -> Any:
+def checked_config(command: str, overrides: list[str]) -> Any:
     """The configuration, complete and valid."""
-    composed = _compose(command, overrides)
+    composed = compose_config(command, overrides)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
             f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)"
         )
     config = to_dataclass(composed)
-    from areal_lite.launch.preflight import validate
+    from areal_lite.launch.preflight import check_config
 
-    validate(config)
+    check_config(config)
     return config
-
-
-def _compose(command: str, overrides: list[str]) -> Any:
-    register()
-    free = [key for key, kind in _keys(command).items() if kind is dict]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = compose(command, [_as_new(override, free) for override in overrides])
-    # Hydra takes any +key=value, and what no field is for would be ignored.
-    OmegaConf.merge(OmegaConf.structured(COMMANDS[command]), OmegaConf.to_container(composed))
-    return composed
-
-
-def _as_new(override: str, free: list[str]) -> str:
-    """Hydra wants a mark at a key that is not there yet; in the settings `free` any key may be new."""
-    key = override.partition("=")[0]
-    return (
-        f"++{override}"
-        if any(f"{key}.".startswith(f"{setting}.") for setting in free)
-        else override
-    )
-
-
-def _one_line(error: Exception, command: str) -> str:
-    """Hydra's errors are several lines and their cause: keep what a user needs, and name the key that was probably meant."""
-    text = " ".join(str(error).split())
-    cause = error.__cause__
-    unknown = re.search(
-        r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)",
-        f"{text} {cause or ''}",
-        re.S,
-    )
-    if unknown:
-        key = unknown.group(2)
-        near = difflib.get_close_matches(
-            key, [*_keys(command), *(f"+{group}" for group in _ADDED)], 1, cutoff=0.5
-        )
-        return f"unknown key {key}" + (
-            f"; did you mean {near[0]}?"
-            if near
-            else f"; `areal-lite {command} --help` lists all settings"
-        )
-    if lost := re.search(
-        r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)",
-        text,
-    ):
-        group, name, options = lost.group(1), lost.group(2), lost.group(3).split()
-        near = difflib.get_close_matches(name, options, 1, cutoff=0.5)
-        return (
-            f"unknown {group}={name}; "
-            + (f"did you mean {near[0]}? " if near else "")
-            + f"there are {', '.join(options)}"
-        )
-    detail = " ".join(str(cause).split()) if cause else ""
-    return re.sub(
-        r" full_key: \S+| object_type=\S+| reference_type=\S+|(?<=override )\+\+|(?<=override ')\+\+",
-        "",
-        f"{text} {detail}".strip(),
-    )
-
-
-def _keys(command: str) -> dict[str, type | None]:
-    """Every key of its settings, with the type of those that are no single values: a dataclass, or dict where all keys are the user's own."""
-
-    def walk(node: Any, prefix: str) -> dict[str, type | None]:
-        found: dict[str, type | None] = {}
-        for key in node:
-            child = (
-                None
-                if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
-                else node[key]
-            )
-            found[f"{prefix}{key}"] = (
-                OmegaConf.get_type(child) if OmegaConf.is_dict(child) else None
-            )
-            found |= walk(child, f"{prefix}{key}.") if OmegaConf.is_dict(child) else {}
-        return found
-
-    return walk(OmegaConf.structured(COMMANDS[command]), "")
 
 
 def _usage() -> str:
@@ -232,7 +145,7 @@ def _help(command: str, composed: Any) -> str:
     groups = []
     for folder in sorted(path for path in config_dir().iterdir() if path.is_dir()):
         options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-        groups.append(f"  {'+' if folder.name in _ADDED else ''}{folder.name}={{{options}}}")
+        groups.append(f"  {'+' if folder.name in ADDED_GROUPS else ''}{folder.name}={{{options}}}")
     text = f"areal-lite {command}: {_RUN[command][1]}\n\nusage: areal-lite {command} [key=value …]      (--cfg prints the composed settings alone)\n"
     for flag, (of, _, does) in _INSTEAD.items():
         if of == command:

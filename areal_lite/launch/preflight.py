@@ -22,8 +22,8 @@ from areal_lite.config import (
     SftConfig,
     SlurmConfig,
     TrainConfig,
-    TrainerConfig,
 )
+from areal_lite.config.rules import check_trainer
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import bound_of
 from areal_lite.launch.placement import place
@@ -68,7 +68,7 @@ _POSITIVE = (
 ).split()
 
 
-def validate(config: Any) -> None:
+def check_config(config: Any) -> None:
     """Check one command's configuration. Raises ValueError."""
     for key, choices in _CHOICES.items():
         value = _get(config, key)
@@ -79,7 +79,7 @@ def validate(config: Any) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"{key}={value}: must be more than 0")
     if isinstance(config, QuickstartConfig):
-        _trainer(config.sft.trainer)
+        check_trainer(config.sft.trainer)
         _sft(config.sft)
     elif hasattr(config, "model"):
         _model_folder(config.model)
@@ -95,7 +95,7 @@ def validate(config: Any) -> None:
     if hasattr(config, "data"):
         _data(config.data)
     if isinstance(config, (TrainConfig, SftConfig)):
-        _trainer(config.trainer)
+        check_trainer(config.trainer)
     if isinstance(config, SftConfig):
         _sft(config)
     if isinstance(config, TrainConfig):
@@ -144,55 +144,6 @@ def _data(data: DataConfig) -> None:
         raise ValueError(f"data.path is not set: data.source={data.source} needs one")
     if data.source == "jsonl" and not Path(data.path).exists():
         raise ValueError(f"data.path={data.path}: no such file")
-
-
-def _trainer(trainer: TrainerConfig) -> None:
-    _parallel(trainer)
-    _schedule(trainer)
-    if trainer.batch_groups % (trainer.data_parallel * trainer.minibatches):
-        raise ValueError(
-            f"trainer.batch_groups={trainer.batch_groups} cannot be dealt equally to trainer.data_parallel={trainer.data_parallel} ranks"
-            f" x trainer.minibatches={trainer.minibatches}: make it a multiple of {trainer.data_parallel * trainer.minibatches}"
-        )
-
-
-def _schedule(trainer: TrainerConfig) -> None:
-    updates = trainer.steps * trainer.minibatches
-    if not 0 <= trainer.lr_warmup_steps <= updates:
-        raise ValueError(
-            f"trainer.lr_warmup_steps={trainer.lr_warmup_steps}: must be between 0 and the {updates} updates of the run (trainer.steps x trainer.minibatches)"
-        )
-    if (
-        trainer.lr_decay_steps is not None
-        and not 0 < trainer.lr_decay_steps <= updates - trainer.lr_warmup_steps
-    ):
-        raise ValueError(
-            f"trainer.lr_decay_steps={trainer.lr_decay_steps}: must be between 1 and the {updates - trainer.lr_warmup_steps} updates after the warm-up"
-        )
-    if not 0 <= trainer.min_lr <= trainer.lr:
-        raise ValueError(
-            f"trainer.min_lr={trainer.min_lr}: must be between 0 and trainer.lr={trainer.lr}"
-        )
-    for key in ("save_every", "keep_checkpoints", "milestone_every"):
-        if getattr(trainer, key) < 0:
-            raise ValueError(f"trainer.{key}={getattr(trainer, key)}: must not be negative")
-
-
-def _parallel(trainer: TrainerConfig) -> None:
-    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
-        raise ValueError(
-            "trainer.sequence_parallel=true divides tokens among tensor-parallel ranks: set trainer.tensor_parallel to 2 or more"
-        )
-    if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
-        raise ValueError(
-            f"trainer.virtual_pipeline={trainer.virtual_pipeline} interleaves pipeline stages: set trainer.pipeline_parallel to 2 or more"
-        )
-    ranks = trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel
-    if ranks % trainer.expert_parallel:
-        raise ValueError(
-            f"trainer.expert_parallel={trainer.expert_parallel} does not divide trainer.tensor_parallel={trainer.tensor_parallel}"
-            f" x context_parallel={trainer.context_parallel} x data_parallel={trainer.data_parallel}, the ranks that it deals experts to"
-        )
 
 
 def _sft(config: SftConfig) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from areal_lite.cli import _compose, config_dir, main
+from areal_lite.cli import main
 from areal_lite.config import SftConfig, TrainConfig, load_config, save_config, to_dataclass
-from areal_lite.launch.preflight import validate
+from areal_lite.config.compose import compose_config, config_dir
+from areal_lite.launch.preflight import check_config
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ PRESETS = sorted(p.stem for p in (config_dir() / "algo").glob("*.yaml"))
 @pytest.mark.parametrize("command", ["train", "quickstart"])
 def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
     where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
-    config = to_dataclass(_compose(command, [f"algo={preset}", *where]))
-    validate(config)
+    config = to_dataclass(compose_config(command, [f"algo={preset}", *where]))
+    check_config(config)
     written = OmegaConf.to_container(
         OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
     )

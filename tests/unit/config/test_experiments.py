@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import _checked, config_dir, main
+from areal_lite.cli import checked_config, main
 from areal_lite.config import SlurmConfig
+from areal_lite.config.compose import config_dir
 from areal_lite.launch.sweep import sweep
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
@@ -39,7 +40,7 @@ def where(model, tmp_path, monkeypatch) -> list[str]:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
-    config = _checked("train", [f"+experiment={name}", *where])
+    config = checked_config("train", [f"+experiment={name}", *where])
     gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
     assert (
         name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
@@ -50,7 +51,7 @@ def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "one_gpu"])
 def test_every_experiment_fits_its_nodes(name, where, capsys):
-    config = _checked(
+    config = checked_config(
         "slurm", [f"+experiment={name}", *where, f"cluster.nodes={CLUSTERS.get(name, 1)}"]
     )
     assert (
@@ -79,11 +80,11 @@ def test_every_task_is_valid(name, where, tmp_path):
     for file in files:
         file.write_text('{"question": "1+1", "answer": "2"}\n')
     own = [f"data.path={files[0]}", f"data.eval_path={files[1]}"] if name == "jsonl" else []
-    assert _checked("train", [f"+task={name}", *where, *own]).data.source != "addition"
+    assert checked_config("train", [f"+task={name}", *where, *own]).data.source != "addition"
 
 
 def test_what_an_experiment_says_can_be_overridden(where):
-    config = _checked(
+    config = checked_config(
         "train",
         ["+experiment=areal", "schedule=sync", "algo=dapo", "trainer.data_parallel=2", *where],
     )
@@ -91,7 +92,7 @@ def test_what_an_experiment_says_can_be_overridden(where):
 
 
 def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_plus(where):
-    config = _checked(
+    config = checked_config(
         "slurm",
         [
             *where,
@@ -107,12 +108,15 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         "qos": 1,
     } and config.server.args == {"a": 2, "b": {"c": 3}}
     tools = ["+experiment=tools_gsm8k", *where]
-    of_the_file = _checked("train", tools).rollout.workflow_args
-    assert _checked(
+    of_the_file = checked_config("train", tools).rollout.workflow_args
+    assert checked_config(
         "train", [*tools, "rollout.workflow_args.max_turns=9"]
     ).rollout.workflow_args == {**of_the_file, "max_turns": 9}
     swept = sweep(["rollout.workflow_args.max_turns=2,3", *tools], None)
-    assert [_checked("train", one).rollout.workflow_args["max_turns"] for one in swept] == [2, 3]
+    assert [checked_config("train", one).rollout.workflow_args["max_turns"] for one in swept] == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(

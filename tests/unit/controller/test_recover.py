@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, save_config, to_dataclass
 from areal_lite.data.sampler import PromptSampler
-from areal_lite.launch.preflight import validate
+from areal_lite.launch.preflight import check_config
 from areal_lite.run_dir.metrics import append_event, forget_after, read_events
 from areal_lite.run_dir.resume import (
     forget_start,
@@ -331,5 +331,5 @@ def checked(settings: dict[str, object]) -> TrainConfig:
         OmegaConf.structured(TrainConfig),
         OmegaConf.from_dotlist([f"{k}={v}" for k, v in settings.items()]),
     )
-    validate(to_dataclass(config))
+    check_config(to_dataclass(config))
     return to_dataclass(config)

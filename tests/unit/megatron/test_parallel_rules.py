@@ -3,7 +3,7 @@
 import pytest
 
 from areal_lite.config import TrainerConfig
-from areal_lite.launch.preflight import _trainer
+from areal_lite.config.rules import check_trainer
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from areal_lite.launch.preflight import _trainer
 )
 def test_refused(layout, message):
     with pytest.raises(ValueError, match=message):
-        _trainer(TrainerConfig(**layout))
+        check_trainer(TrainerConfig(**layout))
 
 
 def test_accepted():
@@ -42,5 +42,5 @@ def test_accepted():
         data_parallel=2,
     )
     config = TrainerConfig(**layout, expert_parallel=8)
-    _trainer(config)
+    check_trainer(config)
     assert config.world_size == 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import _compose
 from areal_lite.config import RolloutConfig, to_dataclass
+from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.worker import load_function
@@ -50,7 +50,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def rollout(command: str) -> RolloutConfig:
     arguments = [a for a in shlex.split(command.replace("\\\n", " ")) if a != "…"]
     assert arguments[:2] == ["areal-lite", "train"]
-    return to_dataclass(_compose("train", ["model=somewhere", *arguments[2:]])).rollout
+    return to_dataclass(compose_config("train", ["model=somewhere", *arguments[2:]])).rollout
 
 
 def rewards_and_texts(
