@@ -25,7 +25,7 @@ import transformers
 from train_step import batch_of, make_model
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.packing import MicroBatch, make_microbatches
+from areal_lite.megatron.packing import Microbatch, make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
@@ -45,24 +45,24 @@ def padded(batch: TrainBatch, widths: np.ndarray) -> TrainBatch:
     return result
 
 
-def rows_in_order(batch: TrainBatch, rows: int) -> list[MicroBatch]:
+def rows_in_order(batch: TrainBatch, rows: int) -> list[Microbatch]:
     """Microbatches of `rows` sequences each, one after the other."""
     microbatches = []
     for first in range(0, batch.num_sequences, rows):
         part = batch.select(range(first, min(first + rows, batch.num_sequences)))
         (microbatch,) = make_microbatches(part, len(part.tokens))
-        microbatch.where += int(batch.cu_seqlens[first])
+        microbatch.token_index += int(batch.cu_seqlens[first])
         microbatches.append(microbatch)
     return microbatches
 
 
 def step_of(
-    engine: Policy, batch: TrainBatch, microbatches: Callable[[], list[MicroBatch]]
+    engine: Policy, batch: TrainBatch, microbatches: Callable[[], list[Microbatch]]
 ) -> Callable[[], float]:
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
     def loss(logprobs, entropy, microbatch):
-        return -(logprobs * mask[microbatch.where]).sum() / count, {}
+        return -(logprobs * mask[microbatch.token_index]).sum() / count, {}
 
     return lambda: engine.update(microbatches(), loss)["loss"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class LocalTokens:
         )
 
 
-def local_length(microbatch: MicroBatch, size: int, multiple: int = 1) -> int:
+def local_length(microbatch: Microbatch, size: int, multiple: int = 1) -> int:
     """Tokens of the microbatch that each of `size` context-parallel ranks computes, padding included: a multiple of `multiple`."""
     lengths = microbatch.cu_seqlens.diff().numpy()
     length = lengths.sum() if size == 1 else 2 * _chunk(lengths, size).sum()
     return int(-(-length // multiple) * multiple)
 
 
-def local_tokens(microbatch: MicroBatch, size: int, rank: int, length: int) -> LocalTokens:
+def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> LocalTokens:
     """The `length` tokens (at least `local_length`) of `rank` among `size` context-parallel ranks. The microbatch is in CPU memory."""
     cu_seqlens = microbatch.cu_seqlens.numpy().astype(np.int64)
     split = [_segments(cu_seqlens, size, r) for r in range(size)]

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.head import value_head
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.trainable import TrainableModel
 
 # (values [t], microbatch) -> (this microbatch's share of the global loss, detached scalars to sum); values carry gradients.
-ValueLossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+ValueLossFn = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Critic(TrainableModel):
@@ -28,10 +28,10 @@ class Critic(TrainableModel):
     def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
         super().__init__(config, model_path, seed, with_values=True)
 
-    def values(self, microbatches: Sequence[MicroBatch]) -> Tensor:
+    def values(self, microbatches: Sequence[Microbatch]) -> Tensor:
         """float32 [T] on the critic's device, on every rank: the values of all tokens of the flat batch that `microbatches` partition."""
         return self.outputs(microbatches, value_head)
 
-    def update(self, microbatches: Sequence[MicroBatch], loss_fn: ValueLossFn) -> dict[str, float]:
+    def update(self, microbatches: Sequence[Microbatch], loss_fn: ValueLossFn) -> dict[str, float]:
         """One optimizer step on the sum of what `loss_fn` returns; see `TrainableModel.step`."""
         return self.step(microbatches, value_head, loss_fn)

@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class MicroBatch:
+class Microbatch:
     """t tokens of n sequences laid end to end.
 
     tokens int64 [t] · cu_seqlens int32 [n + 1] · position_ids int64 [t] (0 at each sequence's first token) ·
-    where int64 [t]: the index of each token in the flat batch that the microbatch was made from.
+    token_index int64 [t]: the index of each token in the flat batch that the microbatch was made from.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     position_ids: Tensor
-    where: Tensor
+    token_index: Tensor
     max_seqlen: int
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Microbatch:
         """The same microbatch with its tensors on `device`."""
         tensors = (
             t.to(device, non_blocking=True)
-            for t in (self.tokens, self.cu_seqlens, self.position_ids, self.where)
+            for t in (self.tokens, self.cu_seqlens, self.position_ids, self.token_index)
         )
-        return MicroBatch(*tensors, self.max_seqlen)
+        return Microbatch(*tensors, self.max_seqlen)
 
 
 def attention_crossover(config: TransformerConfig) -> float:
@@ -126,8 +126,8 @@ def make_microbatches(
     crossover: float = math.inf,
     group: dist.ProcessGroup | None = None,
     multiple: int = 1,
-) -> list[MicroBatch]:
-    """The sequences of `batch` in microbatches of at most `budget` tokens; `where` points into the tokens of `batch`.
+) -> list[Microbatch]:
+    """The sequences of `batch` in microbatches of at most `budget` tokens; `token_index` points into the tokens of `batch`.
 
     group: ranks that should run equally many microbatches; all of them call this. multiple: of what their number should be, as an
     interleaved pipeline demands. A rank with too few sequences has fewer: as many as it has sequences.
@@ -143,15 +143,15 @@ def make_microbatches(
     return [_microbatch(batch, lengths, sorted(members)) for members in bins]
 
 
-def _microbatch(batch: TrainBatch, lengths: np.ndarray, members: list[int]) -> MicroBatch:
+def _microbatch(batch: TrainBatch, lengths: np.ndarray, members: list[int]) -> Microbatch:
     own = lengths[members]
     cu_seqlens = np.concatenate(([0], np.cumsum(own)))
     position_ids = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], own)
-    where = position_ids + np.repeat(batch.cu_seqlens[members], own)
-    return MicroBatch(
-        tokens=torch.from_numpy(batch.tokens[where].astype(np.int64)),
+    token_index = position_ids + np.repeat(batch.cu_seqlens[members], own)
+    return Microbatch(
+        tokens=torch.from_numpy(batch.tokens[token_index].astype(np.int64)),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         position_ids=torch.from_numpy(position_ids.astype(np.int64)),
-        where=torch.from_numpy(where.astype(np.int64)),
+        token_index=torch.from_numpy(token_index.astype(np.int64)),
         max_seqlen=int(own.max()),
     )

@@ -28,12 +28,12 @@ from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens, local_length, local_tokens
 from areal_lite.megatron.head import Head, ValueLayer
 from areal_lite.megatron.model import build_chunks
-from areal_lite.megatron.packing import MicroBatch, attention_crossover, make_microbatches
+from areal_lite.megatron.packing import Microbatch, attention_crossover, make_microbatches
 from areal_lite.megatron.parallel import init_distributed, select_dtype
 from areal_lite.trajectory import TrainBatch
 
 # Called on the last pipeline stage with what the head gave, float32 [t] each, and the microbatch.
-Finish = Callable[[tuple[Tensor, ...], MicroBatch], Any]
+Finish = Callable[[tuple[Tensor, ...], Microbatch], Any]
 
 
 class ParallelModel:
@@ -69,7 +69,7 @@ class ParallelModel:
             last.output_layer = ValueLayer(last.config)
         self.inv_freq = inverse_frequencies(self.hf_config, self.device)
 
-    def microbatches(self, batch: TrainBatch) -> list[MicroBatch]:
+    def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """This rank's batch in microbatches of at most `tokens_per_microbatch`, of about equal cost, as many as the layout wants."""
         return make_microbatches(
             batch,
@@ -82,14 +82,16 @@ class ParallelModel:
         )
 
     @torch.no_grad()
-    def outputs(self, microbatches: Sequence[MicroBatch], head: Head) -> Tensor:
+    def outputs(self, microbatches: Sequence[Microbatch], head: Head) -> Tensor:
         """float32 [T]: the head's first result for all tokens of the flat batch that `microbatches` partition, on every rank."""
         self.model.eval()
-        result = torch.zeros(1 + max(int(m.where.max()) for m in microbatches), device=self.device)
+        result = torch.zeros(
+            1 + max(int(m.token_index.max()) for m in microbatches), device=self.device
+        )
 
-        def finish(outputs: tuple[Tensor, ...], microbatch: MicroBatch) -> None:
+        def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch) -> None:
             if not is_filler(microbatch):
-                result[microbatch.where] = outputs[0]
+                result[microbatch.token_index] = outputs[0]
 
         self.run(list(self.model), microbatches, head, finish, forward_only=True)
         self.from_last_stage(result)
@@ -98,7 +100,7 @@ class ParallelModel:
     def run(
         self,
         modules: list[torch.nn.Module],
-        microbatches: Sequence[MicroBatch],
+        microbatches: Sequence[Microbatch],
         head: Head,
         finish: Finish,
         forward_only: bool,
@@ -128,7 +130,7 @@ class ParallelModel:
             collect_non_loss_data=forward_only,
         )
 
-    def _equally_many(self, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def _equally_many(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """With fillers where all ranks, or all stages, must run equally many."""
         count = len(microbatches)
         if self.config.expert_parallel > 1:  # experts are shared with other data-parallel ranks
@@ -143,7 +145,7 @@ class ParallelModel:
         self,
         head: Head,
         finish: Finish,
-        batches: Iterator[tuple[MicroBatch, LocalTokens]],
+        batches: Iterator[tuple[Microbatch, LocalTokens]],
         module: torch.nn.Module,
     ):
         """Megatron's forward step: what this stage hands on, and on the last one the function that finishes the microbatch."""
@@ -165,7 +167,7 @@ class ParallelModel:
         )
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
 
-    def _whole(self, x: Tensor, local: LocalTokens, microbatch: MicroBatch) -> Tensor:
+    def _whole(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
         """[l] about the tokens that follow this rank's -> [t] about the tokens of the microbatch, the same on all context-parallel ranks."""
         if self.cp_group.size() > 1:
             x = gather_from_sequence_parallel_region(
@@ -195,17 +197,17 @@ class ParallelModel:
         return json.loads(bytes(data.tolist()))
 
 
-def is_filler(microbatch: MicroBatch) -> bool:
+def is_filler(microbatch: Microbatch) -> bool:
     """Whether it is there only to make the number of microbatches right."""
-    return not len(microbatch.where)
+    return not len(microbatch.token_index)
 
 
-def _filler() -> MicroBatch:
+def _filler() -> Microbatch:
     one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
+    return Microbatch(
         tokens=one,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         position_ids=one,
-        where=none,
+        token_index=none,
         max_seqlen=1,
     )

@@ -16,11 +16,11 @@ from torch import Tensor
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron import hf
 from areal_lite.megatron.head import language_head
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.trainable import TrainableModel
 
 # (logprobs [t], entropy [t], microbatch) -> (this microbatch's share of the global loss, detached scalars to sum); inputs carry gradients.
-LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+LossFn = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Policy(TrainableModel):
@@ -30,7 +30,7 @@ class Policy(TrainableModel):
         super().__init__(config, model_path, seed)
         self.weights = hf.WeightStream(self.model, self.hf_config)
 
-    def logprobs(self, microbatches: Sequence[MicroBatch], temperature: float = 1.0) -> Tensor:
+    def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> Tensor:
         """float32 [T] on the engine's device, on every rank: log-probs of all tokens of the flat batch that `microbatches` partition."""
         return self.outputs(
             microbatches,
@@ -38,7 +38,7 @@ class Policy(TrainableModel):
         )
 
     def update(
-        self, microbatches: Sequence[MicroBatch], loss_fn: LossFn, temperature: float = 1.0
+        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, temperature: float = 1.0
     ) -> dict[str, float]:
         """One optimizer step on the sum of what `loss_fn` returns; see `TrainableModel.step`."""
         return self.step(

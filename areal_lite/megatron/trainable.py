@@ -26,7 +26,7 @@ from areal_lite.megatron.optimizer import (
     onload,
     optimizer_config,
 )
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel_model import ParallelModel, is_filler
 
 
@@ -53,7 +53,7 @@ class TrainableModel(ParallelModel):
 
     def step(
         self,
-        microbatches: Sequence[MicroBatch],
+        microbatches: Sequence[Microbatch],
         head: Head,
         loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     ) -> dict[str, float]:
@@ -73,7 +73,7 @@ class TrainableModel(ParallelModel):
         self.optimizer.zero_grad()
         no_tokens = torch.zeros((), dtype=torch.int)
 
-        def finish(outputs: tuple[Tensor, ...], microbatch: MicroBatch):
+        def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch):
             if is_filler(microbatch):
                 return sum(outputs).sum() * 0.0, no_tokens, {}
             share, metrics = loss_fn(*outputs, microbatch)

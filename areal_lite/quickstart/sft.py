@@ -59,7 +59,7 @@ def update(engine: Policy, batch: TrainBatch) -> dict[str, float]:
     )
 
     def loss(logprobs, entropy, microbatch):
-        return -(logprobs * mask[microbatch.where]).sum() / denominator, {}
+        return -(logprobs * mask[microbatch.token_index]).sum() / denominator, {}
 
     return engine.update(engine.microbatches(batch), loss)
 

@@ -28,7 +28,7 @@ from areal_lite.algo.reduction import reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
 from areal_lite.algo.value import value_loss
 from areal_lite.config import AlgoConfig, CorrectionConfig, TrainConfig
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 from areal_lite.trajectory import TrainBatch
 
 Reduce = Callable[[Tensor], Tensor]  # the sum over data-parallel ranks
@@ -208,13 +208,13 @@ def policy_loss(
     minibatch: Minibatch,
     logprobs: Tensor,
     entropy: Tensor,
-    mb: MicroBatch,
+    mb: Microbatch,
     config: TrainConfig,
     version: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The share of one microbatch in the minibatch's loss, and sums for metrics; `version`: the trainer's at the start of the step."""
     algo = config.algo
-    where = minibatch.where[mb.where]
+    where = minibatch.where[mb.token_index]
     mask, behavior = t.mask[where], t.behavior[where]
     if algo.prox == "reuse":
         t.prox[where] = logprobs.detach().float()
@@ -257,10 +257,10 @@ def policy_loss(
 
 
 def critic_loss(
-    t: StepTensors, minibatch: Minibatch, values: Tensor, mb: MicroBatch, config: TrainConfig
+    t: StepTensors, minibatch: Minibatch, values: Tensor, mb: Microbatch, config: TrainConfig
 ):
     """The share of one microbatch in the critic's loss: a mean over tokens, whatever the policy's is."""
-    where = minibatch.where[mb.where]
+    where = minibatch.where[mb.token_index]
     mask = t.mask[where]
     weights = mask.float() / minibatch.denominator
     output = value_loss(
@@ -293,7 +293,7 @@ def _trajectory_balance(
     minibatch: Minibatch,
     where: Tensor,
     inputs: LossInputs,
-    mb: MicroBatch,
+    mb: Microbatch,
     beta: float,
 ) -> LossOutput:
     sequences = t.sequence_ids[where[mb.cu_seqlens[:-1].long()]]
@@ -331,6 +331,6 @@ def _kl(inputs: LossInputs, reference: Tensor, algo: AlgoConfig) -> Tensor:
     )
 
 
-def _sequence_ids(mb: MicroBatch) -> Tensor:
+def _sequence_ids(mb: Microbatch) -> Tensor:
     """int64 [t]: the place in the microbatch of each token's sequence."""
     return (mb.position_ids == 0).cumsum(0) - 1

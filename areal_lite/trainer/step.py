@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_lite.algo.metrics import by_staleness, effective_sample_size
 from areal_lite.config import TrainConfig
 from areal_lite.megatron.critic import Critic
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
 from areal_lite.megatron.reference import CachedReference, Reference
@@ -94,7 +94,7 @@ def _update_policy(
     models: Models,
     tensors: StepTensors,
     where: Tensor,
-    microbatches: list[MicroBatch],
+    microbatches: list[Microbatch],
     config: TrainConfig,
     version: int,
     first: bool,
@@ -108,7 +108,7 @@ def _update_policy(
             current[where] = models.policy.logprobs(microbatches, temperature)
         minibatch.log_z = objective.log_z(tensors, current, algo, version)
 
-    def loss(logprobs: Tensor, entropy: Tensor, mb: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(logprobs: Tensor, entropy: Tensor, mb: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         return objective.policy_loss(tensors, minibatch, logprobs, entropy, mb, config, version)
 
     return models.policy.update(microbatches, loss, temperature)
@@ -118,7 +118,7 @@ def _update_critic(
     critic: Critic,
     tensors: StepTensors,
     where: Tensor,
-    microbatches: list[MicroBatch],
+    microbatches: list[Microbatch],
     config: TrainConfig,
 ) -> dict[str, float]:
     minibatch = Minibatch(where, objective.denominator(tensors, where, "token", data_parallel_sum))

@@ -59,9 +59,9 @@ class Story:
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
         def loss(logprobs, entropy, microbatch):
-            share = -((weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()) / len(
-                whole.tokens
-            )
+            share = -(
+                (weights[microbatch.token_index] * logprobs).sum() + 0.1 * entropy.sum()
+            ) / len(whole.tokens)
             return share * (float("nan") if poison and rank == size - 1 else 1.0), {}
 
         return self.engine.update(make_microbatches(batch, 128), loss)

@@ -75,7 +75,9 @@ class Run:
         total = len(whole.tokens)
 
         def loss(logprobs, entropy, microbatch):
-            share = -((weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()) / total
+            share = (
+                -((weights[microbatch.token_index] * logprobs).sum() + 0.1 * entropy.sum()) / total
+            )
             if poison and rank == size - 1:
                 share = share * float("nan")
             return share, {"tokens": torch.tensor(float(len(logprobs)))}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.critic import Critic
-from areal_lite.megatron.packing import MicroBatch, make_microbatches
+from areal_lite.megatron.packing import Microbatch, make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.megatron.policy import Policy
@@ -34,7 +34,7 @@ def sequence_sums(values: torch.Tensor, position_ids: torch.Tensor) -> torch.Ten
     return torch.zeros(int(sequence[-1]) + 1).index_add(0, sequence, values)
 
 
-def shard(model: ParallelModel, step: int) -> tuple[int, TrainBatch, list[MicroBatch]]:
+def shard(model: ParallelModel, step: int) -> tuple[int, TrainBatch, list[Microbatch]]:
     """Tokens of the whole batch of `step`, and this rank's sequences; the budget differs, so the ranks have different numbers of microbatches."""
     whole, rank = random_batch(12, 98, seed=step), model.dp_group.rank()
     batch = whole.select(range(rank, whole.num_sequences, model.dp_group.size()))
@@ -68,7 +68,7 @@ class Case:
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
         def loss(logprobs, entropy, microbatch):
-            tokens = (weights[microbatch.where] * logprobs).sum() + 0.1 * entropy.sum()
+            tokens = (weights[microbatch.token_index] * logprobs).sum() + 0.1 * entropy.sum()
             sequences = sequence_sums(logprobs, microbatch.position_ids).square().sum()
             longest = torch.tensor(float(microbatch.cu_seqlens.diff().max()))
             return (0.001 * sequences - tokens) / total, {
@@ -87,7 +87,7 @@ class Case:
             targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
             def loss(values, microbatch):
-                return (values - targets[microbatch.where]).square().sum() / total, {}
+                return (values - targets[microbatch.token_index]).square().sum() / total, {}
 
             history.append(critic.update(microbatches, loss))
         critic.save(self.out / "critic", {"of": "values"})

@@ -60,7 +60,7 @@ def worker(rank: int, folder: str) -> None:
                 hidden, weight, targets, temperature, group, vocab_size=vocab
             )[0][0].item()
     microbatches = make_microbatches(batch_of(LENGTHS[rank]), 10, group=group, multiple=2)
-    results["microbatches"] = [m.where.tolist() for m in microbatches]
+    results["microbatches"] = [m.token_index.tolist() for m in microbatches]
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

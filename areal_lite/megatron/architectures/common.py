@@ -10,30 +10,30 @@ from transformers import PretrainedConfig
 
 from areal_lite.megatron.architectures.parameters import (
     QKV,
-    Columns,
-    Gated,
+    GatedColumnParallel,
     Parameter,
-    Vocabulary,
-    Whole,
+    Replicated,
+    RowParallel,
+    VocabParallel,
 )
 
 Mapping = dict[str, Parameter]
 
 # Once in a model.
 EMBEDDINGS: Mapping = {
-    "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": Whole("model.norm.weight"),
-    "output_layer.weight": Vocabulary("lm_head.weight"),
+    "embedding.word_embeddings.weight": VocabParallel("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
+    "output_layer.weight": VocabParallel("lm_head.weight"),
 }
 
 # Below decoder.layers.{layer} and model.layers.{layer}.
 ATTENTION: Mapping = {
-    "input_layernorm.weight": Whole("input_layernorm.weight"),
+    "input_layernorm.weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": QKV(
         "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
     ),
-    "self_attention.linear_proj.weight": Columns("self_attn.o_proj.weight"),
-    "pre_mlp_layernorm.weight": Whole("post_attention_layernorm.weight"),
+    "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
 }
 QKV_BIAS: Mapping = {
     "self_attention.linear_qkv.bias": QKV(
@@ -41,19 +41,19 @@ QKV_BIAS: Mapping = {
     )
 }
 QK_NORM: Mapping = {
-    "self_attention.q_layernorm.weight": Whole("self_attn.q_norm.weight"),
-    "self_attention.k_layernorm.weight": Whole("self_attn.k_norm.weight"),
+    "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
 }
 GATED_MLP: Mapping = {
-    "mlp.linear_fc1.weight": Gated("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": Columns("mlp.down_proj.weight"),
+    "mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
 }
 EXPERTS: Mapping = {
-    "mlp.router.weight": Whole("mlp.gate.weight"),
-    "mlp.experts.local_experts.{expert}.linear_fc1.weight": Gated(
+    "mlp.router.weight": Replicated("mlp.gate.weight"),
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": GatedColumnParallel(
         "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
     ),
-    "mlp.experts.local_experts.{expert}.linear_fc2.weight": Columns(
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": RowParallel(
         "mlp.experts.{expert}.down_proj.weight"
     ),
 }

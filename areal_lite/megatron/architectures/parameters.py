@@ -60,7 +60,7 @@ class Parameter:
         raise NotImplementedError
 
 
-class Whole(Parameter):
+class Replicated(Parameter):
     """One tensor, the same on all ranks."""
 
     replicated = True
@@ -72,7 +72,7 @@ class Whole(Parameter):
         return list(shards[:1])
 
 
-class Columns(Parameter):
+class RowParallel(Parameter):
     """One matrix [out, in], split by its inputs."""
 
     def shard(self, hf, sources, rank, ranks):
@@ -82,7 +82,7 @@ class Columns(Parameter):
         return [_cat(shards, 1)]
 
 
-class Gated(Parameter):
+class GatedColumnParallel(Parameter):
     """Gate and up projection, split by rows; a rank has its rows of the one, then those of the other."""
 
     def shard(self, hf, sources, rank, ranks):
@@ -108,7 +108,7 @@ class QKV(Parameter):
         return [part.flatten(0, 1).contiguous() for part in parts]
 
 
-class Vocabulary(Parameter):
+class VocabParallel(Parameter):
     """One matrix [vocab_size, hidden], split by rows, with zero rows below it where it does not split evenly (`padded_vocab`)."""
 
     def shard(self, hf, sources, rank, ranks):

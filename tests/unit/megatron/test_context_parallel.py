@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen, rotate
 from areal_lite.megatron.context_parallel import local_length, local_tokens
-from areal_lite.megatron.packing import MicroBatch
+from areal_lite.megatron.packing import Microbatch
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def microbatch_of(lengths: list[int]) -> MicroBatch:
+def microbatch_of(lengths: list[int]) -> Microbatch:
     """Token i has id i."""
     total = sum(lengths)
-    return MicroBatch(
+    return Microbatch(
         tokens=torch.arange(total),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        where=torch.arange(total),
+        token_index=torch.arange(total),
         max_seqlen=max(lengths),
     )
 

@@ -138,18 +138,20 @@ def test_the_crossover_of_a_published_model():
 def test_microbatches_partition_the_batch(lengths, budget):
     batch = batch_of(lengths)
     microbatches = make_microbatches(batch, budget)
-    assert sorted(torch.cat([m.where for m in microbatches]).tolist()) == list(range(sum(lengths)))
+    assert sorted(torch.cat([m.token_index for m in microbatches]).tolist()) == list(
+        range(sum(lengths))
+    )
     for m in microbatches:
-        assert {t.dtype for t in (m.tokens, m.position_ids, m.where)} == {
+        assert {t.dtype for t in (m.tokens, m.position_ids, m.token_index)} == {
             torch.int64
         } and m.cu_seqlens.dtype == torch.int32
-        assert np.array_equal(batch.tokens[m.where.numpy()], m.tokens.numpy())
+        assert np.array_equal(batch.tokens[m.token_index.numpy()], m.tokens.numpy())
         assert m.max_seqlen == int(m.cu_seqlens.diff().max())
         for start, end in zip(m.cu_seqlens[:-1].tolist(), m.cu_seqlens[1:].tolist()):
             assert m.position_ids[start:end].tolist() == list(range(end - start))
-            first = int(m.where[start])
+            first = int(m.token_index[start])
             assert first in batch.cu_seqlens[:-1]  # whole sequences, in order
-            assert m.where[start:end].tolist() == list(range(first, first + end - start))
+            assert m.token_index[start:end].tolist() == list(range(first, first + end - start))
 
 
 @settings(deadline=None)

@@ -90,7 +90,7 @@ def loss_in_parts(
         if config.algo.loss == "tb":
             minibatch.log_z = objective.log_z(t, logprobs.detach(), config.algo, VERSION)
         for mb in make_microbatches(batch.select(indices), budget):
-            at = where[mb.where]
+            at = where[mb.token_index]
             share, sums = objective.policy_loss(
                 t, minibatch, logprobs[at], entropy[at], mb, config, VERSION
             )
@@ -322,7 +322,7 @@ def test_a_critic_regresses_on_returns():
     minibatch = Minibatch(where, objective.denominator(t, where, "token", lambda x: x))
     values = (t.values + 0.5).requires_grad_()
     shares = [
-        objective.critic_loss(t, minibatch, values[mb.where], mb, config)
+        objective.critic_loss(t, minibatch, values[mb.token_index], mb, config)
         for mb in make_microbatches(batch, 9)
     ]
     loss = sum(share for share, _ in shares)
