@@ -19,7 +19,7 @@ from areal_lite.controller.filters import SolveRates, first_reason, load_filters
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import load_workflow, play, running
+from areal_lite.rollout.runner import load_workflow, run_workflow, started
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client, ServerFailed
 from areal_lite.servers.completion import SamplingParams
@@ -76,7 +76,7 @@ class Dispatcher:
     def recover(self, store: Store, version: int) -> None:
         """Before `run`: go on at `version` with what `store`, which nobody else uses yet, tells. Raises ValueError for another data set."""
         recovered = store.recover(version, self._parts.clock())
-        self._sampler.check(recovered.draws)
+        self._sampler.check_draws(recovered.draws)
         if self._rollout.retire_above is not None:
             for index, rewards in store.rewards():
                 if self._solve_rates.note(index, rewards):
@@ -90,7 +90,7 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        async with running(self.workflow, self._config), asyncio.TaskGroup() as groups:
+        async with started(self.workflow, self._config), asyncio.TaskGroup() as groups:
             while True:
                 while self._has_room():
                     groups.create_task(self._group(*self._admit()))
@@ -152,17 +152,19 @@ class Dispatcher:
         ]
         episodes = [
             Episode(
-                prompt,
-                sample_index,
-                group_id,
-                parts.tokenizer,
-                self._params,
-                parts.clock,
-                place.complete,
+                prompt=prompt,
+                sample_index=sample_index,
+                group_id=group_id,
+                tokenizer=parts.tokenizer,
+                params=self._params,
+                clock=parts.clock,
+                complete=place.complete,
             )
             for sample_index, place in enumerate(places)
         ]
-        members = await asyncio.gather(*map(self._member, episodes, play(self.workflow, episodes)))
+        members = await asyncio.gather(
+            *map(self._member, episodes, run_workflow(self.workflow, episodes))
+        )
         for place in places:
             place.release()
         survivors = [result for result in members if not isinstance(result, str)]

@@ -13,7 +13,7 @@ from areal_lite.config import RolloutConfig, TrainConfig
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import play
+from areal_lite.rollout.runner import run_workflow
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
@@ -87,17 +87,17 @@ async def score_problems(
                     f"{name}-{index}-{sample}",
                     await fleet.reserve(1),
                 )
-                (playing,) = play(
+                (playing,) = run_workflow(
                     workflow,
                     [
                         Episode(
-                            prompt,
-                            sample,
-                            index,
-                            parts.tokenizer,
-                            params,
-                            parts.clock,
-                            place.complete,
+                            prompt=prompt,
+                            sample_index=sample,
+                            group_id=index,
+                            tokenizer=parts.tokenizer,
+                            params=params,
+                            clock=parts.clock,
+                            complete=place.complete,
                         )
                     ],
                 )

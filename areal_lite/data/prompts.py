@@ -43,7 +43,7 @@ SOURCES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """`tokens` is what the server is sent; `text` is the same before tokenisation, for people to read.
 
@@ -140,7 +140,13 @@ class TextPrompts:
 
     def __getitem__(self, index: int) -> Prompt:
         where, text, answer, messages = self._rows[index]
-        return Prompt(where, self._encode(text), answer, text, messages)
+        return Prompt(
+            prompt_id=where,
+            tokens=self._encode(text),
+            answer=answer,
+            text=text,
+            messages=messages,
+        )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)

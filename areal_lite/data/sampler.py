@@ -68,7 +68,7 @@ class PromptSampler:
             else offset
         )
 
-    def check(self, draws: Iterable[tuple[int, int]]) -> None:
+    def check_draws(self, draws: Iterable[tuple[int, int]]) -> None:
         """`draws`: what `drawn` was after which index. Raises ValueError if they are another sampler's: that one cannot be restored here."""
         for drawn, index in draws:
             if (here := self._at(drawn - 1)) != index:

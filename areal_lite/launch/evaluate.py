@@ -20,7 +20,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rewards.pool import RewardPool
-from areal_lite.rollout.runner import load_workflow, running
+from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -80,7 +80,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
     workflow = load_workflow(config.rollout)
-    async with _Asking(config, run_dir) as asking, running(workflow, config):
+    async with _Asking(config, run_dir) as asking, started(workflow, config):
         parts = Dependencies(
             None,
             load_prompts(config.data, config.model, "eval"),
@@ -143,7 +143,10 @@ def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
         if chat
         else tokenizer.encode
     )
-    return [Prompt(f"prompt{i}", encode(text), "", text) for i, text in enumerate(config.prompts)]
+    return [
+        Prompt(prompt_id=f"prompt{i}", tokens=encode(text), answer="", text=text)
+        for i, text in enumerate(config.prompts)
+    ]
 
 
 class _Asking:

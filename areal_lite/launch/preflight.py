@@ -28,7 +28,7 @@ from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import bound_of
 from areal_lite.launch.placement import place
 from areal_lite.launch.slurm import layout
-from areal_lite.rewards.pool import load_function
+from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
 from areal_lite.system.gpus import resolve_device, visible_gpus
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
@@ -136,7 +136,7 @@ def _servers(server: ServerConfig) -> None:
 
 
 def _reward(reward: RewardConfig) -> None:
-    load_function(reward.function)
+    load_reward_function(reward.function)
 
 
 def _data(data: DataConfig) -> None:

@@ -31,4 +31,9 @@ class AdditionPrompts:
         )
         text = addition.prompt(problem)
         name = f"addition/{self._split}/{self._seed}:{index}"
-        return Prompt(name, self._tokenizer.encode(text), addition.answer(problem), text)
+        return Prompt(
+            prompt_id=name,
+            tokens=self._tokenizer.encode(text),
+            answer=addition.answer(problem),
+            text=text,
+        )

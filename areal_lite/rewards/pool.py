@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_lite.rewards.worker import Ready, Reply, Request, frame, take_frames
-from areal_lite.rewards.worker import load_function as load_function
 from areal_lite.system.processes import dying_with_me
 
 logger = logging.getLogger(__name__)

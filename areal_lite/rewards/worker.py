@@ -8,21 +8,20 @@ what the function prints goes to standard error, what it reads from standard inp
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import os
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from numbers import Real
 
 import msgspec
 
+from areal_lite.rewards.function import RewardFunction, load_reward_function
 from areal_lite.system.processes import die_with_parent
 
-RewardFunction = Callable[[str, str], float | Awaitable[float]]
 _LENGTH = struct.Struct("<I")
 
 
@@ -42,29 +41,6 @@ class Reply(msgspec.Struct, array_like=True):
     reward: float | None = None
     reason: str | None = None
     detail: str = ""
-
-
-def load_function(name: str) -> RewardFunction:
-    """The reward function called `module:callable`. Raises ValueError that says what is wrong with it."""
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(
-            f"reward.function={name} must be module:callable, such as areal_lite.rewards.gsm8k:gsm8k_reward"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"reward.function={name}: cannot import {module_name}: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(f"reward.function={name}: {module_name} has no callable {attribute!r}")
-    try:
-        inspect.signature(function).bind("completion", "answer")
-    except TypeError as error:
-        raise ValueError(
-            f"reward.function={name} is called as f(completion, answer): {error}"
-        ) from None
-    return function
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -109,7 +85,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     try:
-        function = load_function(sys.argv[1])
+        function = load_reward_function(sys.argv[1])
     except ValueError as error:
         _write(replies, Ready(str(error)))
         return

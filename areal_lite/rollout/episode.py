@@ -20,7 +20,7 @@ class WorkflowFailed(Exception):
     """One episode has no trajectory; says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """What a workflow works with.
 

@@ -25,7 +25,7 @@ from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 
-def play(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
+def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
     """One awaitable per episode of a group, in their order: its checked trajectory. They raise WorkflowFailed."""
     if not getattr(workflow, "grouped", False):
         return [_checked(episode, workflow(episode)) for episode in episodes]
@@ -97,7 +97,7 @@ def load_workflow(config: RolloutConfig) -> Workflow:
 
 
 @asynccontextmanager
-async def running(workflow: Workflow, config: Any) -> AsyncIterator[None]:
+async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
     """The time between a workflow's `start(config)` and its `close()`, if it has them; `config` is the command's."""
     if start := getattr(workflow, "start", None):
         await start(config)

@@ -47,9 +47,17 @@ class Policy:
         place = RolloutSession(
             self.fleet, params, self.tokenizer, f"0-{sample_index}", await self.fleet.reserve(1)
         )
-        prompt = Prompt("p", [2], "", "")
+        prompt = Prompt(prompt_id="p", tokens=[2], answer="", text="")
         with self.endpoint.conversation(
-            Episode(prompt, sample_index, 0, self.tokenizer, params, time.time, place.complete)
+            Episode(
+                prompt=prompt,
+                sample_index=sample_index,
+                group_id=0,
+                tokenizer=self.tokenizer,
+                params=params,
+                clock=time.time,
+                complete=place.complete,
+            )
         ) as (key, conversation):
             async with AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key) as client:
                 yield client, conversation

@@ -139,7 +139,7 @@ class Run:
         )
         self.version = self.saved
         self.sampler = PromptSampler(self.num_prompts, seed=3)
-        self.sampler.check(recovered.draws)
+        self.sampler.check_draws(recovered.draws)
         self.sampler.restore(
             {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
@@ -201,7 +201,7 @@ def test_another_order_of_prompts_is_noticed() -> None:
     for _ in range(12):
         run.admit(0)
     draws = run.store.recover(0, run.tick()).draws
-    run.sampler.check(draws)
+    run.sampler.check_draws(draws)
     for other in (
         PromptSampler(6, seed=3),
         PromptSampler(5, seed=4),
@@ -211,7 +211,7 @@ def test_another_order_of_prompts_is_noticed() -> None:
         with pytest.raises(
             ValueError, match="cannot resume: prompt .* would be .* with num_prompts="
         ):
-            other.check(draws)
+            other.check_draws(draws)
 
 
 def test_rewards_by_prompt_in_the_order_of_finishing() -> None:

@@ -12,8 +12,8 @@ import psutil
 import pytest
 import uvloop
 
+from areal_lite.rewards.function import load_reward_function
 from areal_lite.rewards.pool import RewardError, RewardPool
-from areal_lite.rewards.worker import load_function
 
 BAD_REWARDS = '''
 import os, signal, subprocess, sys, time
@@ -314,20 +314,20 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("bad_rewards", "must be module:callable"),
+        ("bad_rewards", "must be module:name"),
         ("no_such_module:f", "cannot import no_such_module"),
         ("bad_rewards:missing", "no callable 'missing'"),
         ("bad_rewards:one_argument", "called as f"),
     ],
 )
-def test_load_function_refuses(name: str, complaint: str) -> None:
+def test_load_reward_function_refuses(name: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        load_function(name)
+        load_reward_function(name)
 
 
-def test_load_function_loads() -> None:
-    assert load_function("areal_lite.rewards.exact:exact_reward")(" a\n", "a") == 1.0
-    assert load_function("areal_lite.rewards.exact:exact_reward")("b", "a") == 0.0
+def test_load_reward_function_loads() -> None:
+    assert load_reward_function("areal_lite.rewards.exact:exact_reward")(" a\n", "a") == 1.0
+    assert load_reward_function("areal_lite.rewards.exact:exact_reward")("b", "a") == 0.0
 
 
 @pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0}])

@@ -41,7 +41,13 @@ def save_chat_tokenizer(folder) -> Tokenizer:
 
 def chat_prompt(tokenizer: Tokenizer, text: str = "Hi") -> Prompt:
     messages = [{"role": "user", "content": text}]
-    return Prompt("p", tokenizer.chat(messages), "", tokenizer.render(messages), messages)
+    return Prompt(
+        prompt_id="p",
+        tokens=tokenizer.chat(messages),
+        answer="",
+        text=tokenizer.render(messages),
+        messages=messages,
+    )
 
 
 class Scripted:
@@ -103,7 +109,15 @@ async def playing(
         ]
         yield (
             [
-                Episode(prompt, i, 0, tokenizer, params, lambda: 0.0, place.complete)
+                Episode(
+                    prompt=prompt,
+                    sample_index=i,
+                    group_id=0,
+                    tokenizer=tokenizer,
+                    params=params,
+                    clock=lambda: 0.0,
+                    complete=place.complete,
+                )
                 for i, place in enumerate(places)
             ],
             client,

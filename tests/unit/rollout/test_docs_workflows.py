@@ -12,9 +12,9 @@ from areal_lite.config import RolloutConfig, to_dataclass
 from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.worker import load_function
+from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
-from areal_lite.rollout.runner import load_workflow, play
+from areal_lite.rollout.runner import load_workflow, run_workflow
 from tests.unit.rollout.episodes import playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()
@@ -58,12 +58,18 @@ def rewards_and_texts(
 ) -> tuple[float | None, str]:
     async def main():
         messages = [{"role": "user", "content": "Hi"}]
-        prompt = Prompt("p", tokenizer.chat(messages), "4", "Hi", messages)
+        prompt = Prompt(
+            prompt_id="p",
+            tokens=tokenizer.chat(messages),
+            answer="4",
+            text="Hi",
+            messages=messages,
+        )
         workflow = load_workflow(config)
         async with playing(tokenizer, prompt, script, max_new_tokens=2000) as (episodes, _, _):
             if hasattr(workflow, "_schemas"):
                 await workflow.start(None)
-            (trajectory,) = await asyncio.gather(*play(workflow, episodes))
+            (trajectory,) = await asyncio.gather(*run_workflow(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())
@@ -92,7 +98,7 @@ def test_commands_compose_and_load(command: str) -> None:
 )
 def test_every_name_in_the_tables_is_there(name: str) -> None:
     if name.startswith("areal_lite.rewards"):
-        load_function(name)
+        load_reward_function(name)
         return
     arguments = {
         "MultiTurn": {"feedback": "my_task:feedback"},
@@ -124,7 +130,7 @@ def test_an_agent(tokenizer) -> None:
 
         endpoint = OpenAIEndpoint()
         await endpoint.start()
-        prompt = Prompt("p", [2], "4", "2+2?")
+        prompt = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
         async with playing(tokenizer, prompt, ["5", "No: 4"]) as (episodes, _, _):
             with endpoint.conversation(episodes[0]) as (key, conversation):
                 assert await agent(endpoint.base_url, key, prompt) is None

@@ -14,7 +14,7 @@ from areal_lite.config import RolloutConfig
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import WorkflowFailed, grouped, sampled_turns
-from areal_lite.rollout.runner import load_workflow, play
+from areal_lite.rollout.runner import load_workflow, run_workflow
 from areal_lite.rollout.transcript import Transcript
 from areal_lite.rollout.workflows.multi_turn import MultiTurn
 from areal_lite.rollout.workflows.single_turn import single_turn
@@ -148,7 +148,7 @@ def test_feedback_may_be_the_reward(tokenizer, user_code) -> None:
 
 def test_plain_prompts_get_plain_feedback(tokenizer, user_code) -> None:
     user_code(FEEDBACK)
-    prompt = Prompt("p", tokenizer.encode("Hi"), "", "Hi")
+    prompt = Prompt(prompt_id="p", tokens=tokenizer.encode("Hi"), answer="", text="Hi")
     trajectory, client = play_one(tokenizer, MultiTurn("users:until_right"), prompt, ["a", "right"])
     assert_recorded(trajectory, client)
     assert text_of(tokenizer, trajectory.tokens) == f"Hia{END}a is wrongright{END}"
@@ -365,7 +365,7 @@ def test_a_group_works_together(tokenizer) -> None:
         async with playing(
             tokenizer, chat_prompt(tokenizer), ["one", "uno"], ["two", "due"], ["three", "tre"]
         ) as (episodes, client, _):
-            trajectories = await asyncio.gather(*play(Together(), episodes))
+            trajectories = await asyncio.gather(*run_workflow(Together(), episodes))
             assert [t.sample_index for t in trajectories] == [0, 1, 2]
             texts = [text_of(tokenizer, t.tokens) for t in trajectories]
             assert (
@@ -415,7 +415,9 @@ def test_whatever_goes_wrong_is_one_failure(tokenizer) -> None:
 
     async def outcomes(workflow) -> list[str]:
         async with playing(tokenizer, chat_prompt(tokenizer), ["a"], ["b"]) as (episodes, _, _):
-            results = await asyncio.gather(*play(workflow, episodes), return_exceptions=True)
+            results = await asyncio.gather(
+                *run_workflow(workflow, episodes), return_exceptions=True
+            )
             assert all(isinstance(r, (Trajectory, WorkflowFailed)) for r in results)
             return [str(r) if isinstance(r, WorkflowFailed) else "fine" for r in results]
 
