@@ -32,7 +32,7 @@ from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.servers.control import post
-from areal_lite.servers.registry import ServerInfo, announce, announced
+from areal_lite.servers.registry import ServerInfo, announce_server, announced_servers
 from areal_lite.system.processes import die_with_parent, dying_with_me
 
 MEAN_TOKENS, MAX_TOKENS, PROMPT_TOKENS = 100, 512, 40
@@ -125,14 +125,14 @@ class Server(asyncio.Protocol):
 async def serve(run_dir: Path) -> None:
     Server.prepare()
     server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0, backlog=4096)
-    announce(
+    announce_server(
         run_dir,
         ServerInfo(
-            "server-0",
-            f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
-            None,
-            1,
-            os.getpid(),
+            name="server-0",
+            url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+            api_key=None,
+            tensor_parallel=1,
+            pid=os.getpid(),
         ),
     )
     await server.serve_forever()
@@ -263,9 +263,9 @@ def fresh_server(run_dir: Path, config: TrainConfig) -> Iterator[str]:
         [sys.executable, __file__, "--serve", str(run_dir)], env=os.environ | dying_with_me()
     )
     try:
-        while not announced(run_dir):
+        while not announced_servers(run_dir):
             time.sleep(0.05)
-        yield announced(run_dir)[0].url
+        yield announced_servers(run_dir)[0].url
     finally:
         server.terminate()
         server.wait()

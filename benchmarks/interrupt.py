@@ -78,7 +78,7 @@ class Controller:
     def begin_push(self, version: int) -> dict:
         async def begin() -> list:
             if self.mode == "abort":
-                self.fleet.hold()
+                self.fleet.pause_dispatch()
             servers = list(self.fleet.router.servers.values())
             self.fleet.begin_push(servers)
             return servers
@@ -90,7 +90,7 @@ class Controller:
 
     def pushed(self, version: int, failed: list[str]) -> None:
         async def resume() -> None:
-            self.fleet.resume(version, failed)
+            self.fleet.finish_push(version, failed)
 
         asyncio.run_coroutine_threadsafe(resume(), self.loop).result()
 
@@ -121,10 +121,10 @@ async def measure(
     pusher = WeightPusher(engine, Controller(fleet, mode), config, folder)
     params = SamplingParams(arguments.tokens, 1.0, ())
     started = time.perf_counter()
-    places = [await fleet.reserve(1) for _ in range(arguments.requests)]
+    servers = [await fleet.reserve(1) for _ in range(arguments.requests)]
     tasks = [
-        asyncio.create_task(fleet.complete(PROMPT, params, f"{mode}-{transport}-{i}", place))
-        for i, place in enumerate(places)
+        asyncio.create_task(fleet.complete(PROMPT, params, f"{mode}-{transport}-{i}", server))
+        for i, server in enumerate(servers)
     ]
     pauses = []
     while every_s and len(pauses) < arguments.pushes:

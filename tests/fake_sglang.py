@@ -217,7 +217,7 @@ class FakeSGLang:
 
 
 async def _main() -> None:
-    from areal_lite.servers.registry import ServerInfo, announce
+    from areal_lite.servers.registry import ServerInfo, announce_server
     from areal_lite.system.processes import die_with_parent
 
     die_with_parent()
@@ -242,7 +242,12 @@ async def _main() -> None:
     )
     url = await server.start(arguments.port)
     if not arguments.port:
-        announce(arguments.run_dir, ServerInfo(arguments.name, url, None, 1, os.getpid()))
+        announce_server(
+            arguments.run_dir,
+            ServerInfo(
+                name=arguments.name, url=url, api_key=None, tensor_parallel=1, pid=os.getpid()
+            ),
+        )
     await asyncio.Event().wait()
 
 

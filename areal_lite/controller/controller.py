@@ -193,7 +193,7 @@ class Controller:
 
     def _ask_to_catch_up(self) -> None:
         """The trainer has nothing to do but to wait: let it push its version to the servers that came after its last push."""
-        if self.fleet.router.behind and not self._catching_up:
+        if self.fleet.router.stale and not self._catching_up:
             self._catching_up = True
             self._catch_ups += 1
             self._catch_up.set()
@@ -222,11 +222,11 @@ class Controller:
         """Of a new version to all servers, or of the present one to those that are behind while the others go on."""
         router, interrupt, drained = self.fleet.router, self.config.rollout.interrupt, 0
         if version > self.version and interrupt in ("none", "abort"):
-            self.fleet.hold()
+            self.fleet.pause_dispatch()
         if version > self.version and interrupt == "none":
             drained = await self.fleet.drain()
             self.drained += drained
-        servers = list(router.servers.values()) if version > self.version else router.behind
+        servers = list(router.servers.values()) if version > self.version else router.stale
         self.fleet.begin_push(servers)
         self._pushing = True
         return {"servers": [asdict(server) for server in servers], "drained": drained}
@@ -238,7 +238,7 @@ class Controller:
                 f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})"
             )
         self.version = version
-        self.fleet.resume(version, request.failed)
+        self.fleet.finish_push(version, request.failed)
         self._pushing = self._catching_up = False
         self.dispatcher.bump(version)
         self._notify()
@@ -258,7 +258,7 @@ class Controller:
                 await asyncio.wait([evaluating], timeout=_LOOK_EVERY_S)
                 if (
                     self.version == self.config.trainer.steps
-                    and self.fleet.stranded
+                    and self.fleet.no_ready_server
                     and not evaluating.done()
                 ):
                     raise RuntimeError(

@@ -144,7 +144,7 @@ class Dispatcher:
             Store.admit, group_id, prompt.prompt_id, index, drawn, size, parts.clock()
         )
         server = await self._fleet.reserve(size)
-        places = [
+        sessions = [
             RolloutSession(
                 self._fleet, self._params, parts.tokenizer, f"{group_id}-{sample_index}", server
             )
@@ -158,15 +158,15 @@ class Dispatcher:
                 tokenizer=parts.tokenizer,
                 params=self._params,
                 clock=parts.clock,
-                complete=place.complete,
+                complete=session.complete,
             )
-            for sample_index, place in enumerate(places)
+            for sample_index, session in enumerate(sessions)
         ]
         members = await asyncio.gather(
             *map(self._member, episodes, run_workflow(self.workflow, episodes))
         )
-        for place in places:
-            place.release()
+        for session in sessions:
+            session.release()
         survivors = [result for result in members if not isinstance(result, str)]
         reasons = [result for result in members if isinstance(result, str)]
         self.counts["failed_rollouts"] += len(reasons)
@@ -266,7 +266,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             router = self._fleet.router
-            servers = [server for server in router.servers.values() if router.works(server)]
+            servers = [server for server in router.servers.values() if router.is_ready(server)]
             loads = await asyncio.gather(*map(client.load, servers), return_exceptions=True)
             for error in loads:
                 if isinstance(error, BaseException) and not isinstance(error, ServerFailed):

@@ -80,7 +80,7 @@ async def score_problems(
         prompt = parts.eval_prompts[index]
         try:
             async with limit:
-                place = RolloutSession(
+                session = RolloutSession(
                     fleet,
                     params,
                     parts.tokenizer,
@@ -97,14 +97,14 @@ async def score_problems(
                             tokenizer=parts.tokenizer,
                             params=params,
                             clock=parts.clock,
-                            complete=place.complete,
+                            complete=session.complete,
                         )
                     ],
                 )
                 try:
                     trajectory = await playing
                 finally:
-                    place.release()
+                    session.release()
             versions.update(trajectory.versions[trajectory.loss_mask].tolist())
             if trajectory.reward is not None:
                 return trajectory.reward

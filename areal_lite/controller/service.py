@@ -24,7 +24,7 @@ from areal_lite.run_dir.resume import start_version
 from areal_lite.run_dir.store import STORE_FILE, Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.registry import announced, mark_unhealthy
+from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
 from areal_lite.system.processes import die_with_parent
 
@@ -45,7 +45,7 @@ async def serve(run_dir: Path) -> None:
     client = SGLangClient(config.server.health_timeout_s)
     parts = Dependencies(prompts, eval_prompts, tokenizer, rewards, store, time.time, eval_sets)
     controller = Controller(
-        config, parts, client, lambda: announced(run_dir), partial(mark_unhealthy, run_dir)
+        config, parts, client, lambda: announced_servers(run_dir), partial(mark_unhealthy, run_dir)
     )
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
     wire = WireServer(run_dir, controller.handle, host)

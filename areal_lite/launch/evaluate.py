@@ -24,7 +24,7 @@ from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.registry import announced, mark_unhealthy
+from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import deal, resolve_device, visible_gpus
 
@@ -161,7 +161,7 @@ class _Asking:
         told = partial(mark_unhealthy, self.run_dir)
         self.fleet = Fleet(
             self.client,
-            lambda: announced(self.run_dir),
+            lambda: announced_servers(self.run_dir),
             lambda: None,
             told,
             server.health_interval_s,

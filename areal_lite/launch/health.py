@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from areal_lite.servers.control import answers
-from areal_lite.servers.registry import announced
+from areal_lite.servers.registry import announced_servers
 
 _PATIENCE_S = 10.0
 
 
 def healthy(run_dir: Path) -> bool:
-    servers = announced(run_dir)
+    servers = announced_servers(run_dir)
     return bool(servers) and all(answers(server, _PATIENCE_S) for server in servers)
 
 

@@ -24,7 +24,7 @@ from areal_lite.config import ServerConfig, TrainConfig, load_config
 from areal_lite.launch.roles import RoleFailed, interruptible
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
-from areal_lite.servers.registry import announce, unhealthy_reason, withdraw
+from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
 from areal_lite.system.gpus import deal, resolve_device, visible, visible_gpus
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
@@ -102,7 +102,7 @@ class ServerPool:
             try:
                 server.start()
                 await server.wait_ready()
-                announce(self._run_dir, server.info)
+                announce_server(self._run_dir, server.info)
                 self._came_up.add(name)
                 self._say(
                     f"{name} is ready, {time.monotonic() - self._started:.0f} s after the start"
@@ -113,7 +113,7 @@ class ServerPool:
                     raise
                 reason = str(error)
             finally:
-                withdraw(self._run_dir, name)
+                withdraw_server(self._run_dir, name)
                 await asyncio.to_thread(server.stop, grace_s)
             if restarts > self._max_restarts:
                 self._say(f"{name} is given up after {self._max_restarts} restarts: {reason}")

@@ -32,7 +32,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from areal_lite.run_dir.metrics import STEP_KEYS, newest_event
-from areal_lite.servers.registry import announced
+from areal_lite.servers.registry import announced_servers
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
 
 FACTS = {
@@ -66,7 +66,7 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
         "seconds_since_step": now - step["logged_at"] if step else None,
         "steps_planned": OmegaConf.select(_config(run_dir), "trainer.steps"),
         "ended": (run_dir / "summary.json").exists(),
-        "servers": len(announced(run_dir)),
+        "servers": len(announced_servers(run_dir)),
     }
     parts = (
         ("run_", facts, FACTS),
@@ -95,7 +95,7 @@ def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
         }
         for run_dir in run_dirs
         if OmegaConf.select(_config(run_dir), "server.args.enable_metrics")
-        for server in announced(run_dir)
+        for server in announced_servers(run_dir)
     ]
 
 

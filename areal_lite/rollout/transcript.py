@@ -100,5 +100,10 @@ class Transcript:
     def _add(self, tokens: np.ndarray) -> None:
         count = len(tokens)
         self._chunks.append(
-            GenerationChunk(tokens, np.zeros(count, np.float32), np.full(count, -1, np.int32), "")
+            GenerationChunk(
+                tokens=tokens,
+                logprobs=np.zeros(count, np.float32),
+                versions=np.full(count, -1, np.int32),
+                finish_reason="",
+            )
         )

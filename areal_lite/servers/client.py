@@ -37,7 +37,7 @@ class ServerLoad:
 class Client(Protocol):
     """One request to one server. SGLangClient is the real one; a simulator brings its own."""
 
-    async def request(
+    async def generate(
         self,
         server: ServerInfo,
         input_ids: np.ndarray,
@@ -52,7 +52,7 @@ class Client(Protocol):
     async def weight_version(self, server: ServerInfo) -> int:
         """Raises ServerFailed."""
 
-    async def check(self, server: ServerInfo) -> None:
+    async def check_health(self, server: ServerInfo) -> None:
         """Returns if all of the server works, busy or not; raises ServerFailed otherwise, in bounded time."""
 
     async def load(self, server: ServerInfo) -> ServerLoad:
@@ -154,7 +154,7 @@ class SGLangClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def request(
+    async def generate(
         self,
         server: ServerInfo,
         input_ids: np.ndarray,
@@ -198,7 +198,7 @@ class SGLangClient:
             )
         return int(version)
 
-    async def check(self, server: ServerInfo) -> None:
+    async def check_health(self, server: ServerInfo) -> None:
         # The one question without a side effect that the scheduler process answers too, between two steps, whatever else it has to do:
         # /health and /model_info are answered in front of a scheduler that hangs.
         await self._call("GET", server, "/server_info", timeout=self._bounded)

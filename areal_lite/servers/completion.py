@@ -26,7 +26,7 @@ class SamplingParams:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:
     """What one request brought: tokens int32 [n], logprobs float32 [n] (NaN where the server had none), versions int32 [n].
 

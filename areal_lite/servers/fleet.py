@@ -2,7 +2,7 @@
 
 A completion is never lost with a server: it waits until another one is ready, and continues from its last known token. Whether a server
 has failed is for its health check to say, which the server's own scheduler must answer, or for its connection; a slow answer says nothing.
-A server that failed is unhealthy_reason: whoever started it is told, to end it and start another.
+A server that failed is marked unhealthy: whoever started it is told, to end it and start another.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Fleet:
         )  # completions in the making, by where and of which prompt
         self._pushing: list[ServerInfo] = []
         self._pushes = 0  # begun and ended
-        self._resume = asyncio.Event()
-        self._resume.set()
+        self._dispatching = asyncio.Event()
+        self._dispatching.set()
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -75,7 +75,7 @@ class Fleet:
         return self.router.version
 
     @property
-    def stranded(self) -> bool:
+    def no_ready_server(self) -> bool:
         """Something waits for a server, and none is ready."""
         return self._waiting > 0 and not self.router.ready
 
@@ -83,11 +83,11 @@ class Fleet:
         """Runs until cancelled: servers join when they are announced, and are looked after until they are gone."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for server in self.router.announce(self._announced()):
-                    tasks.create_task(self._attend(server))
+                for server in self.router.update_servers(self._announced()):
+                    tasks.create_task(self._monitor(server))
                 await asyncio.sleep(_LOOK_EVERY_S)
 
-    async def _attend(self, server: ServerInfo) -> None:
+    async def _monitor(self, server: ServerInfo) -> None:
         try:
             await self._join(server)
             # One that was withdrawn finishes what it has.
@@ -99,8 +99,8 @@ class Fleet:
 
     async def _join(self, server: ServerInfo) -> None:
         version = await self._client.weight_version(server)
-        self.router.joined(server, version)
-        if self.router.works(server):
+        self.router.record_version(server, version)
+        if self.router.is_ready(server):
             log.info("server %s (%s) joined at version %d", server.name, server.url, self.version)
             self._ready.set()
         else:
@@ -118,7 +118,7 @@ class Fleet:
         pushes = self._pushes
         try:
             if server not in self._pushing:
-                await self._client.check(server)
+                await self._client.check_health(server)
         except ServerFailed:
             if pushes == self._pushes:
                 raise
@@ -126,7 +126,7 @@ class Fleet:
     async def reserve(self, count: int, prefer: Iterable[ServerInfo] = ()) -> ServerInfo:
         """The least loaded server among `prefer` if one of them works, else among all, with `count` more trajectories on it from now on;
         waits until one is ready."""
-        while (server := self.router.pick(prefer)) is None:
+        while (server := self.router.choose(prefer)) is None:
             self._ready.clear()
             self._waiting += 1
             try:
@@ -154,7 +154,7 @@ class Fleet:
                     params,
                     f"{self._run}-{rid}",
                     completion,
-                    self._resume,
+                    self._dispatching,
                 )
             except NotReady:
                 self.counts["retries"] += 1
@@ -173,7 +173,7 @@ class Fleet:
     async def _request(
         self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str
     ) -> GenerationChunk:
-        if not self.router.works(server):
+        if not self.router.is_ready(server):
             raise NotReady(server, "was withdrawn or has other weights than the trainer")
         self.counts["requests"] += 1
         self.in_flight += 1
@@ -183,7 +183,7 @@ class Fleet:
             # that a push in_place finds in the server's queue begins under the new weights, and over what the old ones have cached.
             version = self.version
             chunk = await self._unless_failed(
-                server, self._client.request(server, input_ids, params, rid, str(version))
+                server, self._client.generate(server, input_ids, params, rid, str(version))
             )
         finally:
             self.in_flight -= 1
@@ -211,7 +211,7 @@ class Fleet:
 
     def _fail(self, error: ServerFailed) -> None:
         """Leave its server out, move what runs on it, and have it replaced."""
-        news = self.router.fail(error.server)
+        news = self.router.mark_failed(error.server)
         if not news and error.server not in self._requests:
             return
         self.last_failure = error
@@ -225,22 +225,22 @@ class Fleet:
         )
         self._on_change()
 
-    def hold(self) -> None:
-        """Send nothing until `resume`."""
-        self._resume.clear()
+    def pause_dispatch(self) -> None:
+        """Send nothing until `finish_push`."""
+        self._dispatching.clear()
 
     async def drain(self) -> int:
-        """Wait until nothing is in flight; returns how many requests were. Call `hold` first."""
+        """Wait until nothing is in flight; returns how many requests were. Call `pause_dispatch` first."""
         drained = self.in_flight
         await self._idle.wait()
         return drained
 
     def begin_push(self, servers: list[ServerInfo]) -> None:
-        """From now on `servers` get weights; `resume` when it is over."""
+        """From now on `servers` get weights; call `finish_push` when it is over."""
         self._pushing = servers
         self._pushes += 1
 
-    def resume(self, version: int, failed: list[str]) -> None:
+    def finish_push(self, version: int, failed: list[str]) -> None:
         """The servers of the push, but for those named in `failed`, have `version`. Only who has it takes requests from now on."""
         self.router.version = version
         pushed, self._pushing = self._pushing, []
@@ -249,10 +249,10 @@ class Fleet:
             if server.name in failed:
                 self._fail(ServerFailed(server, f"did not take version {version}"))
             else:
-                self.router.pushed(server)
+                self.router.record_push(server)
         if self.router.ready:
             self._ready.set()
-        self._resume.set()
+        self._dispatching.set()
 
     async def abort_all(self) -> None:
         """End what runs on the servers, as the run is over; one that is gone already is as good."""

@@ -137,7 +137,11 @@ class ServerProcess:
     def info(self) -> ServerInfo:
         assert self._process is not None, "not started"
         return ServerInfo(
-            self.name, self.url, self.config.api_key, self.config.tensor_parallel, self._process.pid
+            name=self.name,
+            url=self.url,
+            api_key=self.config.api_key,
+            tensor_parallel=self.config.tensor_parallel,
+            pid=self._process.pid,
         )
 
     def start(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_lite.system.files import write_atomically
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     """How to reach a server. Another `pid` under the same name is another server: it may have other weights."""
 
@@ -21,14 +21,14 @@ class ServerInfo:
     pid: int
 
 
-def announce(run_dir: Path, info: ServerInfo) -> Path:
+def announce_server(run_dir: Path, info: ServerInfo) -> Path:
     """Write `<run_dir>/servers/<name>.json`, for this user's eyes only: it may hold a key."""
     path = _announcement(run_dir, info.name)
     write_atomically(path, json.dumps(asdict(info)), private=True)
     return path
 
 
-def announced(run_dir: Path) -> list[ServerInfo]:
+def announced_servers(run_dir: Path) -> list[ServerInfo]:
     """The servers of a run, by name; empty before the first one is there."""
     servers = []
     for path in sorted(Path(run_dir, "servers").glob("*.json")):
@@ -37,7 +37,7 @@ def announced(run_dir: Path) -> list[ServerInfo]:
     return servers
 
 
-def withdraw(run_dir: Path, name: str) -> None:
+def withdraw_server(run_dir: Path, name: str) -> None:
     """Take a server's announcement back, and what was said against it."""
     _announcement(run_dir, name).unlink(missing_ok=True)
     _unhealthy_file(run_dir, name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Which server a request goes to: the least loaded one that works and has the trainer's weights.
 
 A server takes requests while the version that it holds is the trainer's. One that joins late or comes back has older weights than the
-trajectories in flight: it is `behind` until a push brings it up. One that failed is left out until it is announced again as another
+trajectories in flight: it is `stale` until a push brings it up. One that failed is left out until it is announced again as another
 process; one whose announcement is withdrawn gets nothing new. Pure: no clients, no clock.
 """
 
@@ -28,7 +28,7 @@ class Router:
         self._versions: dict[ServerInfo, int] = {}  # those that said so, or took a push
         self._failed: set[ServerInfo] = set()
 
-    def announce(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
+    def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
         """Take over the list of announced servers, except processes that have failed. Returns the new ones: not ready yet."""
         current = {s.name: s for s in announced if s not in self._failed}
         new = [s for name, s in current.items() if self.servers.get(name) != s]
@@ -38,17 +38,17 @@ class Router:
         }
         return new
 
-    def joined(self, server: ServerInfo, version: int) -> None:
+    def record_version(self, server: ServerInfo, version: int) -> None:
         """`server` says that it holds `version`. What a push has brought it to meanwhile counts more."""
         if self.servers.get(server.name) == server:
             self._versions.setdefault(server, version)
 
-    def pushed(self, server: ServerInfo) -> None:
+    def record_push(self, server: ServerInfo) -> None:
         """`server` took the trainer's version."""
         if self.servers.get(server.name) == server:
             self._versions[server] = self.version
 
-    def fail(self, server: ServerInfo) -> bool:
+    def mark_failed(self, server: ServerInfo) -> bool:
         """Leave `server` out. True if that was news."""
         self._failed.add(server)
         if self.servers.get(server.name) != server:
@@ -65,17 +65,17 @@ class Router:
         }
 
     @property
-    def behind(self) -> list[ServerInfo]:
+    def stale(self) -> list[ServerInfo]:
         """Those that need a push before they may take requests, by name."""
         return sorted(
             (s for s, version in self._versions.items() if version != self.version),
             key=lambda s: s.name,
         )
 
-    def works(self, server: ServerInfo) -> bool:
+    def is_ready(self, server: ServerInfo) -> bool:
         return self._versions.get(server) == self.version
 
-    def pick(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:
+    def choose(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:
         """The least loaded of those in `prefer` that work, which hold a prefix already, else of all."""
-        chosen = least_loaded(filter(self.works, prefer), self.load)
-        return chosen or least_loaded(filter(self.works, self._versions), self.load)
+        chosen = least_loaded(filter(self.is_ready, prefer), self.load)
+        return chosen or least_loaded(filter(self.is_ready, self._versions), self.load)

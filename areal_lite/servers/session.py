@@ -82,6 +82,10 @@ def _cut(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> C
     end = bisect.bisect_left(range(len(tokens)), True, key=holds)
     kv_version = min(chunk.kv_version for chunk in completion.chunks)
     chunk = GenerationChunk(
-        tokens[:end], completion.logprobs[:end], completion.versions[:end], "stop", kv_version
+        tokens=tokens[:end],
+        logprobs=completion.logprobs[:end],
+        versions=completion.versions[:end],
+        finish_reason="stop",
+        kv_version=kv_version,
     )
     return Completion([chunk], completion.requests, "stop")

@@ -21,7 +21,7 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.servers.control import ServerError, in_thread, post
-from areal_lite.servers.registry import ServerInfo, announced
+from areal_lite.servers.registry import ServerInfo, announced_servers
 
 NUM_SCORED = 4
 TIMEOUT_S = 10.0  # a full server may have better things to do
@@ -52,7 +52,7 @@ class Probe:
         }
 
     def _scored(self, batch, own: np.ndarray, servers: list[ServerInfo] | None) -> float | None:
-        servers = announced(self.run_dir) if servers is None else servers
+        servers = announced_servers(self.run_dir) if servers is None else servers
         spans = [
             (int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
             for i in range(min(NUM_SCORED, batch.num_sequences))

@@ -19,7 +19,7 @@ from areal_lite.controller.client import ControllerClient
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.control import post
-from areal_lite.servers.registry import ServerInfo, announced
+from areal_lite.servers.registry import ServerInfo, announced_servers
 from areal_lite.system.processes import dying_with_me
 from areal_lite.trajectory import TrainBatch
 from tests.fake_sglang import completion
@@ -231,7 +231,7 @@ def test_mode_none_drains_and_never_mixes_versions(run) -> None:
         assert_exact(batch)
         assert info["interrupted_share"] == 0 and info["segments_mean"] == 1
         drained += client.begin_push(step + 1)["drained"]
-        with urllib.request.urlopen(announced(r.path)[0].url + "/model_info") as answer:
+        with urllib.request.urlopen(announced_servers(r.path)[0].url + "/model_info") as answer:
             assert json.load(answer)["running"] == 0
         assert (
             r.store().counts()["in_flight"] > 0 or step > 0
@@ -276,7 +276,7 @@ def test_with_a_fixed_lag_every_token_is_exactly_that_old(run) -> None:
 def test_a_server_dies_and_nothing_is_lost(run) -> None:
     r = run(max_staleness=2)
     r.start_server("s0", delay=0.01), r.start_server("s1", delay=0.01)
-    while len(announced(r.path)) < 2:
+    while len(announced_servers(r.path)) < 2:
         time.sleep(0.02)
     client = r.start_controller()
     used = {0: sorted(set(client.batch(0, 0, 1)[0].group_ids.tolist()))}
@@ -320,7 +320,7 @@ def test_without_a_server_everything_waits_for_one(run) -> None:
 def test_a_server_that_failed_the_push_is_left_out(run) -> None:
     r = run()
     r.start_server("s0"), r.start_server("s1")
-    while len(announced(r.path)) < 2:
+    while len(announced_servers(r.path)) < 2:
         time.sleep(0.02)
     client = r.start_controller()
     client.batch(0, 0, 1)
@@ -508,7 +508,7 @@ def test_concurrency_follows_what_the_servers_can_run(run) -> None:
         r.start(
             name, "tests/fake_sglang.py", str(r.path), name, "--delay", "0.03", "--places", "12"
         )
-    while len(announced(r.path)) < 2:
+    while len(announced_servers(r.path)) < 2:
         time.sleep(0.02)
     client, step, limit, deadline = r.start_controller(), 0, 200, time.monotonic() + 60
     while not 24 <= limit <= 24 * 1.6 and time.monotonic() < deadline:  # it looks once a second
@@ -594,5 +594,5 @@ def test_server_info_crosses_the_wire_whole(run) -> None:
     r.start_server()
     client = r.start_controller()
     client.batch(0, 0, 1)
-    assert client.begin_push(1)["servers"] == announced(r.path)
-    assert isinstance(announced(r.path)[0], ServerInfo)
+    assert client.begin_push(1)["servers"] == announced_servers(r.path)
+    assert isinstance(announced_servers(r.path)[0], ServerInfo)

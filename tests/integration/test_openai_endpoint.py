@@ -44,7 +44,7 @@ class Policy:
         """An openai client and its conversation."""
         params = SamplingParams(budget, self.temperature, self.tokenizer.eos_ids)
         sample_index, self.episodes = self.episodes, self.episodes + 1
-        place = RolloutSession(
+        session = RolloutSession(
             self.fleet, params, self.tokenizer, f"0-{sample_index}", await self.fleet.reserve(1)
         )
         prompt = Prompt(prompt_id="p", tokens=[2], answer="", text="")
@@ -56,12 +56,12 @@ class Policy:
                 tokenizer=self.tokenizer,
                 params=params,
                 clock=time.time,
-                complete=place.complete,
+                complete=session.complete,
             )
         ) as (key, conversation):
             async with AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key) as client:
                 yield client, conversation
-        place.release()
+        session.release()
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +84,11 @@ def with_policy(folder: str, test, temperature: float = 0.7) -> None:
         fake = FakeSGLang()
         try:
             async with serving(
-                folder, ServerInfo("s", await fake.start(), None, 1, 1), temperature
+                folder,
+                ServerInfo(
+                    name="s", url=await fake.start(), api_key=None, tensor_parallel=1, pid=1
+                ),
+                temperature,
             ) as policy:
                 await test(policy, fake)
         finally:

@@ -21,7 +21,7 @@ from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool
 from areal_lite.servers.control import ServersFailed, post
 from areal_lite.servers.process import ServerProcess
-from areal_lite.servers.registry import ServerInfo, announced, mark_unhealthy
+from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me
 from areal_lite.weights.broadcast import WeightGroup, flatten
@@ -80,7 +80,7 @@ def until(condition, seconds: float = 30):
 
 
 def server(folder: Path, name: str) -> ServerInfo | None:
-    return next((s for s in announced(folder) if s.name == name), None)
+    return next((s for s in announced_servers(folder) if s.name == name), None)
 
 
 def log_of(folder: Path) -> str:
@@ -100,13 +100,13 @@ def test_a_server_that_dies_is_started_again_until_its_budget_is_spent(tmp_path)
         with pytest.raises(RoleFailed, match="no server is left"):
             pool.check()
     assert "restart 1 of 1" in log_of(tmp_path) and "status -9" in log_of(tmp_path)
-    assert announced(tmp_path) == []
+    assert announced_servers(tmp_path) == []
 
 
 def test_a_condemned_server_is_replaced_and_the_others_stay(tmp_path) -> None:
     with fake_pool(tmp_path, "a", "b") as pool:
         pool.wait_ready()
-        a, b = announced(tmp_path)
+        a, b = announced_servers(tmp_path)
         os.kill(a.pid, signal.SIGSTOP)
         mark_unhealthy(tmp_path, a, "it hangs")
         until(lambda: (s := server(tmp_path, "a")) and s.pid != a.pid)
@@ -136,7 +136,7 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
         used, caught_up = {0: groups(client.batch(0, 0, 1)[0])}, []
         push(client, 1, "in_place")
         until(lambda: r.store().counts()["in_flight"] == GROUPS)
-        killed, stopped = announced(r.path)
+        killed, stopped = announced_servers(r.path)
         os.kill(killed.pid, signal.SIGKILL)
         os.kill(stopped.pid, signal.SIGSTOP)
         batch, _ = client.batch(
@@ -151,11 +151,12 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
         used[1] = groups(batch)
         until(
             lambda: (
-                {s.name for s in announced(r.path) if s not in (killed, stopped)} == {"s0", "s1"}
+                {s.name for s in announced_servers(r.path) if s not in (killed, stopped)}
+                == {"s0", "s1"}
             )
         )
         until(lambda: r.log().count("has version 0, not 1") == 2)
-        assert push(client, 2, "in_place")["servers"] == announced(r.path)
+        assert push(client, 2, "in_place")["servers"] == announced_servers(r.path)
         batch, _ = client.batch(2, 0, 1)
         assert_exact(batch)
         used[2] = groups(batch)
@@ -201,7 +202,7 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
         client = r.start_controller()
         used = {0: groups(client.batch(0, 0, 1)[0])}
         push(client, 1, "in_place")
-        s0, s1 = announced(r.path)
+        s0, s1 = announced_servers(r.path)
         post(s0, "/pause_generation", {"mode": "in_place"}, 10)
         kill_soon([s0])
         assert client.evaluate(1)["versions"] == [1]
@@ -226,7 +227,7 @@ def test_an_evaluation_during_training_waits_until_a_server_has_caught_up(run) -
         client, other = r.start_controller(), r.client()
         client.batch(0, 0, 1)
         push(client, 1, "in_place")
-        (s0,) = announced(r.path)
+        (s0,) = announced_servers(r.path)
         post(s0, "/pause_generation", {"mode": "in_place"}, 10)
         kill_soon([s0])
         with ThreadPoolExecutor(1) as thread:
@@ -259,7 +260,7 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     Path(r.path, "config.json").write_text("{}")
     r.start_server("good")
     r.start("bad", "tests/fake_sglang.py", str(r.path), "bad", "--die-at", path)
-    until(lambda: len(announced(r.path)) == 2)
+    until(lambda: len(announced_servers(r.path)) == 2)
     client = r.start_controller()
     config = load_config(r.path)
     config.model = str(r.path)
@@ -269,7 +270,7 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     batch, _ = client.batch(1, 0, 1, lambda: pusher.push(1))
     assert_exact(batch)
     assert set(batch.versions[batch.loss_mask]) == {1}
-    assert (r.path / "servers" / "bad.unhealthy_reason").exists()
+    assert (r.path / "servers" / "bad.unhealthy").exists()
     # It comes back, and takes the next version with the other.
     r.start_server("bad")
     until(lambda: "server bad (http" in r.log() and "has version 0, not 1" in r.log())
@@ -311,7 +312,13 @@ def gloo_servers(*die_at: str | None):
         ports = [int(process.stdout.readline()) for process in processes]
         yield (
             [
-                ServerInfo(f"s{i}", f"http://127.0.0.1:{port}", None, 1, i)
+                ServerInfo(
+                    name=f"s{i}",
+                    url=f"http://127.0.0.1:{port}",
+                    api_key=None,
+                    tensor_parallel=1,
+                    pid=i,
+                )
                 for i, port in enumerate(ports)
             ],
             processes,

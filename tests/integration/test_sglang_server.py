@@ -195,7 +195,7 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
             old = await client.weight_version(sglang_server.info)
 
             async def ask(rid: str, version: int) -> GenerationChunk:
-                return await client.request(
+                return await client.generate(
                     sglang_server.info, prompt, params, f"prefix-{rid}", str(version)
                 )
 
@@ -234,7 +234,7 @@ def test_it_says_how_busy_it_is(sglang_server) -> None:
         loads = [await client.load(sglang_server.info)]
         asked = [
             asyncio.create_task(
-                client.request(sglang_server.info, prompt, params, f"busy-{i}", "0")
+                client.generate(sglang_server.info, prompt, params, f"busy-{i}", "0")
             )
             for i in range(6)
         ]

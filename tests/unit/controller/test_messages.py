@@ -25,7 +25,7 @@ from areal_lite.controller.messages import (
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import TrainBatch, Trajectory
 
-SERVER = ServerInfo("s0", "http://x", "key", 2, 7)
+SERVER = ServerInfo(name="s0", url="http://x", api_key="key", tensor_parallel=2, pid=7)
 
 
 def a_batch(rank: int) -> TrainBatch:

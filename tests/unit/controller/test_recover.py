@@ -264,7 +264,7 @@ def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
         "openai_endpoint.json",
         "summary.json",
         "servers/server-0.json",
-        "servers/server-0.unhealthy_reason",
+        "servers/server-0.unhealthy",
     ]
     kept = [
         "config.yaml",

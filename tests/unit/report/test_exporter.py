@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from areal_lite.config import LoggerConfig, save_config
 from areal_lite.report.exporter import FACTS, RunCollector, exporter, targets
 from areal_lite.run_dir.metrics import MetricsLog, newest_event, read_events, read_metrics
-from areal_lite.servers.registry import ServerInfo, announce
+from areal_lite.servers.registry import ServerInfo, announce_server
 from areal_lite.system.files import write_json
 from tests.unit.report.synthetic_run import T0, config_of, hand_made, step_record
 
@@ -51,7 +51,13 @@ def log_step(run_dir: Path, step: int, **values) -> None:
 
 
 def server(number: int, host: str = "10.1.2.3") -> ServerInfo:
-    return ServerInfo(f"server-{number}", f"http://{host}:{20000 + number}", "secret", 1, 1)
+    return ServerInfo(
+        name=f"server-{number}",
+        url=f"http://{host}:{20000 + number}",
+        api_key="secret",
+        tensor_parallel=1,
+        pid=1,
+    )
 
 
 def test_the_newest_step_number_by_number(tmp_path):
@@ -101,10 +107,10 @@ def test_facts(tmp_path):
     assert of(run_dir) == {"run_ended": 0, "run_servers": 0}
     save_config(config_of(run_dir, steps=7, max_staleness=2), run_dir)
     for number in range(3):
-        announce(run_dir, server(number))
+        announce_server(run_dir, server(number))
     assert of(run_dir) == {"run_ended": 0, "run_servers": 3, "run_steps_planned": 7}
     (run_dir / "servers" / "server-0.json").unlink()
-    (run_dir / "servers" / "server-1.unhealthy_reason").write_text("{}")
+    (run_dir / "servers" / "server-1.unhealthy").write_text("{}")
     log_step(run_dir, 1, logged_at=NOW - 30)
     write_json(run_dir / "summary.json", {})
     found = of(run_dir)
@@ -205,8 +211,8 @@ def test_servers_with_metrics_are_targets_and_their_keys_stay_here(tmp_path):
         config = config_of(run_dir, steps=1, max_staleness=1)
         config.server.args = {"enable_metrics": True} if run_dir.name == "with" else {}
         save_config(config, run_dir)
-        announce(run_dir, server(0))
-    announce(runs[0], server(1, "127.0.0.1"))
+        announce_server(run_dir, server(0))
+    announce_server(runs[0], server(1, "127.0.0.1"))
     labels = {"run": str(runs[0])}
     expected = [
         {"targets": ["10.1.2.3:20000"], "labels": {**labels, "server": "server-0"}},

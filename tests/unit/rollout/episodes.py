@@ -16,7 +16,10 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.session import RolloutSession
 
-SERVERS = [ServerInfo(name, f"http://{name}", None, 1, 1) for name in "ab"]
+SERVERS = [
+    ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
+    for name in "ab"
+]
 
 # Like those of current models: answers lose their thoughts once a user has spoken again, white space is trimmed, tool answers are a user's.
 CHAT_TEMPLATE = """
@@ -60,7 +63,7 @@ class Scripted:
         self.dead: set[ServerInfo] = set()
         self.params: list[SamplingParams] = []
 
-    async def request(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
+    async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
         if server in self.dead:
             raise ServerFailed(server, "is dead")
         await asyncio.sleep(0)
@@ -76,16 +79,16 @@ class Scripted:
         self.params.append(params)
         logprobs = -0.01 * (len(input_ids) + np.arange(len(tokens), dtype=np.float32))
         return GenerationChunk(
-            np.array(tokens, np.int32),
-            logprobs,
-            np.full(len(tokens), self.version, np.int32),
-            finish,
+            tokens=np.array(tokens, np.int32),
+            logprobs=logprobs,
+            versions=np.full(len(tokens), self.version, np.int32),
+            finish_reason=finish,
         )
 
     async def weight_version(self, server) -> int:
         return self.version
 
-    async def check(self, server) -> None: ...
+    async def check_health(self, server) -> None: ...
 
     async def abort_all(self, server) -> None: ...
 
@@ -103,7 +106,7 @@ async def playing(
     try:
         server = await fleet.reserve(len(script))
         params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids)
-        places = [
+        sessions = [
             RolloutSession(fleet, params, tokenizer, f"0-{sample_index}", server)
             for sample_index in range(len(script))
         ]
@@ -116,15 +119,15 @@ async def playing(
                     tokenizer=tokenizer,
                     params=params,
                     clock=lambda: 0.0,
-                    complete=place.complete,
+                    complete=session.complete,
                 )
-                for i, place in enumerate(places)
+                for i, session in enumerate(sessions)
             ],
             client,
             fleet,
         )
-        for place in places:
-            place.release()
+        for session in sessions:
+            session.release()
         assert not any(fleet.router.load.values())
     finally:
         watching.cancel()

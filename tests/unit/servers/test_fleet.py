@@ -11,7 +11,10 @@ from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 
-A, B, C = (ServerInfo(name, f"http://{name}", None, 1, 1) for name in "abc")
+A, B, C = (
+    ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
+    for name in "abc"
+)
 PARAMS = SamplingParams(4, 1.0, (1,))
 PROMPT = np.array([5], np.int32)
 
@@ -28,7 +31,7 @@ class OneToken:
         self.cache_keys: list[str] = []
         self.silence: asyncio.Event | None = None
 
-    async def request(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
+    async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
         await asyncio.sleep(0)
         self.cache_keys.append(cache_key)
         while server in self.hung | self.slow:
@@ -36,10 +39,10 @@ class OneToken:
         if server in self.dead:
             raise ServerFailed(server, "is dead")
         return GenerationChunk(
-            np.array([1], np.int32),
-            np.zeros(1, np.float32),
-            np.array([self.versions[server]], np.int32),
-            "stop",
+            tokens=np.array([1], np.int32),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.array([self.versions[server]], np.int32),
+            finish_reason="stop",
         )
 
     async def weight_version(self, server) -> int:
@@ -47,7 +50,7 @@ class OneToken:
             raise ServerFailed(server, "is dead")
         return self.versions[server]
 
-    async def check(self, server) -> None:
+    async def check_health(self, server) -> None:
         self.checks += 1
         if self.silence:
             await self.silence.wait()
@@ -77,13 +80,13 @@ def test_a_late_server_waits_for_the_push_that_it_is_part_of() -> None:
         servers.append(B)  # joins while the push of version 1 to A alone goes on
         await looked(fleet)
         assert fleet.router.ready == {"a", "b"}
-        fleet.resume(1, [])
-        assert fleet.router.ready == {"a"} and fleet.router.behind == [B]
+        fleet.finish_push(1, [])
+        assert fleet.router.ready == {"a"} and fleet.router.stale == [B]
         fleet.begin_push([B])  # catches up: version 1 again
-        fleet.resume(1, [])
+        fleet.finish_push(1, [])
         assert fleet.router.ready == {"a", "b"}
         fleet.begin_push([A, B])
-        fleet.resume(2, ["a"])
+        fleet.finish_push(2, ["a"])
         assert fleet.router.ready == {"b"} and "did not take version 2" in str(fleet.last_failure)
 
     asyncio.run(run())
@@ -107,7 +110,7 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
         await looked(fleet)
         await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
         fleet.begin_push([A])
-        fleet.resume(1, [])
+        fleet.finish_push(1, [])
         await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))
         assert client.cache_keys == ["0", "1"]
 
@@ -125,7 +128,7 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
         fleet.begin_push([A])
         client.versions[A] = 1
         client.slow.clear()  # the server turns to it under the new weights
-        fleet.resume(1, [])
+        fleet.finish_push(1, [])
         (chunk,) = (await queued).chunks
         assert (chunk.versions.tolist(), chunk.kv_version) == ([1], 0)
         (chunk,) = (await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))).chunks
@@ -167,32 +170,34 @@ def test_without_a_server_it_waits_for_one() -> None:
     asyncio.run(run())
 
 
-def test_it_is_stranded_while_something_waits_for_a_server_that_is_not_there() -> None:
+def test_it_is_without_a_ready_server_while_something_waits_for_a_server_that_is_not_there() -> (
+    None
+):
     async def run() -> None:
         client, servers = OneToken(), [A]
         fleet = Fleet(client, lambda: servers, lambda: None)
         await looked(fleet)
         server = await fleet.reserve(1)
         client.dead.add(A)
-        assert not fleet.stranded
+        assert not fleet.no_ready_server
         moving = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
-        await until(lambda: fleet.stranded)
+        await until(lambda: fleet.no_ready_server)
         client.versions[B] = 3
         servers.append(B)  # has other weights than the trainer
         await looked(fleet)
-        assert fleet.stranded
+        assert fleet.no_ready_server
         client.dead.clear()
         servers.append(C)
         await looked(fleet)
         await moving
-        assert not fleet.stranded
+        assert not fleet.no_ready_server
         fleet.begin_push([C])
-        fleet.resume(1, ["c"])
-        assert not fleet.stranded, "nothing waits"
+        fleet.finish_push(1, ["c"])
+        assert not fleet.no_ready_server, "nothing waits"
         waiting = asyncio.create_task(fleet.reserve(1))
-        await until(lambda: fleet.stranded)
+        await until(lambda: fleet.no_ready_server)
         waiting.cancel()
-        await until(lambda: not fleet.stranded)
+        await until(lambda: not fleet.no_ready_server)
 
     asyncio.run(run())
 
@@ -206,13 +211,13 @@ def test_drain_waits_for_what_is_in_flight() -> None:
             for i in range(2)
         ]
         await asyncio.sleep(0)
-        fleet.hold()
+        fleet.pause_dispatch()
         assert await fleet.drain() == 2 and fleet.in_flight == 0
         held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "2", await fleet.reserve(1)))
         await asyncio.sleep(0.01)
         assert fleet.in_flight == 0 and not held.done()
         fleet.begin_push([A])
-        fleet.resume(1, [])
+        fleet.finish_push(1, [])
         await asyncio.gather(held, *tasks)
 
     asyncio.run(run())
@@ -235,13 +240,13 @@ def test_an_unexpected_error_while_aborting_is_not_swallowed() -> None:
 
 
 @contextlib.asynccontextmanager
-async def watched(client: OneToken, servers: list[ServerInfo], unhealthy_reason: list[ServerInfo]):
+async def watched(client: OneToken, servers: list[ServerInfo], unhealthy: list[ServerInfo]):
     """A fleet that looks after `servers`, every millisecond."""
     fleet = Fleet(
         client,
         lambda: servers,
         lambda: None,
-        lambda server, reason: unhealthy_reason.append(server),
+        lambda server, reason: unhealthy.append(server),
         health_interval_s=0.001,
     )
     task = asyncio.create_task(fleet.watch())
@@ -258,10 +263,10 @@ async def until(condition) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_requests_on_a_hung_server_move_and_it_is_condemned() -> None:
+def test_requests_on_a_hung_server_move_and_it_is_marked_unhealthy() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A, B], unhealthy_reason) as fleet:
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A, B], unhealthy) as fleet:
             client.hung.add(A)
             servers = [await fleet.reserve(1) for _ in range(4)]
             results = await asyncio.gather(
@@ -271,83 +276,77 @@ def test_requests_on_a_hung_server_move_and_it_is_condemned() -> None:
                 )
             )
             assert [len(r.tokens) for r in results] == [1] * 4 and fleet.counts["retries"] == 2
-            assert (
-                unhealthy_reason == [A]
-                and fleet.router.ready == {"b"}
-                and not fleet.router.load["a"]
-            )
+            assert unhealthy == [A] and fleet.router.ready == {"b"} and not fleet.router.load["a"]
 
     asyncio.run(run())
 
 
 def test_an_idle_server_that_dies_is_found_too() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A, B], unhealthy_reason) as fleet:
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A, B], unhealthy) as fleet:
             client.dead.add(B)
-            await until(lambda: unhealthy_reason)
-            assert unhealthy_reason == [B] and fleet.router.ready == {"a"}
+            await until(lambda: unhealthy)
+            assert unhealthy == [B] and fleet.router.ready == {"a"}
 
     asyncio.run(run())
 
 
 def test_a_server_that_takes_weights_is_not_judged_by_its_silence() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A, B], unhealthy_reason) as fleet:
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A, B], unhealthy) as fleet:
             fleet.begin_push([A])
             client.hung.add(A)
             before = client.checks
             await until(lambda: client.checks > before + 3)  # B's go on
             client.hung.clear()
-            fleet.resume(1, [])
-            assert (
-                not unhealthy_reason and fleet.router.ready == {"a"} and fleet.router.behind == [B]
-            )
+            fleet.finish_push(1, [])
+            assert not unhealthy and fleet.router.ready == {"a"} and fleet.router.stale == [B]
 
     asyncio.run(run())
 
 
 def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A], unhealthy_reason) as fleet:
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A], unhealthy) as fleet:
             client.silence = asyncio.Event()
             before = client.checks
             await until(lambda: client.checks > before)
             fleet.begin_push([A])
-            fleet.resume(1, [])
+            fleet.finish_push(1, [])
             client.silence.set()  # no answer in time
             client.silence = None
             before = client.checks
             await until(lambda: client.checks > before)
-            assert not unhealthy_reason
+            assert not unhealthy
 
     asyncio.run(run())
 
 
 def test_a_withdrawn_server_finishes_what_it_has_and_is_looked_after_until_then() -> None:
     async def run() -> None:
-        client, unhealthy_reason, servers = OneToken(), [], [A, B]
-        async with watched(client, servers, unhealthy_reason) as fleet:
+        client, unhealthy, servers = OneToken(), [], [A, B]
+        async with watched(client, servers, unhealthy) as fleet:
             server = await fleet.reserve(1)
             client.slow.add(A)
             task = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
             await asyncio.sleep(0.005)
             servers.remove(A)
-            fleet.router.announce(servers)
+            fleet.router.update_servers(servers)
             await asyncio.sleep(0.02)
-            assert not task.done() and not unhealthy_reason and await fleet.reserve(1) == B
+            assert not task.done() and not unhealthy and await fleet.reserve(1) == B
             client.hung.add(A)
-            assert len((await task).tokens) == 1 and unhealthy_reason == [A]
+            assert len((await task).tokens) == 1 and unhealthy == [A]
 
     asyncio.run(run())
 
 
 def test_the_members_of_a_group_move_to_one_server() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A, B, C], unhealthy_reason) as fleet:
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A, B, C], unhealthy) as fleet:
             await fleet.reserve(2)  # on A
             group = await fleet.reserve(4)
             assert group == B
@@ -364,19 +363,19 @@ def test_the_members_of_a_group_move_to_one_server() -> None:
     asyncio.run(run())
 
 
-def test_a_request_does_not_go_to_a_server_that_fell_behind_while_it_was_held() -> None:
+def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_was_held() -> None:
     async def run() -> None:
-        client, unhealthy_reason = OneToken(), []
-        async with watched(client, [A, B], unhealthy_reason) as fleet:
-            fleet.hold()
+        client, unhealthy = OneToken(), []
+        async with watched(client, [A, B], unhealthy) as fleet:
+            fleet.pause_dispatch()
             held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
             await asyncio.sleep(0.005)
             client.versions[B] = 1
             fleet.begin_push([B])
-            fleet.resume(1, [])
+            fleet.finish_push(1, [])
             assert (
                 (await held).versions.tolist() == [1]
-                and unhealthy_reason == []
+                and unhealthy == []
                 and fleet.counts["requests"] == 1
             )
 

@@ -27,7 +27,12 @@ async def serving(count: int = 1, **settings):
     try:
         yield (
             fakes,
-            [ServerInfo(f"s{i}", await fake.start(), None, 1, i) for i, fake in enumerate(fakes)],
+            [
+                ServerInfo(
+                    name=f"s{i}", url=await fake.start(), api_key=None, tensor_parallel=1, pid=i
+                )
+                for i, fake in enumerate(fakes)
+            ],
             client,
         )
     finally:
@@ -77,7 +82,7 @@ def test_an_undisturbed_request(budget: int) -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
             result = await generate(
-                partial(client.request, cache_key="0"),
+                partial(client.generate, cache_key="0"),
                 server,
                 PROMPT,
                 params(budget),
@@ -99,7 +104,7 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
             prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
             runs = [
                 generate(
-                    partial(client.request, cache_key="0"),
+                    partial(client.generate, cache_key="0"),
                     server,
                     p,
                     params(60),
@@ -132,7 +137,7 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
             prompt, so_far = prompt_of_length(60), Completion()
             task = asyncio.create_task(
                 generate(
-                    partial(client.request, cache_key="0"),
+                    partial(client.generate, cache_key="0"),
                     servers[0],
                     prompt,
                     params(),
@@ -152,7 +157,7 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
             fakes[1].weight_version = "1"
             assert_exact(
                 await generate(
-                    partial(client.request, cache_key="0"),
+                    partial(client.generate, cache_key="0"),
                     servers[1],
                     prompt,
                     params(),
@@ -176,7 +181,7 @@ def test_nothing_is_sent_while_held() -> None:
             resume = asyncio.Event()
             task = asyncio.create_task(
                 generate(
-                    partial(client.request, cache_key="0"),
+                    partial(client.generate, cache_key="0"),
                     server,
                     PROMPT,
                     params(),
@@ -199,7 +204,10 @@ def test_nothing_is_sent_while_held() -> None:
 
 def test_barren_aborts_do_not_spin() -> None:
     empty = GenerationChunk(
-        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "abort"
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        finish_reason="abort",
     )
 
     async def run() -> None:
@@ -212,7 +220,13 @@ def test_barren_aborts_do_not_spin() -> None:
 
         with pytest.raises(ServerFailed, match="before their first token"):
             await generate(
-                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(), "r", Completion(), OPEN
+                request,
+                ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1),
+                PROMPT,
+                params(),
+                "r",
+                Completion(),
+                OPEN,
             )
         assert calls == 2
 
@@ -226,10 +240,10 @@ def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) ->
     async def run() -> None:
         chunks = [
             GenerationChunk(
-                np.array(tokens, np.int32),
-                np.zeros(len(tokens), np.float32),
-                np.zeros(len(tokens), np.int32),
-                "abort",
+                tokens=np.array(tokens, np.int32),
+                logprobs=np.zeros(len(tokens), np.float32),
+                versions=np.zeros(len(tokens), np.int32),
+                finish_reason="abort",
             )
         ]
 
@@ -241,7 +255,13 @@ def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) ->
         so_far = Completion()
         with contextlib.suppress(InterruptedError):
             await generate(
-                request, ServerInfo("s", "u", None, 1, 1), PROMPT, params(3), "r", so_far, OPEN
+                request,
+                ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1),
+                PROMPT,
+                params(3),
+                "r",
+                so_far,
+                OPEN,
             )
         assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
 

@@ -16,11 +16,11 @@ from areal_lite.config import ServerConfig
 from areal_lite.servers.process import ServerProcess, server_command
 from areal_lite.servers.registry import (
     ServerInfo,
-    announce,
-    announced,
+    announce_server,
+    announced_servers,
     mark_unhealthy,
     unhealthy_reason,
-    withdraw,
+    withdraw_server,
 )
 from areal_lite.servers.serve import ENV_API_KEY
 from areal_lite.system.gpus import resolve_device
@@ -109,29 +109,33 @@ def test_the_module_needs_no_torch():
 
 
 def test_announcements(tmp_path):
-    first = ServerInfo("s0", "http://127.0.0.1:1", None, 1, 10)
-    second = ServerInfo("s1", "http://127.0.0.1:2", "key", 2, 11)
-    assert announced(tmp_path) == []
-    announce(tmp_path, second)
-    path = announce(tmp_path, first)
-    assert announced(tmp_path) == [first, second]
+    first = ServerInfo(name="s0", url="http://127.0.0.1:1", api_key=None, tensor_parallel=1, pid=10)
+    second = ServerInfo(
+        name="s1", url="http://127.0.0.1:2", api_key="key", tensor_parallel=2, pid=11
+    )
+    assert announced_servers(tmp_path) == []
+    announce_server(tmp_path, second)
+    path = announce_server(tmp_path, first)
+    assert announced_servers(tmp_path) == [first, second]
     assert path.stat().st_mode & 0o077 == 0, "an announcement may hold a key"
     assert [p.name for p in (tmp_path / "servers").iterdir() if p.suffix != ".json"] == []
-    again = ServerInfo("s0", first.url, None, 1, 12)
-    announce(tmp_path, again)
-    withdraw(tmp_path, "s1")
-    withdraw(tmp_path, "s1")
-    assert announced(tmp_path) == [again]
+    again = ServerInfo(name="s0", url=first.url, api_key=None, tensor_parallel=1, pid=12)
+    announce_server(tmp_path, again)
+    withdraw_server(tmp_path, "s1")
+    withdraw_server(tmp_path, "s1")
+    assert announced_servers(tmp_path) == [again]
 
 
 def test_condemnations(tmp_path):
-    server = ServerInfo("s0", "http://127.0.0.1:1", None, 1, 10)
-    announce(tmp_path, server)
+    server = ServerInfo(
+        name="s0", url="http://127.0.0.1:1", api_key=None, tensor_parallel=1, pid=10
+    )
+    announce_server(tmp_path, server)
     assert unhealthy_reason(tmp_path, server) is None
     mark_unhealthy(tmp_path, server, "hangs")
-    assert unhealthy_reason(tmp_path, server) == "hangs" and announced(tmp_path) == [server]
+    assert unhealthy_reason(tmp_path, server) == "hangs" and announced_servers(tmp_path) == [server]
     assert unhealthy_reason(tmp_path, replace(server, pid=11)) is None, "said of an earlier process"
-    withdraw(tmp_path, "s0")
+    withdraw_server(tmp_path, "s0")
     assert unhealthy_reason(tmp_path, server) is None and not list((tmp_path / "servers").iterdir())
 
 

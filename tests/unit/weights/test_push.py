@@ -36,7 +36,13 @@ class Answers:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.info = ServerInfo(name, f"http://127.0.0.1:{self.server.server_port}", None, 1, 1)
+        self.info = ServerInfo(
+            name=name,
+            url=f"http://127.0.0.1:{self.server.server_port}",
+            api_key=None,
+            tensor_parallel=1,
+            pid=1,
+        )
 
     def close(self):
         self.server.shutdown()
@@ -57,7 +63,7 @@ def answers():
 
 
 def members(*servers: Answers) -> _Members:
-    return _Members([s.info for s in servers], PushReport(1), timeout_s=5)
+    return _Members([s.info for s in servers], PushReport(version=1), timeout_s=5)
 
 
 def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
@@ -115,7 +121,7 @@ def test_post_ignores_proxies_and_reports_a_dead_server(answers, monkeypatch):
 
 def test_flush_only_when_nothing_runs_on_the_old_cache():
     assert [
-        _Paused(None, mode, PushReport(1), 5).flush_cache
+        _Paused(None, mode, PushReport(version=1), 5).flush_cache
         for mode in ("in_place", "retract", "abort", "none")
     ] == [False, True, True, True]
 
