@@ -1,12 +1,13 @@
-"""Half of a training run at a time, `areal-lite train debug=…`, to find out which half is at fault.
+"""Run one half of a training run, to find out which half is at fault.
 
-rollout_only                      servers and controller: trainer.steps x trainer.batch_groups groups of the model go to the store
-train_only debug_run=RUN_DIR      the trainer alone, on the batches of a stored run: the same ones each time (controller/stored_run.py)
+* `areal-lite train debug=rollout_only` starts servers and controller only. They write
+  trainer.steps x trainer.batch_groups groups, sampled by the initial model, to the store.
+* `areal-lite train debug=train_only debug_run=RUN_DIR` starts the trainer only. It trains on the
+  batches of a stored run, the same ones each time (controller/stored_run.py).
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -19,31 +20,30 @@ from areal_lite.report.progress import Progress
 from areal_lite.run_dir.store import STORE_FILE, Store
 from areal_lite.system.files import write_json
 
-_LOOK_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
 
 
 def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
-    """Nothing is trained, so the version stays 0, and admission must have room for all. Raises RoleFailed."""
+    """Generate all groups of a run without training. Raises RoleFailed when a role fails.
+
+    The version stays 0, so the staleness bound is raised until all groups are admitted.
+    """
     groups = config.trainer.steps * config.trainer.batch_groups
     config.buffer.max_staleness = config.trainer.steps - 1
     save_config(config, run_dir)
-    with (
-        train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool,
-        Roles(run_dir) as roles,
-    ):
-        controller = roles.start(
-            "controller", [sys.executable, "-m", "areal_lite.controller.service", str(run_dir)]
-        )
+    servers = dict(enumerate(placement.servers))
+    with train_pool(config, run_dir, servers) as pool, Roles(run_dir) as roles:
+        controller = roles.start_module("controller", "areal_lite.controller.service")
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
-        store, progress = Store(run_dir / STORE_FILE, read_only=True), Progress(groups, "group")
-        while (done := store.counts()["finished"]) < groups:
-            roles.check()
-            pool.check()
+        store = Store(run_dir / STORE_FILE, read_only=True)
+        with Progress(groups, "group") as progress:
+            while (done := store.counts()["finished"]) < groups:
+                roles.check()
+                pool.check()
+                progress.update(done)
+                time.sleep(_POLL_INTERVAL_S)
             progress.update(done)
-            time.sleep(_LOOK_EVERY_S)
-        progress.update(done)
-        progress.close()
         store.close()
         write_json(run_dir / "controller_totals.json", client.finish())
         client.close()
@@ -51,13 +51,11 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
 
 
 def train_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
-    """Raises RoleFailed."""
+    """Train on the batches of a stored run. Raises RoleFailed when a role fails."""
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
-        recorded = roles.start(
-            "controller", [sys.executable, "-m", "areal_lite.controller.stored_run", str(run_dir)]
-        )
+        controller = roles.start_module("controller", "areal_lite.controller.stored_run")
         ranks = roles.start_ranks(
-            "trainer", "areal_lite.trainer.loop", run_dir, config.trainer, placement.trainer
+            "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-        roles.wait([*ranks, recorded])
+        roles.wait([*ranks, controller])

@@ -1,7 +1,10 @@
-"""The processes of a run: each with a name and a log file, all ended together, none left behind.
+"""The processes of a run, one or more per role.
 
-Every role runs in a session of its own, so a Ctrl-C reaches the supervisor alone, which then ends its roles in order; and every role asks the
-kernel to die with the supervisor, so that even a SIGKILL of the supervisor leaves nothing.
+* Each process has a name and a log file.
+* Each process runs in a session of its own, so Ctrl-C reaches the supervisor only, which ends the
+  processes in order.
+* Each process asks the kernel to die with the supervisor, so that even a SIGKILL of the supervisor
+  leaves none behind.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,28 +28,31 @@ _GRACE_S = 10.0
 
 
 class RoleFailed(RuntimeError):
-    """A role ended when it should not have; the message has the end of its log."""
+    """A process ended with an error. The message contains the last lines of its log."""
 
 
 @dataclass
 class Role:
-    """A running process: `name` is also the name of its log."""
+    """A running process. Its log is named after it."""
 
     name: str
     process: subprocess.Popen
     log: Path
 
     def failure(self) -> RoleFailed:
+        """Describe how the process ended."""
+        status = self.process.returncode
         return RoleFailed(
-            f"{self.name} exited with status {self.process.returncode}; the end of {self.log}:\n{tail(self.log)}"
+            f"{self.name} exited with status {status}; the end of {self.log}:\n{tail(self.log)}"
         )
 
 
 class Roles:
-    """Start, watch and end the roles of one run. Use as a context manager: leaving it ends whatever still runs."""
+    """The processes of one run. A context manager: leaving it ends every process."""
 
     def __init__(self, run_dir: Path):
-        self.logs = Path(run_dir) / "logs"
+        self.run_dir = Path(run_dir)
+        self.logs = self.run_dir / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.roles: list[Role] = []
 
@@ -56,7 +63,7 @@ class Roles:
         self.stop()
 
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Role:
-        """Start `argv`, its output going to logs/<name>.log."""
+        """Start the command `argv` with its output appended to logs/<name>.log."""
         log = self.logs / f"{name}.log"
         with open(log, "ab") as output:
             process = subprocess.Popen(
@@ -71,12 +78,22 @@ class Roles:
         self.roles.append(role)
         return role
 
+    def start_module(self, name: str, module: str, env: dict[str, str] | None = None) -> Role:
+        """Start `python -m module RUN_DIR`."""
+        return self.start(name, [sys.executable, "-m", module, str(self.run_dir)], env)
+
     def start_ranks(
-        self, name: str, module: str, run_dir: Path, config: TrainerConfig, gpus: list[str]
+        self, name: str, module: str, config: TrainerConfig, gpus: list[str]
     ) -> list[Role]:
-        """One process per trainer rank, with the environment that torchrun would give them."""
-        world = config.world_size
-        # Loopback for gloo in a world of one too: rank 0 also meets the servers.
+        """Start `python -m module RUN_DIR` once per trainer rank, as torchrun would.
+
+        Args:
+            name: the name of the only rank; with more ranks `-<rank>` is added.
+            module: the module to run.
+            config: says how many ranks there are.
+            gpus: the GPUs that all ranks may see.
+        """
+        # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": str(config.threads),
@@ -84,31 +101,34 @@ class Roles:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **visible(gpus),
         }
-        argv = [sys.executable, "-m", module, str(run_dir)]
+        world = config.world_size
         if world == 1:
-            return [self.start(name, argv, common)]
-        meeting = {
+            return [self.start_module(name, module, common)]
+        common |= {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
         return [
-            self.start(
-                f"{name}-{rank}",
-                argv,
-                {**common, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            self.start_module(
+                f"{name}-{rank}", module, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             )
             for rank in range(world)
         ]
 
     def check(self) -> None:
-        """Raise RoleFailed if a role has ended with an error."""
+        """Raise RoleFailed if a process has ended with an error."""
         for role in self.roles:
             if role.process.poll() not in (None, 0):
                 raise role.failure()
 
-    def wait(self, roles: list[Role], poll_s: float = 0.2, watch=lambda: None) -> None:
-        """Until all of `roles` have ended well, calling `watch` in between. Raises RoleFailed as soon as any role of the run fails."""
+    def wait(
+        self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None
+    ) -> None:
+        """Wait until all of `roles` have ended well. Raises RoleFailed when any process fails.
+
+        `watch` is called every `poll_s` seconds, and once after the end.
+        """
         while any(role.process.poll() is None for role in roles):
             self.check()
             watch()
@@ -117,42 +137,42 @@ class Roles:
         watch()
 
     def stop(self) -> None:
-        """End what still runs, the last started first: SIGTERM to its process group, SIGKILL after a grace period."""
+        """End all processes, starting with the newest.
+
+        Each process group gets a SIGTERM, and a SIGKILL ten seconds later.
+        """
         running = [role for role in reversed(self.roles) if role.process.poll() is None]
         for role in running:
-            _signal(role, signal.SIGTERM)
+            _signal_group(role, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         for role in running:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 role.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
-        for role in self.roles:  # also of roles that have ended: their children may not have
-            _signal(role, signal.SIGKILL)
+        # The children of a process that has ended may still run.
+        for role in self.roles:
+            _signal_group(role, signal.SIGKILL)
             role.process.wait()
         self.roles.clear()
 
 
-def _signal(role: Role, number: int) -> None:
-    try:
+def _signal_group(role: Role, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(role.process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 @contextlib.contextmanager
-def interruptible():
-    """SIGINT and SIGTERM end the command by an exception that unwinds through every `with`.
+def interruptible() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into a KeyboardInterrupt, which unwinds through every `with`.
 
-    Explicitly: a shell starts what it puts into the background with SIGINT ignored.
+    Python's own handler for SIGINT is not enough: a shell starts background commands with SIGINT
+    ignored.
     """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    previous = {
-        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    signals = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, interrupt) for number in signals}
     try:
         yield
     finally:

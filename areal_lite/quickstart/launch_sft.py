@@ -27,12 +27,15 @@ def warm_up(config: SftConfig) -> None:
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     run_dir = Path(config.run_dir)
     save_config(config, run_dir)
-    progress = FollowedProgress(
-        run_dir, "sft", config.trainer.steps, "warm-up step", lambda step: {"loss": step["loss"]}
-    )
-    with Roles(run_dir) as roles:
-        roles.wait(
-            roles.start_ranks("trainer", "areal_lite.quickstart.sft", run_dir, config.trainer, []),
-            watch=progress.show,
-        )
-    progress.close()
+    with (
+        Roles(run_dir) as roles,
+        FollowedProgress(
+            run_dir,
+            "sft",
+            config.trainer.steps,
+            "warm-up step",
+            lambda step: {"loss": step["loss"]},
+        ) as progress,
+    ):
+        ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
+        roles.wait(ranks, watch=progress.poll)

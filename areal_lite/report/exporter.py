@@ -1,15 +1,20 @@
-"""What runs write down, for Prometheus: `python -m areal_lite.report.exporter RUN_DIR … [--host 127.0.0.1] [--port 9108]`.
+"""Prometheus metrics of runs.
 
-It only reads run directories: it may start before a run, outlive it, and end at any time. One that is not there yet has no metrics.
+    python -m areal_lite.report.exporter RUN_DIR … [--host 127.0.0.1] [--port 9108]
 
-    /metrics   gauges with the label `run`, the directory as it was given:
-               areal_lite_<key>        each number of the newest complete line of metrics.jsonl (null and lists are left out)
-               areal_lite_eval_<key>   the same of evals.jsonl
-               areal_lite_run_<fact>   FACTS, which are true of a run at any time
-    /servers   for Prometheus' http_sd_configs: the servers that are announced, of runs with server.args.enable_metrics=true. No keys:
-               SGLang's /metrics asks for none.
+/metrics has gauges with the label `run`, the directory as it was given:
 
-Everything is read at the time of the request. Whoever reaches the port may read: so loopback is bound, unless another host is named.
+* areal_lite_<key>: each number in the newest complete line of metrics.jsonl. Null and lists are
+  left out.
+* areal_lite_eval_<key>: each number in the newest complete line of evals.jsonl.
+* areal_lite_run_<fact>: the state of the run, see FACTS.
+
+/servers lists the announced servers of runs with server.args.enable_metrics=true, for Prometheus'
+http_sd_configs. It contains no keys, because SGLang's /metrics asks for none.
+
+The exporter reads the run directories at each request and writes nothing. It may start before a
+run, outlive it, and end at any time. A directory that does not exist yet has no metrics. There is
+no password, so the exporter binds to loopback unless another host is named.
 """
 
 from __future__ import annotations
@@ -38,29 +43,34 @@ from areal_lite.system.network import LOOPBACK, NODE, listen_address
 FACTS = {
     "seconds_since_step": "seconds since the newest training step was logged",
     "steps_planned": "trainer.steps",
-    "ended": "1 if summary.json is there, otherwise 0",
-    "servers": "servers that are announced",
+    "ended": "1 if summary.json exists, otherwise 0",
+    "servers": "number of announced servers",
 }
 
 
 class RunCollector(Collector):
-    """The gauges of several runs, read anew at each `collect`."""
+    """The gauges of several runs."""
 
     def __init__(self, run_dirs: Iterable[Path], clock: Callable[[], float] = time.time):
-        """`clock`: seconds since 1970, as in `logged_at`."""
-        self._run_dirs, self._clock = list(run_dirs), clock
+        """Remember the directories. `clock` returns seconds since 1970, like `logged_at`."""
+        self._run_dirs = list(run_dirs)
+        self._clock = clock
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Read all run directories that exist."""
         families: dict[str, GaugeMetricFamily] = {}
         for run_dir in filter(Path.is_dir, self._run_dirs):
-            for name, (value, words) in _gauges(run_dir, self._clock()).items():
-                family = families.setdefault(name, GaugeMetricFamily(name, words, labels=["run"]))
+            for name, (value, text) in _gauges(run_dir, self._clock()).items():
+                family = families.setdefault(name, GaugeMetricFamily(name, text, labels=["run"]))
                 family.add_metric([str(run_dir)], value)
         yield from families.values()
 
 
 def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
-    """By name: value and what it is. Of two keys that make the same name the first counts: Prometheus would refuse both."""
+    """Return name -> (value, description).
+
+    Two keys can yield the same name. The first one counts: Prometheus would refuse both.
+    """
     step = newest_event(run_dir, "metrics") or {}
     facts = {
         "seconds_since_step": now - step["logged_at"] if step else None,
@@ -68,26 +78,29 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
         "ended": (run_dir / "summary.json").exists(),
         "servers": len(announced_servers(run_dir)),
     }
-    parts = (
+    sources = (
         ("run_", facts, FACTS),
         ("", step, STEP_KEYS),
         ("eval_", newest_event(run_dir, "evals") or {}, {}),
     )
     gauges: dict[str, tuple[float, str]] = {}
-    for prefix, values, words in parts:
+    for prefix, values, texts in sources:
         for key, value in values.items():
             if isinstance(value, (int, float)):
-                gauges.setdefault(metric_name(prefix + key), (float(value), words.get(key, key)))
+                gauges.setdefault(metric_name(prefix + key), (float(value), texts.get(key, key)))
     return gauges
 
 
 def metric_name(key: str) -> str:
-    """The key of a step as Prometheus can name it: reasons of filters, for one, are anyone's words."""
+    """Return a Prometheus name for a key of a step.
+
+    Keys can hold any character: those of filters end with a reason that a user wrote.
+    """
     return "areal_lite_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
 
 
 def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
-    """[{targets: [host:port], labels: {run, server}}] of the servers that have metrics."""
+    """List the servers that have metrics: [{targets: [host:port], labels: {run, server}}]."""
     return [
         {
             "targets": [urlsplit(server.url).netloc],
@@ -101,11 +114,21 @@ def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
 def _config(run_dir: Path) -> DictConfig:
     path = run_dir / "config.yaml"
-    return OmegaConf.load(path) if path.exists() else OmegaConf.create()
+    config = OmegaConf.load(path) if path.exists() else OmegaConf.create()
+    assert isinstance(config, DictConfig)
+    return config
 
 
 def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
-    """A server that listens, for `serve_forever`. OSError when it cannot. Port 0: any, in `server_port`."""
+    """Return a listening server; call its `serve_forever`.
+
+    Raises OSError when it cannot listen.
+
+    Args:
+        run_dirs: the run directories; they may appear later.
+        host: an address, or NODE for the address of this machine.
+        port: a port; 0 picks a free one, which is the server's `server_port`.
+    """
     registry = CollectorRegistry()
     registry.register(RunCollector(run_dirs))
     metrics = make_wsgi_app(registry)
@@ -121,15 +144,39 @@ def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True  # a client that keeps its connection open does not keep us
+    # An open connection of a client must not keep the process alive.
+    daemon_threads = True
 
 
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape every few seconds is nothing to write home about; errors are still printed."""
+        """Print nothing: a scrape comes every few seconds. Errors are still printed."""
 
 
 def main() -> int:
+    """Serve until interrupted and return the exit status."""
+    args = _arguments()
+    run_dirs = list(dict.fromkeys(args.run_dirs))
+    try:
+        server = exporter(run_dirs, args.host, args.port)
+    except OSError as error:
+        print(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}): "
+            "choose another --host or --port",
+            file=sys.stderr,
+        )
+        return 1
+    names = [f"{folder}{'' if folder.is_dir() else ' (not there yet)'}" for folder in run_dirs]
+    url = f"http://{server.server_address[0]}:{server.server_port}/metrics"
+    print(f"{url}: {', '.join(names)}", file=sys.stderr)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m areal_lite.report.exporter", description="Metrics of runs, for Prometheus."
     )
@@ -139,30 +186,11 @@ def main() -> int:
     parser.add_argument(
         "--host",
         default=LOOPBACK[0],
-        help=f"an address, or {NODE}: this machine's own; there is no password (default: %(default)s)",
+        help=f"an address, or `{NODE}` for this machine's own; there is no password "
+        "(default: %(default)s)",
     )
-    parser.add_argument("--port", type=int, default=9108)
-    args = parser.parse_args()
-    run_dirs = list(dict.fromkeys(args.run_dirs))
-    try:
-        server = exporter(run_dirs, args.host, args.port)
-    except OSError as error:
-        print(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}): choose another --host or --port",
-            file=sys.stderr,
-        )
-        return 1
-    names = ", ".join(
-        f"{run_dir}{'' if run_dir.is_dir() else ' (not there yet)'}" for run_dir in run_dirs
-    )
-    print(
-        f"http://{server.server_address[0]}:{server.server_port}/metrics: {names}", file=sys.stderr
-    )
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    parser.add_argument("--port", type=int, default=9108, help="default: %(default)s")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run directory tells, read back: of a run that is complete, that still goes, or that was killed half-way."""
+"""The records in a run directory, read back. The run may be complete, still going or killed."""
 
 from __future__ import annotations
 
@@ -12,63 +12,87 @@ from omegaconf import OmegaConf
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.store import Store
 
-_COLUMNS = "group_id sample_index state step reward n_prompt n_tokens min_version max_version started_at finished_at segments".split()
+_COLUMNS = (
+    "group_id",
+    "sample_index",
+    "state",
+    "step",
+    "reward",
+    "n_prompt",
+    "n_tokens",
+    "min_version",
+    "max_version",
+    "started_at",
+    "finished_at",
+    "segments",
+)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RunData:
-    """`metrics` and `evals` are lines in the order of their writing. A trajectory is a dict of the store's columns without its token
-    arrays, plus `sampled`, its number of sampled tokens. `tickets` counts them by state. `totals` are the controller's, None until it has
-    ended. `staleness_bound` is None without a config.yaml or with replay. `missing` counts trajectories that tickets should have, but the store lacks.
+    """The records of one run.
+
+    `metrics` and `evals` hold lines in the order in which they were written. A trajectory is a dict
+    of the store's columns without the token arrays, plus `sampled`, its number of sampled tokens.
     """
 
     run_dir: Path
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     trajectories: list[dict[str, Any]] = field(default_factory=list)
-    tickets: dict[str, int] = field(default_factory=dict)
+    # Number of rollout groups by state.
+    groups: dict[str, int] = field(default_factory=dict)
+    # The controller writes its totals when it ends.
     totals: dict[str, Any] | None = None
+    # None without a config.yaml, and with replay, which has no bound.
     staleness_bound: int | None = None
+    # Trajectories that groups should have and the store lacks.
     missing: int = 0
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """Trajectories that were trained on."""
+        """The trajectories that the run trained on."""
         return [t for t in self.trajectories if t["state"] == "used"]
 
     def series(self, key: str) -> list[float]:
-        """`key` of each training step, NaN where it is unknown."""
+        """Return `key` of each training step, NaN where it is unknown."""
         return [float("nan") if m.get(key) is None else m[key] for m in self.metrics]
 
     @property
     def pushes(self) -> dict[int, tuple[float, float]]:
-        """version -> (wall-clock seconds at the start, duration in seconds) of the pause in which it was pushed."""
+        """By version, the pause of its push: (wall-clock seconds of the start, seconds)."""
         lines = [m for m in self.metrics if m.get("paused_at") and m["pause_s"] is not None]
         return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
 
     @property
     def training_started_at(self) -> float | None:
-        """Wall-clock seconds at which the first trajectory was begun: before that, servers were starting. None if nothing happened."""
+        """The wall-clock seconds at which the first trajectory started; None before that.
+
+        Server start-up is earlier.
+        """
         if self.trajectories:
             return min(t["started_at"] for t in self.trajectories)
-        return (
-            self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0)
-            if self.metrics
-            else None
-        )
+        if self.metrics:
+            return self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0)
+        return None
 
     @property
     def training_s(self) -> float:
-        """Seconds from there to the end of the last training step; 0 before the first."""
-        return self.metrics[-1]["logged_at"] - self.training_started_at if self.metrics else 0.0
+        """Seconds from `training_started_at` to the end of the last step; 0 before the first."""
+        started_at = self.training_started_at
+        if not self.metrics or started_at is None:
+            return 0.0
+        return self.metrics[-1]["logged_at"] - started_at
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read what is there; what is not there yet is empty. Raises ValueError when the directory does not exist."""
+    """Read all records that exist. Raises ValueError when `run_dir` is not a directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a run directory")
-    run = RunData(run_dir, read_metrics(run_dir), read_events(run_dir, "evals"))
+        raise ValueError(f"{run_dir} is not a run directory: there is no such folder")
+    run = RunData(
+        run_dir=run_dir, metrics=read_metrics(run_dir), evals=read_events(run_dir, "evals")
+    )
     if (run_dir / "config.yaml").exists():
         config = OmegaConf.load(run_dir / "config.yaml")
         replays = OmegaConf.select(config, "buffer.replay.capacity")
@@ -76,17 +100,20 @@ def load_run(run_dir: Path) -> RunData:
     if (run_dir / "controller_totals.json").exists():
         run.totals = json.loads((run_dir / "controller_totals.json").read_text())
     if (run_dir / "trajectories.sqlite").exists():
-        store = Store(run_dir / "trajectories.sqlite", read_only=True)
-        try:
-            run.tickets, run.missing = store.counts(), store.missing_trajectories()
-            run.trajectories = [_slim(row) for row in store.trajectories()]
-        finally:
-            store.close()
+        _read_store(run, run_dir / "trajectories.sqlite")
     return run
 
 
-def _slim(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: row[name] for name in _COLUMNS},
-        "sampled": sum(end - start for _, start, end in row["segments"]),
-    }
+def _read_store(run: RunData, path: Path) -> None:
+    store = Store(path, read_only=True)
+    try:
+        run.groups = store.counts()
+        run.missing = store.missing_trajectories()
+        run.trajectories = [_without_tokens(row) for row in store.trajectories()]
+    finally:
+        store.close()
+
+
+def _without_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    sampled = sum(end - start for _, start, end in row["segments"])
+    return {**{name: row[name] for name in _COLUMNS}, "sampled": sampled}

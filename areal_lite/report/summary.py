@@ -1,8 +1,12 @@
-"""The summary of a run, counted from what it wrote down. What a run did not get to (it was killed, or evaluates nothing) is None."""
+"""The summary of a run, counted from its records.
+
+A value is None when the run did not get that far, because it was killed or evaluates nothing.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,21 @@ from areal_lite.report.run_data import RunData, load_run
 def build_summary(
     run_dir: Path, config: TrainConfig, started_at: float, finished_at: float
 ) -> dict[str, Any]:
-    """`started_at`, `finished_at`: wall-clock seconds of the whole command. In the result times are seconds, staleness is in versions.
+    """Count the results of a run: times in seconds, staleness in versions.
 
-    Rates are of what was trained on (tickets `used`), per second from the first trajectory's start to the last step's end.
+    Rates count the trajectories that were trained on, per second between the start of the first
+    trajectory and the end of the last step. Raises ValueError when `run_dir` is not a directory.
+
+    Args:
+        run_dir: the run directory.
+        config: the run's configuration.
+        started_at: wall-clock seconds at which the command started.
+        finished_at: wall-clock seconds at which the command ended.
     """
     run = load_run(run_dir)
-    used, seconds = run.used, run.training_s
+    used = run.used
+    seconds = run.training_s
+    tokens = sum(t["sampled"] for t in used)
     return {
         "run_dir": str(run_dir),
         "report": str(Path(run_dir) / "report.png"),
@@ -29,9 +42,9 @@ def build_summary(
         **_accuracies(run.evals),
         "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
         "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
-        "tokens": sum(t["sampled"] for t in used),
+        "tokens": tokens,
         "trajectories": len(used),
-        "tokens_per_s": sum(t["sampled"] for t in used) / seconds if seconds else None,
+        "tokens_per_s": tokens / seconds if seconds else None,
         "trajectories_per_s": len(used) / seconds if seconds else None,
         "staleness_mean": _mean(run.series("staleness_mean")),
         "max_staleness": max(run.series("staleness_max"), default=None),
@@ -39,22 +52,23 @@ def build_summary(
         "multi_segment_share": _mean([interrupted(t) for t in used]),
         **_pushes(run),
         "trajectories_lost": run.totals["trajectories_lost"] if run.totals else run.missing,
-        "tickets": run.tickets,
+        "groups": run.groups,
         "controller": run.totals,
     }
 
 
 def interrupted(trajectory: dict[str, Any]) -> bool:
-    """Did tokens of more than one weight version go into it?"""
-    return (
-        trajectory["min_version"] is not None
-        and trajectory["min_version"] < trajectory["max_version"]
-    )
+    """Say whether more than one weight version sampled the trajectory."""
+    oldest = trajectory["min_version"]
+    return oldest is not None and oldest < trajectory["max_version"]
 
 
 def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first evaluation is before training, the last one after. `accuracy_before` is sampled (temperature as in training),
-    `accuracy_after` the worse of greedy and sampled: no choice of decoding flatters the result."""
+    """Compare the first evaluation (before training) with the last one (after training).
+
+    `accuracy_before` is sampled, at the temperature of training. `accuracy_after` is the worse of
+    greedy and sampled, so that no choice of decoding flatters the result.
+    """
     before = evals[0] if evals else {}
     after = evals[-1] if len(evals) > 1 else {}
     both_after = [after[name] for name in ("greedy", "sampled") if after.get(name) is not None]
@@ -71,18 +85,16 @@ def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _pushes(run: RunData) -> dict[str, Any]:
     pauses = [pause_s for _, pause_s in run.pushes.values()]
-    drained = (
-        run.totals["drained"] if run.totals else sum(m.get("drained") or 0 for m in run.metrics)
-    )
+    logged = sum(m.get("drained") or 0 for m in run.metrics)
     return {
         "pushes": len(pauses),
         "pause_s_mean": _mean(pauses),
         "pause_s_max": max(pauses, default=None),
-        "requests_drained": drained,
+        "requests_drained": run.totals["drained"] if run.totals else logged,
     }
 
 
-def _mean(values: list[float]) -> float | None:
-    """The mean of what is known; NaN is not."""
+def _mean(values: Sequence[float]) -> float | None:
+    """Return the mean of the values that are not NaN; None without any."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else None

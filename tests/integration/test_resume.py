@@ -306,7 +306,7 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
         process.kill()
         process.wait()
         process = start()
-        while "goes on from step 2" not in (tmp_path / "output").read_text():
+        while "resumes from step 2" not in (tmp_path / "output").read_text():
             assert process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.05)
         wait_for(process, folder, 4, 2)

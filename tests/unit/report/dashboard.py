@@ -1,4 +1,4 @@
-"""The dashboard that ships, as tests see it."""
+"""The Grafana dashboard in examples/monitoring, for tests."""
 
 import json
 import re
@@ -10,9 +10,10 @@ DASHBOARD = json.loads((MONITORING / "grafana/dashboard.json").read_text())
 
 
 def expressions() -> list[str]:
-    """What its panels and its variable ask Prometheus, SGLang's metrics by the names that SGLang gives them.
+    """Return the Prometheus queries of the panels and of the variable.
 
-    Its library writes an underscore for the colon when a Prometheus before version 3 asks: the dashboard takes either.
+    SGLang's metrics have a colon in their names. Its library replaces it by an underscore for
+    Prometheus before version 3. The dashboard accepts both; here both become the colon.
     """
     asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     asked += [variable["query"]["query"] for variable in DASHBOARD["templating"]["list"]]
@@ -23,11 +24,11 @@ def expressions() -> list[str]:
 
 
 def metrics(prefix: str) -> set[str]:
-    """The names that it asks for and that begin with `prefix`, without it."""
+    """Return the queried metrics whose names begin with `prefix`, without the prefix."""
     names = re.findall(r"[\w:]+", " ".join(expressions()))
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
 def of_steps() -> set[str]:
-    """Keys of metrics.jsonl."""
+    """Return the queried keys of metrics.jsonl."""
     return {name for name in metrics("areal_lite_") if not name.startswith(("run_", "eval_"))}

@@ -1,6 +1,7 @@
-"""A run directory as a run would leave it, made up: `hand_made` for exact numbers, `simulate` for a look at it.
+"""Made-up run directories: `hand_made` for exact numbers, `simulate` to look at.
 
-`python tests/unit/report/synthetic_run.py DIR` makes a new directory DIR with a simulated run and its report.
+`python -m tests.unit.report.synthetic_run DIR` makes the directory DIR with a simulated run and its
+report.
 """
 
 import heapq
@@ -17,7 +18,8 @@ from areal_lite.trajectory import Group, Trajectory
 
 T0 = 1_700_000_000.0
 PROMPT = 10  # tokens of every prompt
-TICKETS = {"in_flight": 0, "finished": 1, "used": 2, "filtered": 0, "dropped": 0}  # of `hand_made`
+# Rollout groups of `hand_made` by state.
+GROUPS = {"in_flight": 0, "finished": 1, "used": 2, "filtered": 0, "dropped": 0}
 
 
 def step_record(step, **values):
@@ -25,7 +27,7 @@ def step_record(step, **values):
 
 
 def trajectory(group_id, sample_index, segments, started_at, finished_at, reward=1.0):
-    """`segments` are (version, tokens)."""
+    """Make a trajectory; `segments` are (version, tokens)."""
     versions = np.repeat([version for version, _ in segments], [tokens for _, tokens in segments])
     return Trajectory(
         group_id,
@@ -43,7 +45,7 @@ def trajectory(group_id, sample_index, segments, started_at, finished_at, reward
 
 
 def write_group(store, group, step=None):
-    """Through admission and finish to use at `step`, unless that is None."""
+    """Admit and finish a group, and use it at `step` unless that is None."""
     last = max(t.finished_at for t in group.trajectories)
     store.admit(
         group.group_id,
@@ -65,7 +67,10 @@ def config_of(run_dir, steps, max_staleness):
 
 
 def hand_made(run_dir, killed=False):
-    """Two steps of one group of two, a third group that was never used. `killed`: after the first step, within the second's line."""
+    """Make a run of two steps of one group of two, and a third group that was never used.
+
+    `killed`: the run died while it wrote the line of the second step.
+    """
     config = config_of(run_dir, steps=2, max_staleness=2)
     save_config(config, run_dir)
     groups = [
@@ -101,7 +106,7 @@ def hand_made(run_dir, killed=False):
     append_event(run_dir, "evals", {"version": 2, "greedy": 0.60, "sampled": 0.70, "problems": 50})
     write_json(
         run_dir / "controller_totals.json",
-        {"tickets": TICKETS, "drained": 0, "trajectories_lost": 0},
+        {"groups": GROUPS, "drained": 0, "trajectories_lost": 0},
     )
     return config
 
@@ -117,13 +122,15 @@ def simulate(
     pause_s=0.12,
     tokens_per_s=40.0,
 ):
-    """A pushes-every-`step_s` run with long-tailed lengths on `slots` concurrent requests. Interrupted in place; oldest groups first."""
+    """Make a run with a push every `step_s` seconds and long-tailed lengths.
+
+    `slots` requests run at once. Pushes interrupt in place. The oldest groups are used first.
+    """
     rng = random.Random(1)
     config = config_of(run_dir, steps, max_staleness)
     save_config(config, run_dir)
-    pushes = [
-        T0 + 20 + step_s * (k + rng.uniform(-0.15, 0.15)) for k in range(steps)
-    ]  # the push of version k + 1
+    # pushes[k] is the push of version k + 1.
+    pushes = [T0 + 20 + step_s * (k + rng.uniform(-0.15, 0.15)) for k in range(steps)]
     pauses = [pause_s * rng.uniform(0.7, 1.6) for _ in range(steps)]
     free = [T0 + rng.uniform(0, 0.05) for _ in range(slots)]
     heapq.heapify(free)
@@ -171,7 +178,7 @@ def simulate(
 
 
 def _generate(now, tokens, tokens_per_s, pushes, pauses):
-    """[(version, tokens)] and the end of a sequence of `tokens` tokens that begins at `now`."""
+    """Return [(version, tokens)] and the end of a sequence of `tokens` tokens started at `now`."""
     segments = []
     version = sum(push <= now for push in pushes)
     while tokens:
@@ -188,7 +195,7 @@ def _generate(now, tokens, tokens_per_s, pushes, pauses):
 
 def _log_steps(run_dir, groups, batch_groups, pushes, pauses, rng):
     log = MetricsLog(run_dir, LoggerConfig(), {})
-    for step, (push, pause) in enumerate(zip(pushes, pauses)):
+    for step, (push, pause) in enumerate(zip(pushes, pauses, strict=True)):
         batch = [
             t
             for group in groups[step * batch_groups : (step + 1) * batch_groups]

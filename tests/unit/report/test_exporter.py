@@ -1,4 +1,4 @@
-"""What Prometheus is told of a run directory is what the run wrote there: its newest complete step, and the servers that it has now."""
+"""The exporter: Prometheus sees the newest complete step of a run and its current servers."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ NOW = T0 + 100
 
 
 def scrape(*run_dirs: Path) -> dict[str, dict[str, float]]:
-    """name without prefix -> run -> value."""
+    """Return name without prefix -> run -> value."""
     registry = CollectorRegistry()
     registry.register(RunCollector(run_dirs, lambda: NOW))
     return parsed(generate_latest(registry).decode())
@@ -95,14 +95,14 @@ def test_null_and_lists_are_left_out_and_odd_names_made_to_fit(tmp_path):
     )
     found = of(tmp_path)
     assert not set(values) & set(found)
-    assert found["filtered_too_easy_"] == 4, "of two keys with one name the first"
+    assert found["filtered_too_easy_"] == 4, "the first of two keys with one name counts"
     assert found["filtered_gr__e"] == 6
-    assert found["run_servers"] == 0, "a fact is not displaced by what a step calls the same"
+    assert found["run_servers"] == 0, "a fact is not displaced by a key of a step"
 
 
 def test_facts(tmp_path):
     run_dir = tmp_path / "run"
-    assert scrape(run_dir) == {}, "it is not there yet"
+    assert scrape(run_dir) == {}, "the directory does not exist yet"
     run_dir.mkdir()
     assert of(run_dir) == {"run_ended": 0, "run_servers": 0}
     save_config(config_of(run_dir, steps=7, max_staleness=2), run_dir)
@@ -128,8 +128,8 @@ def test_several_runs_side_by_side(tmp_path):
 
 
 @pytest.mark.parametrize("length", [1, 2_000, 5_000, 8_191, 8_192, 20_000])
-def test_the_newest_event_is_the_last_that_all_of_them_have(tmp_path, length):
-    """Whatever the lengths of the lines are beside that of what is read at once."""
+def test_the_newest_event_is_the_last_of_all_events(tmp_path, length):
+    """The length of a line relative to the size of a read does not matter."""
     path = tmp_path / "events.jsonl"
     lines = [json.dumps({"number": n, "text": "x" * length}) + "\n" for n in range(4)]
     for text in (
@@ -146,7 +146,8 @@ def test_the_newest_event_is_the_last_that_all_of_them_have(tmp_path, length):
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path):
     with open(tmp_path / "metrics.jsonl", "wb") as file:
-        file.truncate(2**40)  # a hole: to read it all would take more memory than there is
+        # A hole: the whole file would not fit in memory.
+        file.truncate(2**40)
         file.seek(0, 2)
         file.write(b'\n{"step": 1}\n{"step": 2}\n')
     assert newest_event(tmp_path, "metrics") == {"step": 2}
@@ -154,7 +155,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path):
 
 @contextmanager
 def serving(*run_dirs: Path) -> Iterator[int]:
-    """Its port."""
+    """Run an exporter and yield its port."""
     server = exporter(run_dirs, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -166,7 +167,7 @@ def serving(*run_dirs: Path) -> Iterator[int]:
         server.server_close()
 
 
-def test_over_http_on_loopback_alone(tmp_path):
+def test_http_on_loopback_alone(tmp_path):
     run_dir = tmp_path / "run"
     with serving(run_dir) as port:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
@@ -179,7 +180,7 @@ def test_over_http_on_loopback_alone(tmp_path):
         log_step(run_dir, 4)
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             assert parsed(answer.read().decode())["step"] == {str(run_dir): 4}
-        # Another address of this machine: whoever listened on all of them would answer there, too.
+        # Another address of this machine: a server that listens on all of them would answer there.
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
 

@@ -1,13 +1,15 @@
-"""The report: the geometry of the timeline, the rates, and that a picture comes out of any run directory."""
+"""The report: geometry of the timeline, rates, and a picture from any run directory."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from areal_lite.report.figure import generation_rate, middle, segment_spans, write_report
+from areal_lite.report.figure import generation_rate, write_report
 from areal_lite.report.run_data import RunData, load_run
+from areal_lite.report.timeline import middle_trajectories, segment_spans
 from tests.unit.report.synthetic_run import T0, hand_made, simulate
 
 PUSHES = {1: (10.0, 0.5), 2: (20.0, 0.5), 3: (30.0, 0.5)}
@@ -28,7 +30,7 @@ def test_versions_change_where_they_were_pushed():
     assert spans == [(0, 8.0, 10.0), (1, 10.0, 20.0), (2, 20.0, 25.0)]
 
 
-def test_a_version_that_sampled_no_token_is_passed_over():
+def test_a_version_that_sampled_no_token_has_no_span():
     assert segment_spans(row([[0, 5, 10], [3, 10, 20]], 8.0, 35.0), PUSHES) == [
         (0, 8.0, 30.0),
         (3, 30.0, 35.0),
@@ -40,7 +42,7 @@ def test_two_turns_of_one_version_are_one_span():
     assert spans == [(1, 12.0, 20.0), (2, 20.0, 24.0)]
 
 
-def test_an_unknown_push_lies_where_the_tokens_put_it():
+def test_an_unknown_push_lies_where_the_share_of_tokens_puts_it():
     assert segment_spans(row([[7, 5, 15], [8, 15, 45]], 100.0, 140.0), PUSHES) == [
         (7, 100.0, 110.0),
         (8, 110.0, 140.0),
@@ -67,18 +69,17 @@ def test_the_integral_of_the_generation_rate_is_the_tokens():
 
 def test_the_middle_of_a_run_is_in_order_and_without_repetition():
     run = RunData(
-        None,
-        [],
-        [],
+        run_dir=Path("run"),
+        metrics=[],
+        evals=[],
         trajectories=[
             {"started_at": float(i), "group_id": i, "sample_index": 0}
             for i in reversed(range(1000))
         ],
     )
     run.metrics = [{"version": v, "paused_at": 10.0 * v, "pause_s": 0.1} for v in range(1, 11)]
-    starts = [
-        t["started_at"] for t in middle(run, 90)
-    ]  # 100 trajectories a push: four pushes' worth is 400
+    # 100 trajectories per push: four pushes' worth is 400.
+    starts = [t["started_at"] for t in middle_trajectories(run, 90)]
     assert (
         len(set(starts)) == 90
         and starts == sorted(starts)
@@ -87,7 +88,7 @@ def test_the_middle_of_a_run_is_in_order_and_without_repetition():
     )
     run.metrics = run.metrics[:1] * 200
     run.trajectories = run.trajectories[:50]
-    assert len(middle(run, 90)) == 50
+    assert len(middle_trajectories(run, 90)) == 50
 
 
 def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
@@ -109,14 +110,13 @@ def test_a_picture_of_any_run(tmp_path, make):
     assert (picture != 1.0).any()
 
 
-def test_the_timeline_shows_versions_in_their_colours(tmp_path):
+def test_the_timeline_shows_versions_in_their_colors(tmp_path):
     hand_made(tmp_path)
     timeline = imread(write_report(tmp_path))[620:1100, :, :3]
     blue, orange = np.array([0x2B, 0x6C, 0xB0]) / 255, np.array([0xDD, 0x7A, 0x1F]) / 255
-    for colour in (blue, orange):
-        assert (np.abs(timeline - colour).max(-1) < 0.02).mean() > 0.03
-    where = [
-        np.flatnonzero((np.abs(timeline - colour).max(-1) < 0.02).any(0))
-        for colour in (blue, orange)
+    for color in (blue, orange):
+        assert (np.abs(timeline - color).max(-1) < 0.02).mean() > 0.03
+    columns = [
+        np.flatnonzero((np.abs(timeline - color).max(-1) < 0.02).any(0)) for color in (blue, orange)
     ]
-    assert where[0].max() < where[1].min()  # version 0 is left of the push, version 1 right of it
+    assert columns[0].max() < columns[1].min(), "version 0 is left of the push, version 1 right"

@@ -1,4 +1,4 @@
-"""The profile `monitor` of docker-compose.yaml: its parts fit each other, and its dashboard asks for what a run writes down."""
+"""The profile `monitor` of docker-compose.yaml: its parts fit each other and what a run writes."""
 
 import asyncio
 import importlib.util
@@ -26,11 +26,12 @@ SERVICES = yaml.safe_load(COMPOSE)["services"]
 MONITOR = {
     name: service for name, service in SERVICES.items() if service.get("profiles") == ["monitor"]
 }
-IMAGES = {"prometheus": 9090, "grafana": 3000}  # that are not ours, and where they listen
+# Public images, and the ports on which they listen.
+IMAGES = {"prometheus": 9090, "grafana": 3000}
 
 
-def told_by_the_controller() -> set[str]:
-    """The keys that it answers with to whoever asks for a batch."""
+def keys_of_a_batch_reply() -> set[str]:
+    """Return the keys of the controller's reply to a request for a batch."""
 
     async def answer() -> dict:
         config = TrainConfig(model="model")
@@ -53,14 +54,14 @@ def told_by_the_controller() -> set[str]:
 
 
 def test_the_dashboard_asks_for_what_a_run_writes() -> None:
-    """tests/integration/test_train.py compares it with the lines of a whole run; here is who writes what."""
+    """Here per writer; tests/integration/test_train.py compares it with the lines of a run."""
     trainer = "".join(
         (ROOT / "areal_lite" / name).read_text()
         for name in ("trainer/loop.py", "trainer/step.py", "weights/agreement.py")
     )
     written = (
         set(STEP_KEYS)
-        | told_by_the_controller()
+        | keys_of_a_batch_reply()
         | {field.name for field in fields(PushReport)}
         | set(re.findall(r'"(\w+)":', trainer))
     )
@@ -130,7 +131,7 @@ def test_nothing_is_published_beyond_loopback() -> None:
     )
     for name, port in IMAGES.items():
         assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", MONITOR[name]["image"]), (
-            "a version that stays what it is"
+            "the version is pinned"
         )
         assert [published.rsplit(":", 1)[1] for published in MONITOR[name]["ports"]] == [str(port)]
     assert MONITOR["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
@@ -150,7 +151,7 @@ def test_what_is_mounted_exists() -> None:
 def test_prometheus_asks_the_exporter_and_grafana_asks_prometheus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the names of the services, on the port that the exporter takes by default, for the paths that it has."""
+    """They use the names of the services, the exporter's default port and its paths."""
     listening = []
     monkeypatch.setattr(
         "areal_lite.report.exporter.exporter",
@@ -163,7 +164,7 @@ def test_prometheus_asks_the_exporter_and_grafana_asks_prometheus(
     assert main() == 0
     ((host, port),) = listening
     runs, servers = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
-    assert host == "node", "its own address: Prometheus is another container"
+    assert host == "node", "not loopback: Prometheus runs in another container"
     assert runs["static_configs"] == [{"targets": [f"exporter:{port}"]}]
     assert servers["http_sd_configs"][0]["url"] == f"http://exporter:{port}/servers"
     (source,) = yaml.safe_load((MONITORING / "grafana/datasource.yaml").read_text())["datasources"]

@@ -1,10 +1,13 @@
-"""The progress line: its text, its ETA and how often it is written."""
+"""The progress line: its text, its ETA, and how often it is written."""
 
 import io
+import re
+import sys
 
 import pytest
 
-from areal_lite.report.progress import Progress, duration, progress_line, short
+from areal_lite.report.progress import Progress, progress_line
+from areal_lite.report.text import duration, pause, short
 
 
 class Clock:
@@ -26,7 +29,7 @@ def test_the_line_as_documented():
     assert line == "step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10"
 
 
-def test_the_pace_is_that_of_what_was_done_since():
+def test_the_eta_uses_the_pace_since_the_start():
     assert progress_line("step", 12, 60, 32.5, {}, before=2) == "step 12/60 · ETA 2:36"
     assert progress_line("step", 2, 60, 32.5, {}, before=2) == "step 2/60"
 
@@ -69,13 +72,17 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
+@pytest.mark.parametrize("seconds, text", [(0.1421, "142 ms"), (0, "0 ms"), (1.46, "1.5 s")])
+def test_pauses(seconds, text):
+    assert pause(seconds) == text
+
+
 def test_a_log_file_gets_a_line_every_ten_seconds_and_the_last():
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(100, "step", stream, clock)
-    for done in range(1, 101):
-        clock.now += 0.5
-        progress.update(done)
-    progress.close()
+    with Progress(100, "step", stream=stream, clock=clock) as progress:
+        for done in range(1, 101):
+            clock.now += 0.5
+            progress.update(done)
     lines = stream.getvalue().splitlines()
     assert [line.split(" · ")[0] for line in lines] == [
         f"step {n}/100" for n in (1, 21, 41, 61, 81, 100)
@@ -84,17 +91,44 @@ def test_a_log_file_gets_a_line_every_ten_seconds_and_the_last():
     assert lines[-1].endswith("took 0:50")
 
 
-def test_a_terminal_line_is_rewritten_in_place_and_fits(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
+def on_terminal(monkeypatch, columns: int) -> tuple[list[str], str]:
+    """Return the states of a line of three updates, and everything that was written."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
     clock, stream = Clock(), Terminal()
-    progress = Progress(10, "step", stream, clock)
-    for done in (1, 2, 3):
-        clock.now += 1.0
-        progress.update(done, reward="x" * 50)
-    assert "\n" not in stream.getvalue()
-    lines = stream.getvalue().split("\r")[1:]
-    assert [line[:9] for line in lines] == ["step 1/10", "step 2/10", "step 3/10"]
-    assert all(len(line.removesuffix("\x1b[K")) == 29 for line in lines)
-    progress.close()
-    progress.close()
-    assert stream.getvalue().endswith("\x1b[K\n") and stream.getvalue().count("\n") == 1
+    with Progress(10, "step", stream=stream, clock=clock) as progress:
+        for done in (1, 2, 3):
+            clock.now += 1.0
+            progress.update(done, reward=0.5)
+            print(f"message {done}", file=sys.stderr)
+    written = stream.getvalue()
+    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", written)
+    return [line for line in re.split(r"[\r\n]+", text) if line], written
+
+
+def test_a_terminal_line_stays_in_place_below_messages(monkeypatch):
+    lines, written = on_terminal(monkeypatch, 80)
+    states = list(dict.fromkeys(line for line in lines if "step" in line))
+    assert [state[20:] for state in states] == [
+        " step 1/10 · reward 0.5 · ETA 0:09",
+        " step 2/10 · reward 0.5 · ETA 0:08",
+        " step 3/10 · reward 0.5 · ETA 0:07",
+    ]
+    assert [line for line in lines if "step" not in line] == [f"message {n}" for n in (1, 2, 3)]
+    assert lines[-1] == states[-1], "the last state is left on the screen"
+    assert written.count("\n") == 4, "one line for each message, and one for the progress"
+    assert written.endswith("\x1b[?25h"), "the cursor is back"
+
+
+def test_a_narrow_terminal_has_no_bar_and_cuts_the_line(monkeypatch):
+    lines, _ = on_terminal(monkeypatch, 20)
+    assert [line for line in lines if "step 3" in line][-1] == "step 3/10 · reward …"
+
+
+def test_a_terminal_without_cursor_movement_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with Progress(2, "step", stream=stream) as progress:
+        progress.update(1)
+        progress.update(2)
+    assert stream.getvalue() == "step 1/2 · ETA 0:00\nstep 2/2 · took 0:00\n"

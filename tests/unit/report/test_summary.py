@@ -1,4 +1,4 @@
-"""The summary against counts by hand of `hand_made` (tests/unit/report/synthetic_run.py), for a whole run and for a killed one."""
+"""The summary of the run `hand_made` (synthetic_run.py), whole and killed, against counts by hand."""
 
 import json
 import sqlite3
@@ -6,11 +6,11 @@ import sqlite3
 import pytest
 from rich.console import Console
 
-from areal_lite.report.figure import summary_table
 from areal_lite.report.summary import build_summary
+from areal_lite.report.summary_table import summary_table
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
-from tests.unit.report.synthetic_run import T0, TICKETS, config_of, hand_made
+from tests.unit.report.synthetic_run import GROUPS, T0, config_of, hand_made
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def text_of(summary):
     return capture.get()
 
 
-def test_accuracies_after_is_the_worse_of_the_two(complete):
+def test_the_accuracy_after_training_is_the_worse_of_the_two(complete):
     assert complete["accuracy_before"] == 0.20 and complete["accuracy_after"] == 0.60
     assert [
         complete[key]
@@ -34,8 +34,9 @@ def test_accuracies_after_is_the_worse_of_the_two(complete):
     ] == [0.30, 0.60, 0.20, 0.70]
 
 
-def test_rates_are_of_what_was_trained_on_since_the_first_trajectory(complete):
-    # Used: 30 + 60 + 50 + 20 tokens in 4 trajectories, from T0 + 1 to T0 + 11; the 1000 tokens of the unused one do not count.
+def test_rates_count_what_was_trained_on_since_the_first_trajectory(complete):
+    # Used: 30 + 60 + 50 + 20 tokens in 4 trajectories, from T0 + 1 to T0 + 11. The 1000 tokens of
+    # the unused trajectory do not count.
     assert (complete["tokens"], complete["trajectories"]) == (160, 4)
     assert complete["training_s"] == pytest.approx(10.0)
     assert complete["tokens_per_s"] == pytest.approx(16.0)
@@ -49,9 +50,8 @@ def test_staleness_segments_and_pushes(complete):
         2,
         2,
     )
-    assert (
-        complete["multi_segment_share"] == 0.5
-    )  # two of the four used ones; the unused third has two versions too
+    # Two of the four used trajectories. The unused one has two versions, too.
+    assert complete["multi_segment_share"] == 0.5
     assert (complete["pushes"], complete["pause_s_mean"], complete["pause_s_max"]) == (
         2,
         pytest.approx(0.2),
@@ -60,19 +60,19 @@ def test_staleness_segments_and_pushes(complete):
     assert (complete["steps"], complete["steps_planned"]) == (2, 2)
 
 
-def test_books_of_the_controller(complete):
-    assert complete["tickets"] == TICKETS
+def test_totals_of_the_controller(complete):
+    assert complete["groups"] == GROUPS
     assert (complete["requests_drained"], complete["trajectories_lost"]) == (0, 0)
 
 
-def test_the_books_count_what_was_lost_and_drained(tmp_path):
+def test_the_totals_count_what_was_lost_and_drained(tmp_path):
     config = hand_made(tmp_path)
     write_json(tmp_path / "controller_totals.json", {"drained": 7, "trajectories_lost": 3})
     summary = build_summary(tmp_path, config, 0.0, 1.0)
     assert (summary["requests_drained"], summary["trajectories_lost"]) == (7, 3)
 
 
-def test_without_books_the_store_tells_what_is_missing(tmp_path):
+def test_without_totals_the_store_tells_what_is_missing(tmp_path):
     config = hand_made(tmp_path, killed=True)
     assert build_summary(tmp_path, config, 0.0, 1.0)["trajectories_lost"] == 0
     with sqlite3.connect(tmp_path / "trajectories.sqlite") as db:
@@ -81,7 +81,7 @@ def test_without_books_the_store_tells_what_is_missing(tmp_path):
     assert build_summary(tmp_path, config, 0.0, 1.0)["trajectories_lost"] == 1
 
 
-def test_a_killed_run_has_what_it_got_to(tmp_path):
+def test_a_killed_run_has_the_values_that_it_got_to(tmp_path):
     config = hand_made(tmp_path, killed=True)
     summary = build_summary(tmp_path, config, T0, T0 + 10)
     assert (summary["steps"], summary["trajectories"], summary["tokens"]) == (1, 2, 90)
@@ -122,7 +122,7 @@ def test_no_such_run(tmp_path):
         build_summary(tmp_path / "nowhere", config_of(tmp_path, 2, 1), 0.0, 1.0)
 
 
-def test_the_table_says_it_all(complete):
+def test_the_table_has_every_value(complete):
     text = text_of(complete)
     for part in (
         "30.0% → 60.0%",

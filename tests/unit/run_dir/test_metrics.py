@@ -119,7 +119,7 @@ import sys
 from pathlib import Path
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog
-from areal_lite.report import figure, progress, summary
+from areal_lite.report import figure, progress, summary, summary_table
 log = MetricsLog(Path(sys.argv[1]), LoggerConfig(), {})
 log.log(dict.fromkeys(STEP_KEYS, 0))
 log.close()

@@ -1,0 +1,31 @@
+"""Numbers as short text, for the progress line, the summary table and the figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def short(value: Any) -> str:
+    """Format a number for a glance: 0.71, 1.2, 340, 4.1k, 3.9M. Return anything else as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.1f}".removesuffix(".0") + suffix
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return f"{value:.1g}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as a clock does: 2:10, 1:02:05."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def pause(seconds: float) -> str:
+    """Format the length of a pause: 142 ms, 1.5 s."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

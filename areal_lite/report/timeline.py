@@ -1,0 +1,146 @@
+"""The timeline of the report: one bar per trajectory, colored by weight version.
+
+| version 25 | version 26   | version 27 |    strip: the version that the servers have
+████████████ ░░░░░░░                         a trajectory that one push interrupted
+             ░░░░░░░░░░░░░░ ▒▒▒▒▒
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from areal_lite.report.run_data import RunData
+from areal_lite.report.style import GREY, show_empty
+
+_ROWS = 90
+# Neighbors are far apart in hue, so that a change of version is visible. The cycle is eight long.
+_VERSION_COLORS = (
+    "#2b6cb0",
+    "#dd7a1f",
+    "#2f855a",
+    "#c9366f",
+    "#3f9fd0",
+    "#a07010",
+    "#7a52cc",
+    "#62a83c",
+)
+# Shares of the width that a label in the strip needs: "version 25", "v25".
+_LONG_LABEL = 0.06
+_SHORT_LABEL = 0.025
+
+Spans = dict[int, tuple[float, float]]
+
+
+def draw_timeline(axes: Axes, run: RunData) -> None:
+    """Draw trajectories from the middle of the run, and the pushes that interrupted them."""
+    chosen = middle_trajectories(run, _ROWS)
+    axes.set(xlabel="seconds since the first trajectory", yticks=[])
+    title = (
+        f"{len(chosen)} trajectories from the middle of the run: "
+        "one bar each, colored by the weight version that sampled it"
+    )
+    note = "black line and gap: a weight push pauses generation"
+    axes.set_title(title, pad=30)
+    axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=GREY)
+    axes.spines["left"].set_visible(False)
+    origin = run.training_started_at
+    if not chosen or origin is None:
+        show_empty(axes)
+        return
+    first = chosen[0]["started_at"] - origin
+    # A few long trajectories would squeeze all others.
+    last = float(np.quantile([t["finished_at"] for t in chosen], 0.97)) - origin
+    margin = 0.01 * (last - first)
+    left = first - margin
+    right = last + margin
+    axes.set_xlim(left, right)
+    axes.set_ylim(len(chosen), -0.5)
+    _draw_bars(axes, chosen, run, origin)
+    pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in run.pushes.items()}
+    visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
+    _draw_pauses(axes, visible)
+    _label_versions(axes, visible, left, right)
+
+
+def _draw_bars(axes: Axes, trajectories: list[dict[str, Any]], run: RunData, origin: float) -> None:
+    for row, trajectory in enumerate(trajectories):
+        for version, start, end in segment_spans(trajectory, run.pushes):
+            bar = [(start - origin, end - start)]
+            axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
+
+
+def _draw_pauses(axes: Axes, pauses: Spans) -> None:
+    """Cover the bars where no server samples. The line marks pauses shorter than a pixel, too."""
+    for start, end in pauses.values():
+        axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
+        axes.axvline(start, color="black", linewidth=0.9, zorder=3)
+
+
+def _label_versions(axes: Axes, pauses: Spans, left: float, right: float) -> None:
+    """Draw a strip above the bars: the version that the servers have, in its color."""
+    if not pauses:
+        return
+    versions = sorted(pauses)
+    starts = [(versions[0] - 1, left), *((v, pauses[v][1]) for v in versions)]
+    ends = [*(pauses[v][0] for v in versions), right]
+    transform = axes.get_xaxis_transform()
+    strip = {"transform": transform, "clip_on": False}
+    style = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "weight": "bold"}
+    for (version, start), end in zip(starts, ends, strict=True):
+        width = end - start
+        axes.broken_barh([(start, width)], (1.008, 0.026), color=_color(version), **strip)
+        if width > _SHORT_LABEL * (right - left):
+            name = "version " if width > _LONG_LABEL * (right - left) else "v"
+            axes.text((start + end) / 2, 1.02, f"{name}{version}", transform=transform, **style)
+
+
+def middle_trajectories(run: RunData, count: int) -> list[dict[str, Any]]:
+    """Choose up to `count` trajectories from the middle of the run, ordered by their start.
+
+    If more than `count` trajectories started during four pushes, the choice is evenly spaced
+    among those. Otherwise it is `count` trajectories that started one after the other.
+    """
+    ordered = sorted(
+        run.trajectories, key=lambda t: (t["started_at"], t["group_id"], t["sample_index"])
+    )
+    span = min(len(ordered), max(count, 4 * len(ordered) // max(1, len(run.pushes))))
+    first = (len(ordered) - span) // 2
+    return [ordered[first + i * span // count] for i in range(count)] if span >= count else ordered
+
+
+def segment_spans(trajectory: dict[str, Any], pushes: Spans) -> list[tuple[int, float, float]]:
+    """Return (version, start, end) for each weight version of a trajectory.
+
+    Times are wall-clock seconds, and the spans cover the trajectory's life without a gap.
+    Version v starts with the pause of its push. If that push is unknown, it starts where the
+    version's share of the sampled tokens puts it.
+
+    Args:
+        trajectory: a row of RunData.trajectories.
+        pushes: version -> (wall-clock seconds of the pause's start, its length in seconds).
+    """
+    born = trajectory["started_at"]
+    died = trajectory["finished_at"]
+    tokens: dict[int, int] = {}
+    for version, start, end in trajectory["segments"]:
+        tokens[version] = tokens.get(version, 0) + end - start
+    spans: list[tuple[int, float, float]] = []
+    earlier_tokens = 0
+    begin = born
+    for version, count in tokens.items():
+        if spans:
+            share = earlier_tokens / trajectory["sampled"]
+            at = pushes[version][0] if version in pushes else born + (died - born) * share
+            at = min(max(at, begin), died)
+            spans[-1] = (*spans[-1][:2], at)
+            begin = at
+        spans.append((version, begin, died))
+        earlier_tokens += count
+    return spans
+
+
+def _color(version: int) -> str:
+    return _VERSION_COLORS[version % len(_VERSION_COLORS)]
