@@ -262,7 +262,7 @@ def test_gpus_of_the_roles(cluster, model, tmp_path, nodes, gpus):
         """#!/bin/bash
         echo "$CUDA_VISIBLE_DEVICES"
         case "$*" in
-          *launch.pool*) touch "$0.serves"; sleep 60 ;;
+          *launch.server_pool*) touch "$0.serves"; sleep 60 ;;
           *launch.prepare*) ;;
           *) until [ -e "$0.serves" ]; do sleep 0.1; done ;;
         esac"""

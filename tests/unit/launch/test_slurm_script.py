@@ -30,7 +30,7 @@ def config(nodes: int, ranks: int, servers: int, size: int = 1, **cluster) -> Sl
 def run_by_bash(text: str, tmp_path: Path) -> list[list[str]]:
     """The arguments of each srun, when the job is run with an srun that only notes them."""
     tools = {
-        "srun": f'printf "%s\\0" "$@" > "$(mktemp {tmp_path}/call.XXXX)"; [[ "$*" == *launch.pool* ]] && sleep 1; exit 0',
+        "srun": f'printf "%s\\0" "$@" > "$(mktemp {tmp_path}/call.XXXX)"; [[ "$*" == *launch.server_pool* ]] && sleep 1; exit 0',
         "scontrol": "printf 'first\\nsecond\\n'",
     }
     for name, body in tools.items():
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_back_to_the_queue(tmp_path):
     run.mkdir()
     wait = f"kill -USR1 $TOP; while [ ! -e {run}/stop ]; do sleep 0.02; done"
     (tmp_path / "srun").write_text(
-        f'#!/bin/bash\n[[ "$*" == *loop* ]] && {{ {wait}; }}\n[[ "$*" == *launch.pool* ]] && sleep 1\nexit 0\n'
+        f'#!/bin/bash\n[[ "$*" == *loop* ]] && {{ {wait}; }}\n[[ "$*" == *launch.server_pool* ]] && sleep 1\nexit 0\n'
     )
     (tmp_path / "scontrol").write_text(
         f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n'
