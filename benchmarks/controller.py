@@ -204,7 +204,7 @@ def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
                 lags.append(info["loop_lag_p99_s"])
                 flying.append(info["in_flight"])
                 memory.append(process.memory_info().rss / 2**20)
-            for server in client.begin_push(step + 1)["servers"]:
+            for server in client.begin_push(step + 1).servers:
                 post(
                     server,
                     "/update_weights_from_disk",

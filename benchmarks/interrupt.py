@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import ServerConfig, TrainConfig
+from areal_lite.controller.messages import PushTargets
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -75,7 +76,7 @@ class Controller:
     def __init__(self, fleet: Fleet, mode: str):
         self.fleet, self.mode, self.loop = fleet, mode, asyncio.get_running_loop()
 
-    def begin_push(self, version: int) -> dict:
+    def begin_push(self, version: int) -> PushTargets:
         async def begin() -> list:
             if self.mode == "abort":
                 self.fleet.pause_dispatch()
@@ -83,10 +84,7 @@ class Controller:
             self.fleet.begin_push(servers)
             return servers
 
-        return {
-            "servers": asyncio.run_coroutine_threadsafe(begin(), self.loop).result(),
-            "drained": 0,
-        }
+        return PushTargets(asyncio.run_coroutine_threadsafe(begin(), self.loop).result())
 
     def pushed(self, version: int, failed: list[str]) -> None:
         async def resume() -> None:

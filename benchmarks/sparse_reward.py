@@ -122,7 +122,7 @@ def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:
         "seed": seed,
         "accuracy_before": summary["sampled_before"],
         "accuracy": summary["sampled_after"],
-        "generated": summary["tickets"],
+        "generated": summary["groups"],
         "distinct_correct": metrics[-1].get("replay_distinct_correct"),
         "wall_s": summary["wall_s"],
         "rewards": [round(m["reward_mean"], 4) for m in metrics],

@@ -12,8 +12,8 @@ Why it bounds staleness: the n-th group admitted (n from 0) is used at step floo
 at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta. A group overtaken by younger ones can still exceed eta:
 that is what the hard bound at consumption is for (areal_lite/controller/queue.py).
 
-Example, B = 2, eta = 1: at version 0 four groups may start: two for step 0, two for step 1. The trainer finishes step 0, `bump(1)`,
-and two more may start, which step 2 will use with staleness 1. If one group fails, `reject()`, one more may start at once.
+Example, B = 2, eta = 1: at version 0 four groups may start: two for step 0, two for step 1. The trainer finishes step 0, `on_version(1)`,
+and two more may start, which step 2 will use with staleness 1. If one group fails, `on_rejected()`, one more may start at once.
 With eta = 0 only the groups of the coming step may start: synchronous training.
 
 A run that resumes at version v has used v * B groups. Those, and what had finished and waits, are counted again (`recover`); what was in
@@ -51,7 +51,7 @@ class AdmissionGate:
             )
 
     @property
-    def room(self) -> float:
+    def capacity(self) -> float:
         """How many groups may start now."""
         if self.max_staleness is None:
             return math.inf
@@ -63,7 +63,7 @@ class AdmissionGate:
         )
 
     def can_admit(self) -> bool:
-        return self.room > 0
+        return self.capacity > 0
 
     @property
     def waiting(self) -> int:
@@ -71,34 +71,34 @@ class AdmissionGate:
         return self.accepted - self.version * self.batch_groups
 
     @property
-    def settled(self) -> bool:
-        """Everything that may be generated before the next `bump` is: nothing runs and nothing may start."""
-        return self.running == 0 and self.room <= 0
+    def drained(self) -> bool:
+        """Everything that may be generated before the next `on_version` is: nothing runs and nothing may start."""
+        return self.running == 0 and self.capacity <= 0
 
-    def admit(self) -> None:
+    def on_admitted(self) -> None:
         """A group starts."""
-        assert self.room > 0, "admitted a group without room"
+        assert self.capacity > 0, "admitted a group without room"
         self.running += 1
 
-    def accept(self) -> None:
+    def on_accepted(self) -> None:
         """A running group has finished and waits for the trainer."""
         assert self.running > 0, "accepted a group that was not running"
         self.running -= 1
         self.accepted += 1
 
-    def reject(self) -> None:
+    def on_rejected(self) -> None:
         """A running group failed or was filtered: its room is free again."""
         assert self.running > 0, "rejected a group that was not running"
         self.running -= 1
         self.rejected += 1
 
-    def revoke(self) -> None:
+    def on_revoked(self) -> None:
         """An accepted group was dropped before its use: its room is free again."""
         assert self.accepted > 0, "revoked a group that was not accepted"
         self.accepted -= 1
         self.rejected += 1
 
-    def bump(self, version: int) -> None:
+    def on_version(self, version: int) -> None:
         """The trainer completed a step and is at `version` now."""
         assert version >= self.version, f"version went back from {self.version} to {version}"
         self.version = version

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The trainer's client of the controller."""
 
 from __future__ import annotations
 
@@ -6,34 +6,45 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from areal_lite.controller.messages import (
     ADDRESS_FILE,
     Address,
-    Batch,
+    BatchReady,
     BeginPush,
     Envelope,
     Evaluate,
+    Evaluation,
+    Failed,
     Finish,
+    PullBatch,
     Pushed,
+    PushRecorded,
+    PushTargets,
     Reply,
     Request,
+    Response,
+    Resync,
+    RunTotals,
     process_namespace,
 )
-from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import TrainBatch
+
+R = TypeVar("R", bound=Response)
+Frames = list[memoryview]
+
+_POLL_S = 1.0
 
 
 class ControllerClient:
-    """The trainer's end: blocking calls, one at a time, from one thread.
+    """Blocking calls to the controller, one at a time, from one thread.
 
-    Raises RuntimeError with the controller's own words, or when its process is gone; TimeoutError, which names what was waited for,
-    after `timeout_s`.
+    Every call raises RuntimeError with the controller's error message, or when the controller's
+    process is gone. After `timeout_s` seconds it raises TimeoutError, which names the missing reply.
     """
 
     def __init__(self, run_dir: Path | str, timeout_s: float):
@@ -41,78 +52,89 @@ class ControllerClient:
         self._address = _read_address(Path(run_dir) / ADDRESS_FILE, timeout_s)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = (
-            0  # a request that nobody will read must not keep the process from ending
-        )
+        # An unread request must not keep this process from exiting.
+        self._socket.linger = 0
         self._socket.connect(self._address.url)
         self._last_id = 0
-        self._catch_ups = 0
+        self._resyncs = 0
 
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.term()
 
     def batch(
-        self, step: int, rank: int, world: int, catch_up: Callable[[], object] = lambda: None
+        self, step: int, rank: int, world: int, resync: Callable[[], object] = lambda: None
     ) -> tuple[TrainBatch, dict[str, Any]]:
-        """This rank's shard and facts about the whole step's batch. The same again for each call until the next version was pushed.
+        """Wait for this rank's shard of a batch. A repeated call returns the same shard.
 
-        While there is no batch `catch_up` is called, on every rank equally often and in the same order with the batches, for a push of
-        version `step` again: servers came or came back that have older weights. `begin_push` says which.
+        Args:
+            step: the trainer's version; the batch becomes unavailable when `step + 1` is pushed.
+            rank, world: data-parallel rank and number of ranks.
+            resync: pushes version `step` to the stale servers. It is called while there is no batch
+                and servers started late or came back. Every rank calls it equally often and in the
+                same order relative to the batches.
+
+        Returns:
+            The shard, and facts about the batch of all ranks.
         """
         while True:
-            body, frames = self._call(Batch(step, rank, world, self._catch_ups))
-            if frames:
-                return TrainBatch.from_frames(frames), body
-            self._catch_ups += 1
-            catch_up()
+            request = PullBatch(step, rank, world, self._resyncs)
+            response, frames = self._call(request, BatchReady | Resync)
+            if isinstance(response, BatchReady):
+                return TrainBatch.from_frames(frames), response.info
+            self._resyncs += 1
+            resync()
 
-    def begin_push(self, version: int) -> dict[str, Any]:
-        """`servers`: list of ServerInfo to push to (maybe none: they will catch up); `drained`: how many requests in flight were waited for (mode `none`, else 0)."""
-        body, _ = self._call(BeginPush(version))
-        body["servers"] = [ServerInfo(**server) for server in body["servers"]]
-        return body
+    def begin_push(self, version: int) -> PushTargets:
+        """Announce a push of `version` and return the servers to push to."""
+        return self._call(BeginPush(version), PushTargets)[0]
 
     def pushed(self, version: int, failed: Sequence[str] = ()) -> None:
-        """All servers but those named in `failed` have `version`: admission opens for it, and the batch that led to it counts as used."""
-        self._call(Pushed(version, list(failed)))
+        """Report that every target of the push except `failed` now serves `version`.
+
+        Admission opens for `version`, and the batch that led to it counts as used.
+        """
+        self._call(Pushed(version, list(failed)), PushRecorded)
 
     def evaluate(self, version: int) -> dict[str, Any]:
-        """`greedy` and `sampled` accuracy over `problems` held-out problems, and the `versions` that answered."""
-        return self._call(Evaluate(version))[0]
+        """Evaluate the held-out problems and return one line of evals.jsonl."""
+        return self._call(Evaluate(version), Evaluation)[0].record
 
     def finish(self) -> dict[str, Any]:
-        """The run's totals. The controller exits after this."""
-        return self._call(Finish())[0]
+        """End the run and return its totals. The controller exits afterwards."""
+        return self._call(Finish(), RunTotals)[0].totals
 
-    def _call(self, request: Request) -> tuple[dict[str, Any], list[memoryview]]:
+    def _call(self, request: Request, expected: type[R] | Any) -> tuple[R, Frames]:
+        """Send a request and wait for its reply, which must be an `expected` response."""
         self._last_id += 1
-        self._socket.send(
-            msgspec.msgpack.encode(Envelope(self._address.token, self._last_id, request))
-        )
+        envelope = Envelope(self._address.token, self._last_id, request)
+        self._socket.send(msgspec.msgpack.encode(envelope))
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(min(left, 1.0) * 1000):
-                if (
-                    self._address.place == process_namespace()
-                    and not _alive(self._address.pid)
-                    and not self._socket.poll(0)
-                ):
-                    who = f"the controller (process {self._address.pid})"
-                    raise RuntimeError(
-                        f"{who} died while the trainer waited for {request}: see its log"
-                    )
+            if not self._socket.poll(min(left, _POLL_S) * 1000):
+                self._check_alive(request)
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=Reply)
             if reply.id != self._last_id:
-                continue  # the late answer to a call that timed out
-            if reply.error is not None:
-                raise RuntimeError(reply.error)
-            return reply.body, [frame.buffer for frame in frames]
+                continue  # the late reply to a call that timed out
+            if isinstance(reply.response, Failed):
+                raise RuntimeError(reply.response.error)
+            assert isinstance(reply.response, expected), f"{request}: got {reply.response}"
+            return reply.response, [frame.buffer for frame in frames]
         raise TimeoutError(
-            f"waited {self._timeout_s:.0f} s for {request}: the controller's log says what it is waiting for"
+            f"waited {self._timeout_s:.0f} s for {request}: "
+            "the controller's log says what it is waiting for"
         )
+
+    def _check_alive(self, request: Request) -> None:
+        """Raise RuntimeError if the controller's process has died and left no reply."""
+        local = self._address.namespace == process_namespace()
+        if local and not _alive(self._address.pid) and not self._socket.poll(0):
+            raise RuntimeError(
+                f"the controller (process {self._address.pid}) died while the trainer waited "
+                f"for {request}: see its log"
+            )
 
 
 def _alive(pid: int) -> bool:
@@ -124,11 +146,13 @@ def _alive(pid: int) -> bool:
 
 
 def _read_address(path: Path, timeout_s: float) -> Address:
+    """Wait until the controller has written its address, and return it."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"waited {timeout_s:.0f} s for {path}, which the controller writes when it is up: see its log"
+                f"waited {timeout_s:.0f} s for {path}, which the controller writes when it "
+                "is up: see its log"
             )
         time.sleep(0.05)
     return msgspec.json.decode(path.read_bytes(), type=Address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,18 @@ from areal_lite.controller.evaluation import evaluate
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.controller.messages import (
     Answer,
-    Batch,
+    BatchReady,
     BeginPush,
     Evaluate,
+    Evaluation,
     Finish,
+    PullBatch,
     Pushed,
+    PushRecorded,
+    PushTargets,
     Request,
+    Resync,
+    RunTotals,
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
@@ -88,9 +94,9 @@ class Controller:
         self._lag = LoopLag()
         self._deals: dict[int, asyncio.Task[_Dealt]] = {}
         self._pushing = False
-        self._catch_ups = 0  # how often the trainer was asked to push its version again, to servers that are behind
-        self._catch_up = asyncio.Event()  # the next time
-        self._catching_up = False
+        self._resyncs = 0  # how often the trainer was asked to push its version again, to servers that are behind
+        self._resync = asyncio.Event()  # the next time
+        self._resyncing = False
         self._generation: asyncio.Task[None] | None = None
 
     def recover(self, store: Store, version: int) -> None:
@@ -129,18 +135,19 @@ class Controller:
     async def handle(self, request: Request) -> Answer:
         """The answer to one request of a trainer rank. Raises ValueError or RuntimeError for it to hear."""
         match request:
-            case Batch():
+            case PullBatch():
                 return await self._batch(request)
             case BeginPush():
                 return await self._begin_push(request.version), ()
             case Pushed():
-                return await self._pushed(request), ()
+                await self._pushed(request)
+                return PushRecorded(), ()
             case Evaluate(version):
-                return await self._evaluate(version), ()
+                return Evaluation(await self._evaluate(version)), ()
             case Finish():
-                return await self._finish(), ()
+                return RunTotals(await self._finish()), ()
 
-    async def _batch(self, request: Batch) -> Answer:
+    async def _batch(self, request: PullBatch) -> Answer:
         step, rank, world = request.step, request.rank, request.world
         if step < self.version:
             raise ValueError(
@@ -151,12 +158,12 @@ class Controller:
         if step not in self._deals:
             self._deals[step] = asyncio.create_task(self._deal(step, world))
         task = self._deals[step]
-        while request.catch_ups >= self._catch_ups and not task.done():
-            asked = asyncio.ensure_future(self._catch_up.wait())
+        while request.resyncs >= self._resyncs and not task.done():
+            asked = asyncio.ensure_future(self._resync.wait())
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
-        if request.catch_ups < self._catch_ups:
-            return {}, ()
+        if request.resyncs < self._resyncs:
+            return Resync(), ()
         try:
             dealt = await asyncio.shield(
                 task
@@ -168,7 +175,7 @@ class Controller:
             raise ValueError(
                 f"{request}, but that batch was dealt to {len(dealt.deal.shards)} ranks already"
             )
-        return dealt.info, dealt.deal.shards[rank].to_frames()
+        return BatchReady(dealt.info), dealt.deal.shards[rank].to_frames()
 
     async def _deal(self, step: int, world: int) -> _Dealt:
         """Wait until the batch of `step` is complete, and deal it."""
@@ -180,30 +187,30 @@ class Controller:
             ):  # a rank may ask for the next batch before rank 0 has said that the push is over
                 for group in self.queue.drop_overdue(self.version):
                     await self.dispatcher.drop(group, f"overdue at step {step}")
-                ripe = not self.config.buffer.fixed_lag or self.dispatcher.staleness.settled
+                ripe = not self.config.buffer.fixed_lag or self.dispatcher.admission.drained
                 if ripe and (
                     deal := self.queue.take(self.config.trainer.batch_groups, self.version, world)
                 ):
                     return _Dealt(deal, self._info(deal, step, started))
-                self._ask_to_catch_up()
+                self._request_resync()
             await changed.wait()
         raise ValueError(
             f"version {self.version} was pushed before the batch of step {step} was complete"
         )
 
-    def _ask_to_catch_up(self) -> None:
+    def _request_resync(self) -> None:
         """The trainer has nothing to do but to wait: let it push its version to the servers that came after its last push."""
-        if self.fleet.router.stale and not self._catching_up:
-            self._catching_up = True
-            self._catch_ups += 1
-            self._catch_up.set()
-            self._catch_up = asyncio.Event()
+        if self.fleet.router.stale and not self._resyncing:
+            self._resyncing = True
+            self._resyncs += 1
+            self._resync.set()
+            self._resync = asyncio.Event()
 
     def _info(self, deal: BatchAssignment, step: int, started: float) -> dict[str, Any]:
         """For the metrics: about the batch, and (cumulative) about the run."""
         counts = self.dispatcher.counts
         return {
-            **batch_stats(deal.groups, step, self.dispatcher.staleness.max_staleness),
+            **batch_stats(deal.groups, step, self.dispatcher.admission.max_staleness),
             **diversity(group.trajectories for group in deal.groups),
             **(_replay_stats(self.queue) if isinstance(self.queue, ReplayBuffer) else {}),
             "masked_tokens": deal.masked_tokens,
@@ -218,7 +225,7 @@ class Controller:
             "retired_prompts": self.dispatcher.retired,
         }
 
-    async def _begin_push(self, version: int) -> dict[str, Any]:
+    async def _begin_push(self, version: int) -> PushTargets:
         """Of a new version to all servers, or of the present one to those that are behind while the others go on."""
         router, interrupt, drained = self.fleet.router, self.config.rollout.interrupt, 0
         if version > self.version and interrupt in ("none", "abort"):
@@ -229,9 +236,9 @@ class Controller:
         servers = list(router.servers.values()) if version > self.version else router.stale
         self.fleet.begin_push(servers)
         self._pushing = True
-        return {"servers": [asdict(server) for server in servers], "drained": drained}
+        return PushTargets(servers, drained)
 
-    async def _pushed(self, request: Pushed) -> dict[str, Any]:
+    async def _pushed(self, request: Pushed) -> None:
         version = request.version
         if not self._pushing or version < self.version:
             raise ValueError(
@@ -239,14 +246,13 @@ class Controller:
             )
         self.version = version
         self.fleet.finish_push(version, request.failed)
-        self._pushing = self._catching_up = False
-        self.dispatcher.bump(version)
+        self._pushing = self._resyncing = False
+        self.dispatcher.on_version(version)
         self._notify()
         for step in [step for step, task in self._deals.items() if step < version and task.done()]:
             await self.parts.store.submit(
-                Store.use, self._deals.pop(step).result().deal.tickets, step
+                Store.use, self._deals.pop(step).result().deal.group_ids, step
             )
-        return {}
 
     async def _evaluate(self, version: int) -> dict[str, Any]:
         """Raises RuntimeError when it cannot come to an end: after the last step nobody brings the weights to a server that comes back."""
@@ -275,12 +281,12 @@ class Controller:
         if self._generation is not None:
             self._generation.cancel()
         await self.fleet.abort_all()
-        tickets = await self.parts.store.submit(Store.counts)
+        by_state = await self.parts.store.submit(Store.counts)
         missing = await self.parts.store.submit(Store.missing_trajectories)
         counts = self.dispatcher.counts
         return {
-            "tickets": tickets,
-            "trajectories_lost": counts["tickets"] - sum(tickets.values()) + missing,
+            "groups": by_state,
+            "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
             "requests": self.fleet.counts["requests"],
             "aborts": self.fleet.counts["aborts"],
             "retries": self.fleet.counts["retries"],
@@ -302,17 +308,17 @@ class Controller:
         """One line: what there is, and what is being waited for."""
         waiting = [step for step, task in self._deals.items() if not task.done()]
         missing = self.config.trainer.batch_groups - len(self.queue)
-        router, staleness = self.fleet.router, self.dispatcher.staleness
+        router, admission = self.fleet.router, self.dispatcher.admission
         if not router.ready:
             need = f"a server ({len(router.servers)} announced, none ready)"
         elif waiting and missing > 0:
             need = f"{missing} more groups for the batch of step {waiting[0]}"
-        elif staleness.can_admit():
+        elif admission.can_admit():
             need = "trajectories in flight"
         else:
             need = f"the trainer (step {self.version})"
         return (
-            f"version {self.version}: {len(self.queue)} groups queued, {staleness.running} running, room for {staleness.room}; "
+            f"version {self.version}: {len(self.queue)} groups queued, {admission.running} running, room for {admission.capacity}; "
             f"{self.fleet.in_flight} requests on {len(router.ready)} servers; waiting for {need}"
         )
 

@@ -1,7 +1,7 @@
 """Prompts -> finished groups: admit while staleness and concurrency allow, generate, score, hand over.
 
 All members of a group start together on one server, which then shares the prompt's KV cache between them. A reward is asked for as soon as
-its trajectory is finished, not when its group is. Every prompt handed out is a ticket in the store before its first request is sent.
+its trajectory is finished, not when its group is. Every prompt handed out is a group in the store before its first request is sent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LEAST_FILTERED_IN_A_ROW = (
 class Dispatcher:
     """`deliver(group)` is called with each finished group.
 
-    `counts`: tickets, of the whole run; since the start of this process workflow_failures, reward_failures, failed_rollouts, empty_groups,
+    `counts`: groups, of the whole run; since the start of this process workflow_failures, reward_failures, failed_rollouts, empty_groups,
     dropped_groups. `filtered`: groups of the whole run by reason.
     """
 
@@ -68,7 +68,7 @@ class Dispatcher:
         self._empty_in_a_row = self._filtered_in_a_row = 0
         self.filtered: Counter[str] = Counter()
         eta = None if config.buffer.replay.capacity else config.buffer.max_staleness
-        self.staleness = AdmissionGate(eta, config.trainer.batch_groups, config.trainer.steps)
+        self.admission = AdmissionGate(eta, config.trainer.batch_groups, config.trainer.steps)
         self.concurrency = Concurrency(self._rollout.max_concurrent, self._rollout.group_size)
         self.in_flight = 0  # trajectories
         self.counts: Counter[str] = Counter()
@@ -84,9 +84,9 @@ class Dispatcher:
         self._sampler.restore(
             {**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
-        self.counts["tickets"] = recovered.tickets
+        self.counts["groups"] = recovered.groups
         self.filtered.update(recovered.filtered)
-        self.staleness.recover(version, recovered.waiting)
+        self.admission.recover(version, recovered.waiting)
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -103,20 +103,20 @@ class Dispatcher:
             self.in_flight == 0
             or self.in_flight + self._rollout.group_size <= self.concurrency.limit
         )
-        return fits and self.staleness.can_admit() and not self._sampler.exhausted
+        return fits and self.admission.can_admit() and not self._sampler.exhausted
 
     def _fail_if_exhausted(self) -> None:
         """What waits for the trainer is used first."""
-        staleness = self.staleness
+        admission = self.admission
         if (
             self._sampler.exhausted
-            and staleness.can_admit()
-            and not staleness.running
-            and staleness.waiting < self._batch_groups
+            and admission.can_admit()
+            and not admission.running
+            and admission.waiting < self._batch_groups
         ):
             raise RuntimeError(
-                f"the data set is exhausted at version {staleness.version}: all {self.retired} prompts are retired, solved in more than "
-                f"rollout.retire_above={self._rollout.retire_above} of their last groups, and {staleness.waiting} groups wait for a batch "
+                f"the data set is exhausted at version {admission.version}: all {self.retired} prompts are retired, solved in more than "
+                f"rollout.retire_above={self._rollout.retire_above} of their last groups, and {admission.waiting} groups wait for a batch "
                 f"of {self._batch_groups}; {self._filtered_words()}: give more or harder prompts, or raise retire_above"
             )
 
@@ -130,10 +130,10 @@ class Dispatcher:
         return len(self._sampler.retired)
 
     def _admit(self) -> tuple[int, int, int]:
-        """A new ticket, the place of its prompt in the data set, and how many were drawn so far."""
-        group_id = self.counts["tickets"]
-        self.counts["tickets"] += 1
-        self.staleness.admit()
+        """A new group, the place of its prompt in the data set, and how many were drawn so far."""
+        group_id = self.counts["groups"]
+        self.counts["groups"] += 1
+        self.admission.on_admitted()
         self.in_flight += self._rollout.group_size
         return group_id, self._sampler.next(), self._sampler.drawn
 
@@ -188,7 +188,7 @@ class Dispatcher:
             lost = f"{len(reasons)} members lost: {reasons[0]}" if reasons else None
             await parts.store.submit(Store.finish, group, texts, lost, parts.clock())
             self._filtered_in_a_row = 0
-            self.staleness.accept()
+            self.admission.on_accepted()
             self._deliver(group)
         self._wake.set()
 
@@ -199,9 +199,9 @@ class Dispatcher:
         if self._filtered_in_a_row > max(_LEAST_FILTERED_IN_A_ROW, 10 * self._batch_groups):
             raise RuntimeError(
                 f"no batch can be made: {self._filtered_in_a_row} groups in a row were filtered, the last one for {reason}; "
-                f"in all, {self._filtered_words()} of {self.counts['tickets']}: prompts are all too hard or too easy, or filters too strict"
+                f"in all, {self._filtered_words()} of {self.counts['groups']}: prompts are all too hard or too easy, or filters too strict"
             )
-        self.staleness.reject()
+        self.admission.on_rejected()
 
     async def _member(
         self, episode: Episode, playing: Awaitable[Trajectory]
@@ -248,13 +248,13 @@ class Dispatcher:
                 f"{self._empty_in_a_row} groups in a row lost all their members; the last one: {reason}"
             )
         await self._give_back(group_id, index, f"empty: {reason}")
-        self.staleness.reject()
+        self.admission.on_rejected()
 
     async def drop(self, group: Group, reason: str) -> None:
-        """A finished group will not be used: its prompt is handed out again, under a new ticket."""
+        """A finished group will not be used: its prompt is handed out again, under a new group."""
         self.counts["dropped_groups"] += 1
         await self._give_back(group.group_id, group.prompt_index, reason)
-        self.staleness.revoke()
+        self.admission.on_revoked()
 
     async def _give_back(self, group_id: int, index: int, reason: str) -> None:
         await self._parts.store.submit(Store.drop, group_id, reason, self._parts.clock())
@@ -277,6 +277,6 @@ class Dispatcher:
                 self.concurrency.observe(loads, self.in_flight)
                 self._wake.set()
 
-    def bump(self, version: int) -> None:
-        self.staleness.bump(version)
+    def on_version(self, version: int) -> None:
+        self.admission.on_version(version)
         self._wake.set()

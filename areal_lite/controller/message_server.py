@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The controller's message server: receives requests, calls the handler, sends the replies."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ from areal_lite.controller.messages import (
     ADDRESS_FILE,
     Address,
     Envelope,
+    Failed,
     Finish,
     Handler,
     Reply,
+    Response,
     process_namespace,
 )
 from areal_lite.system.files import write_atomically
 
 log = logging.getLogger(__name__)
 
+_LINGER_MS = 5000
 
-class WireServer:
-    """The controller's end: answers each request with what `handler` returns, many at a time.
 
-    Whatever goes wrong over a request, its caller hears at once. What is not a ValueError or RuntimeError of the handler, such as an answer
-    that cannot be encoded, also ends `serve`, for whoever runs it.
+class MessageServer:
+    """Answers each request with what `handler` returns; many requests run at the same time.
+
+    * The caller hears of every error at once.
+    * A ValueError or RuntimeError of the handler only fails its request.
+    * Any other error also ends `serve`, for example a response that cannot be encoded.
     """
 
     def __init__(self, run_dir: Path, handler: Handler, host: str = "127.0.0.1"):
@@ -40,94 +45,97 @@ class WireServer:
         self._token = secrets.token_hex(16)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # (client, request id) of the requests without a reply
         self._pending: set[tuple[bytes, int]] = set()
-        self.finished = asyncio.Event()  # `finish` was answered
+        # set once `Finish` was answered
+        self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / ADDRESS_FILE
-        write_atomically(
-            self._file,
-            msgspec.json.encode(
-                Address(f"tcp://{host}:{port}", self._token, os.getpid(), process_namespace())
-            ),
-            private=True,
+        address = Address(
+            url=f"tcp://{host}:{port}",
+            token=self._token,
+            pid=os.getpid(),
+            namespace=process_namespace(),
         )
+        write_atomically(self._file, msgspec.json.encode(address), private=True)
 
     async def serve(self) -> None:
-        """Runs until cancelled."""
+        """Receive requests and start a task for each. Runs until cancelled."""
         async with asyncio.TaskGroup() as handlers:
             while True:
-                identity, *frames = await self._socket.recv_multipart()
-                try:
-                    (raw,) = frames
-                    envelope = msgspec.msgpack.decode(raw, type=Envelope)
-                except (ValueError, msgspec.MsgspecError) as error:
-                    log.warning("ignored a message that is not of our protocol: %s", error)
+                client, *frames = await self._socket.recv_multipart()
+                envelope = _decode(frames)
+                if envelope is None:
                     continue
                 if not secrets.compare_digest(envelope.token.encode(), self._token.encode()):
-                    await self._send(
-                        identity,
-                        Reply(
-                            envelope.id, error=f"wrong token: read {ADDRESS_FILE} of this run again"
-                        ),
-                    )
+                    error = f"wrong token: read {ADDRESS_FILE} of this run again"
+                    await self._send(client, envelope.id, Failed(error))
                     continue
-                self._pending.add((identity, envelope.id))
+                self._pending.add((client, envelope.id))
                 handlers.create_task(
-                    self._answer(identity, envelope), name=f"answer {envelope.request}"
+                    self._answer(client, envelope), name=f"answer {envelope.request}"
                 )
 
-    async def _answer(self, identity: bytes, envelope: Envelope) -> None:
+    async def _answer(self, client: bytes, envelope: Envelope) -> None:
+        """Handle one request and send its reply. Raises errors that must end the server."""
         request, number = envelope.request, envelope.id
         try:
-            body, frames = await self._handler(request)
+            response, frames = await self._handler(request)
         except (ValueError, RuntimeError) as error:
-            await self._refuse(identity, number, str(error))
+            await self._refuse(client, number, str(error))
             return
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             await self._refuse(
-                identity,
-                number,
-                f"asked for {request}, the controller failed: {type(error).__name__}: {error}",
+                client, number, f"asked for {request}, the controller failed: {reason}"
             )
             raise
         try:
-            await self._send(identity, Reply(number, body=body), frames)
-        except Exception as error:  # nothing of it was sent
-            await self._refuse(
-                identity,
-                number,
-                f"the controller cannot send {request}: {type(error).__name__}: {error}",
-            )
+            await self._send(client, number, response, frames)
+        except Exception as error:  # raised while encoding: nothing was sent
+            reason = f"{type(error).__name__}: {error}"
+            await self._refuse(client, number, f"the controller cannot send {request}: {reason}")
             raise
-        self._pending.discard((identity, number))
+        self._pending.discard((client, number))
         if isinstance(request, Finish):
             self.finished.set()
 
-    async def _refuse(self, identity: bytes, number: int, error: str) -> None:
-        self._pending.discard((identity, number))
-        await self._send(identity, Reply(number, error=error))
+    async def _refuse(self, client: bytes, number: int, error: str) -> None:
+        self._pending.discard((client, number))
+        await self._send(client, number, Failed(error))
 
-    async def _send(self, identity: bytes, reply: Reply, frames: Sequence[Any] = ()) -> None:
-        await self._socket.send_multipart(
-            [identity, msgspec.msgpack.encode(reply), *frames], copy=False
-        )
+    async def _send(
+        self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
+    ) -> None:
+        head = msgspec.msgpack.encode(Reply(number, response))
+        await self._socket.send_multipart([client, head, *frames], copy=False)
 
     async def close(self, error: str | None = None) -> None:
-        """Whoever still waits gets `error`; what was sent is delivered (within 5 s)."""
+        """Answer every open request with `error`, and deliver what was sent (within 5 s)."""
         self._file.unlink(missing_ok=True)
-        for identity, request_id in self._pending:
-            await self._send(
-                identity, Reply(request_id, error=error or "the controller has stopped")
-            )
-        self._socket.close(linger=5000)
+        for client, number in self._pending:
+            await self._send(client, number, Failed(error or "the controller has stopped"))
+        self._socket.close(linger=_LINGER_MS)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
 
+def _decode(frames: list[bytes]) -> Envelope | None:
+    """Return the request in `frames`, or None (and log it) if they hold none."""
+    try:
+        (raw,) = frames
+        return msgspec.msgpack.decode(raw, type=Envelope)
+    except (ValueError, msgspec.MsgspecError) as error:
+        log.warning("ignored a malformed message: %s", error)
+        return None
+
+
 async def run_until(event: asyncio.Event, *coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutines side by side until `event`, then cancel them. If one fails, the others are cancelled and its error is raised, in
-    an ExceptionGroup."""
+    """Run the coroutines concurrently until `event` is set, then cancel them.
+
+    If one fails, the others are cancelled and its error is raised in an ExceptionGroup.
+    """
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(c) for c in coroutines]
+        running = [tasks.create_task(coroutine) for coroutine in coroutines]
         await event.wait()
         for task in running:
             task.cancel()

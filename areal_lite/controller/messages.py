@@ -1,14 +1,19 @@
-"""Trainer ranks <-> controller over ZeroMQ: msgpack messages, arrays as raw frames, no pickle.
+"""Messages between the trainer's ranks and the controller: msgpack over ZeroMQ, no pickle.
 
-A request is one frame (`Envelope`), a reply one frame (`Reply`) and, for a batch, the frames of TrainBatch. Address and a random token
-are in `<run_dir>/controller.json`, readable by its owner alone; a message without the token is refused. Loopback is bound, or, for a run on
-several machines, the address of this one.
+    request                        reply
+    PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch;
+                                   or Resync: push version `step` to the stale servers, then ask again
+    BeginPush(version)             PushTargets: the servers to push to
+    Pushed(version, failed)        PushRecorded
+    Evaluate(version)              Evaluation: accuracy on held-out problems
+    Finish()                       RunTotals; then the controller exits
 
-    batch(step, rank, world)   this rank's shard of the batch that the step from version `step` to `step + 1` trains on
-    begin_push(version)        new weights are about to be pushed to the servers named; in mode `none`, once nothing is in flight
-    pushed(version, failed)    the servers have them, but for those named
-    evaluate(version)          accuracy on held-out problems
-    finish()                   the end of training: totals; the controller exits
+A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
+frame (`Reply`), plus the frames of the batch after a `BatchReady`.
+
+The controller's address and a random token are in `<run_dir>/controller.json`, which only its owner
+can read. A message without the token is refused. The controller listens on loopback, or on this
+machine's address for a run on several machines.
 """
 
 from __future__ import annotations
@@ -20,37 +25,48 @@ from typing import Any
 
 import msgspec
 
+from areal_lite.servers.registry import ServerInfo
+
 ADDRESS_FILE = "controller.json"
 
 
-class Batch(msgspec.Struct, tag="batch", frozen=True):
-    """`catch_ups`: how often this rank has been told to push again what it pushed last. An answer without frames says: once more."""
+class PullBatch(msgspec.Struct, tag="pull_batch", frozen=True):
+    """Ask for one rank's shard of the batch that takes the trainer from `step` to `step + 1`.
+
+    `resyncs` counts the `Resync` replies that this rank has had.
+    """
 
     step: int
     rank: int
     world: int
-    catch_ups: int = 0
+    resyncs: int = 0
 
     def __str__(self) -> str:
         return f"the batch of step {self.step} (rank {self.rank} of {self.world})"
 
 
 class BeginPush(msgspec.Struct, tag="begin_push", frozen=True):
+    """Announce a push of `version`. In interrupt mode `none` the reply waits for idle servers."""
+
     version: int
 
     def __str__(self) -> str:
-        return f"leave to push version {self.version}"
+        return f"permission to push version {self.version}"
 
 
 class Pushed(msgspec.Struct, tag="pushed", frozen=True):
+    """Report the end of a push. `failed` names the servers that did not get `version`."""
+
     version: int
     failed: list[str]
 
     def __str__(self) -> str:
-        return f"the controller to note that version {self.version} was pushed"
+        return f"the controller to record the push of version {self.version}"
 
 
 class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
+    """Ask for an evaluation on the held-out problems, labelled with `version`."""
+
     version: int
 
     def __str__(self) -> str:
@@ -58,38 +74,91 @@ class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
 
 
 class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """End the run and ask for its totals."""
+
     def __str__(self) -> str:
         return "the totals of the run"
 
 
-Request = Batch | BeginPush | Pushed | Evaluate | Finish
+Request = PullBatch | BeginPush | Pushed | Evaluate | Finish
+
+
+class BatchReady(msgspec.Struct, tag="batch_ready"):
+    """The batch exists. `info` describes all ranks' shards together, for the metrics."""
+
+    info: dict[str, Any]
+
+
+class Resync(msgspec.Struct, tag="resync"):
+    """There is no batch yet, and some servers are stale: push the current version to them first."""
+
+
+class PushTargets(msgspec.Struct, tag="push_targets"):
+    """The servers to push to, possibly none: servers that start later are resynced then.
+
+    `drained` is the number of requests in flight that were waited for (interrupt mode `none`).
+    """
+
+    servers: list[ServerInfo]
+    drained: int = 0
+
+
+class PushRecorded(msgspec.Struct, tag="push_recorded"):
+    """The new version is in force: admission is open for it."""
+
+
+class Evaluation(msgspec.Struct, tag="evaluation"):
+    """`record` is one line of evals.jsonl."""
+
+    record: dict[str, Any]
+
+
+class RunTotals(msgspec.Struct, tag="run_totals"):
+    """`totals` is the content of controller_totals.json."""
+
+    totals: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The request failed; `error` is the message for the trainer."""
+
+    error: str
+
+
+Response = BatchReady | Resync | PushTargets | PushRecorded | Evaluation | RunTotals | Failed
 
 
 class Envelope(msgspec.Struct):
+    """One request on the wire."""
+
     token: str
     id: int
     request: Request
 
 
 class Reply(msgspec.Struct):
+    """The answer to the request with the same `id`."""
+
     id: int
-    error: str | None = None
-    body: dict[str, Any] = {}
+    response: Response
 
 
 class Address(msgspec.Struct):
+    """The content of controller.json."""
+
     url: str
     token: str
     pid: int
-    place: str  # where `pid` is a process: process_namespace()
+    # where `pid` is valid: process_namespace()
+    namespace: str
 
 
-Answer = tuple[dict[str, Any], Sequence[Any]]  # body, frames of a batch
-
+Answer = tuple[Response, Sequence[bytes | memoryview]]
+"""A response, and the frames of the batch if it is a `BatchReady`."""
 
 Handler = Callable[[Request], Awaitable[Answer]]
 
 
 def process_namespace() -> str:
-    """The machine, and the container on it, whose process numbers we know."""
+    """Return a name of the machine and container in which this process's id is valid."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -26,12 +26,12 @@ _NO_BOUND = 2**30  # versions
 
 @dataclass(slots=True)
 class BatchAssignment:
-    """The batch of one step: its groups, one shard per data-parallel rank, how many tokens were overdue, and which tickets it uses up."""
+    """The batch of one step: its groups, one shard per data-parallel rank, how many tokens were overdue, and which groups it uses up."""
 
     groups: list[Group]
     shards: list[TrainBatch]
     masked_tokens: int
-    tickets: list[int]
+    group_ids: list[int]
 
 
 class GroupQueue:

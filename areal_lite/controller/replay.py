@@ -36,7 +36,7 @@ class ReplayBuffer:
         self._prompts: dict[
             str, list[Trajectory]
         ] = {}  # the one added to last is last; oldest trajectory first
-        self._used: set[int] = set()  # tickets that are in here and were drawn
+        self._used: set[int] = set()  # groups that are in here and were drawn
         self._num_drawn = 0  # groups
         self.dropped_by_length: Counter[int] = Counter()  # nothing is too old here
 
@@ -52,7 +52,7 @@ class ReplayBuffer:
         return iter(self._prompts.values())
 
     def put(self, group: Group, used: bool = False) -> None:
-        """`used`: a step has used its ticket already (a buffer that is filled again from `Store.finished_groups`)."""
+        """`used`: a step has used its group already (a buffer that is filled again from `Store.finished_groups`)."""
         before = self._prompts.pop(group.prompt_id, [])
         distinct: dict[bytes, Trajectory] = {}
         for trajectory in reversed([*before, *group.trajectories]):  # newest first
@@ -84,15 +84,15 @@ class ReplayBuffer:
         drawn = [
             self._members(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
         ]
-        tickets = sorted({t.group_id for members in drawn for t in members} - self._used)
+        group_ids = sorted({t.group_id for members in drawn for t in members} - self._used)
         groups = [
             self._group(number, members)
             for number, members in enumerate(drawn, start=self._num_drawn)
         ]
         shards = [shard(dealt) for dealt in balanced_shards(groups, num_shards)]
-        self._used.update(tickets)
+        self._used.update(group_ids)
         self._num_drawn += count
-        return BatchAssignment(groups, shards, 0, tickets)
+        return BatchAssignment(groups, shards, 0, group_ids)
 
     def _choose(self, count: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
         """`count` prompts, and whether each was chosen for being recent."""
@@ -120,7 +120,7 @@ class ReplayBuffer:
         return [held[i] for i in sorted(best.tolist())]
 
     def _group(self, group_id: int, members: list[Trajectory]) -> Group:
-        """A draw is a group of its own: its members may come from several tickets."""
+        """A draw is a group of its own: its members may come from several groups."""
         renamed = [
             replace(t, group_id=group_id, sample_index=sample_index)
             for sample_index, t in enumerate(members)

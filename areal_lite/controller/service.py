@@ -16,7 +16,7 @@ import uvloop
 from areal_lite.config import load_config
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.message_server import WireServer, run_until
+from areal_lite.controller.message_server import MessageServer, run_until
 from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
@@ -48,7 +48,7 @@ async def serve(run_dir: Path) -> None:
         config, parts, client, lambda: announced_servers(run_dir), partial(mark_unhealthy, run_dir)
     )
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-    wire = WireServer(run_dir, controller.handle, host)
+    wire = MessageServer(run_dir, controller.handle, host)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
     error: BaseException | None = None
     try:

@@ -19,8 +19,19 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.batch_stats import batch_stats
-from areal_lite.controller.message_server import WireServer, run_until
-from areal_lite.controller.messages import Answer, Batch, BeginPush, Finish, Pushed, Request
+from areal_lite.controller.message_server import MessageServer, run_until
+from areal_lite.controller.messages import (
+    Answer,
+    BatchReady,
+    BeginPush,
+    Finish,
+    PullBatch,
+    Pushed,
+    PushRecorded,
+    PushTargets,
+    Request,
+    RunTotals,
+)
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.run_dir.store import STORE_FILE, Store
 from areal_lite.system.processes import die_with_parent
@@ -57,19 +68,21 @@ class StoredRunController:
     async def handle(self, request: Request) -> Answer:
         """Raises ValueError for a batch that the run does not have."""
         match request:
-            case Batch(step, rank, world):
+            case PullBatch(step, rank, world):
                 deal = self._dealt(step, world)
-                return self._info(deal, step), deal.shards[rank].to_frames()
+                return BatchReady(self._info(deal, step)), deal.shards[rank].to_frames()
             case BeginPush():
-                return {"servers": [], "drained": 0}, ()
+                return PushTargets([]), ()
             case Pushed():
-                return {}, ()
+                return PushRecorded(), ()
             case Finish():
-                return {
-                    "tickets": self._store.counts(),
-                    "trajectories_lost": self._store.missing_trajectories(),
-                    "drained": 0,
-                }, ()
+                return RunTotals(
+                    {
+                        "groups": self._store.counts(),
+                        "trajectories_lost": self._store.missing_trajectories(),
+                        "drained": 0,
+                    }
+                ), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
     def _dealt(self, step: int, world: int) -> BatchAssignment:
@@ -98,7 +111,7 @@ class StoredRunController:
 
 async def serve(run_dir: Path) -> None:
     """Until the trainer has finished, SIGTERM or an error, which is raised."""
-    wire = WireServer(run_dir, StoredRunController(load_config(run_dir)).handle)
+    wire = MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
     try:
         await run_until(wire.finished, wire.serve())

@@ -1,12 +1,12 @@
 """The trajectory store, `<run_dir>/trajectories.sqlite`: what a run owes and what it has, readable at any time by any SQLite client.
 
-A *ticket* is a prompt handed out. Its row exists before its first request is sent, and it moves
+A *group* is a prompt handed out. Its row exists before its first request is sent, and it moves
 
     in_flight -> finished -> used (at a step)        with `dropped` (failed or overdue) and `filtered` as the other two ends.
 
-Only `recover`, with which a run goes on, takes a ticket back: what weights used that are lost is finished again, or dropped.
+Only `recover`, with which a run goes on, takes a group back: what weights used that are lost is finished again, or dropped.
 
-A finished ticket has `members` rows in `trajectories`: all that survived of its group. Arrays are little-endian blobs: tokens int32,
+A finished group has `num_trajectories` rows in `trajectories`: all that survived of its group. Arrays are little-endian blobs: tokens int32,
 logprobs float32, versions int32, over prompt and completion. The write-ahead log survives the death of any process at any moment.
 
 `Store` is plain blocking SQLite. `StoreThread` runs it on a thread of its own, and commits everything that has queued up meanwhile at once.
@@ -40,14 +40,14 @@ STATES = ("in_flight", "finished", "used", "filtered", "dropped")
 
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS tickets (
+CREATE TABLE IF NOT EXISTS groups (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt_index INTEGER NOT NULL, drawn INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('in_flight', 'finished', 'used', 'filtered', 'dropped')),
-    reason TEXT, size INTEGER NOT NULL, members INTEGER, admitted_at REAL NOT NULL, finished_at REAL, step INTEGER
+    reason TEXT, size INTEGER NOT NULL, num_trajectories INTEGER, admitted_at REAL NOT NULL, finished_at REAL, step INTEGER
 ) STRICT;
-CREATE INDEX IF NOT EXISTS tickets_by_state ON tickets (state);
+CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
 CREATE TABLE IF NOT EXISTS trajectories (
-    group_id INTEGER NOT NULL REFERENCES tickets, sample_index INTEGER NOT NULL, reward REAL, finish_reason TEXT NOT NULL,
+    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, reward REAL, finish_reason TEXT NOT NULL,
     n_prompt INTEGER NOT NULL, n_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER, num_segments INTEGER NOT NULL,
     requests INTEGER NOT NULL, kv_version INTEGER NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, segments TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, prompt TEXT, completion TEXT,
@@ -58,9 +58,9 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a run that goes on has: tickets, waiting groups, and where its prompt sampler was. `draws`: `drawn` and index of those drawn last."""
+    """What a run that goes on has: groups, waiting groups, and where its prompt sampler was. `draws`: `drawn` and index of those drawn last."""
 
-    tickets: int
+    groups: int
     waiting: int
     drawn: int
     put_back: list[int]
@@ -102,10 +102,10 @@ class Store:
     def admit(
         self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
     ) -> None:
-        """A new ticket, in flight: `size` trajectories are about to be generated. Group ids count from 0. `drawn`: PromptSampler's, after
+        """A new group, in flight: `size` trajectories are about to be generated. Group ids count from 0. `drawn`: PromptSampler's, after
         it gave `prompt_index`."""
         self._db.execute(
-            "INSERT INTO tickets (group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
+            "INSERT INTO groups (group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
             (group_id, prompt_id, prompt_index, drawn, size, now),
         )
 
@@ -132,16 +132,21 @@ class Store:
                 list(chain.from_iterable(some)),
             )
         self._move(
-            group.group_id, ("in_flight",), state, reason=reason, members=len(rows), finished_at=now
+            group.group_id,
+            ("in_flight",),
+            state,
+            reason=reason,
+            num_trajectories=len(rows),
+            finished_at=now,
         )
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
         """finished -> used at `step`."""
-        query = "UPDATE tickets SET state = 'used', step = ? WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))"
+        query = "UPDATE groups SET state = 'used', step = ? WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))"
         done = self._db.execute(query, (step, msgspec.json.encode(list(group_ids)).decode()))
         if done.rowcount != len(group_ids):
             raise RuntimeError(
-                f"of the {len(group_ids)} tickets of step {step} only {done.rowcount} are finished"
+                f"of the {len(group_ids)} groups of step {step} only {done.rowcount} are finished"
             )
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
@@ -151,12 +156,12 @@ class Store:
     def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
         assignments = "".join(f", {name} = coalesce(?, {name})" for name in columns)
         done = self._db.execute(
-            f"UPDATE tickets SET state = ?{assignments} WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
+            f"UPDATE groups SET state = ?{assignments} WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
             (state, *columns.values(), group_id, *before),
         )
         if done.rowcount != 1:
             raise RuntimeError(
-                f"ticket {group_id} was to become {state}, but is not {' or '.join(before)}"
+                f"group {group_id} was to become {state}, but is not {' or '.join(before)}"
             )
 
     def recover(self, version: int, now: float) -> Recovered:
@@ -165,8 +170,8 @@ class Store:
         What weights up to `version` sampled waits again; what later ones did, or was in flight, is dropped, to be sampled again.
         """
         values = {"version": version, "now": now}
-        later = "SELECT 1 FROM trajectories WHERE trajectories.group_id = tickets.group_id AND max_version > :version"
-        drop = "UPDATE tickets SET state = 'dropped', step = NULL, finished_at = :now, reason ="
+        later = "SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id AND max_version > :version"
+        drop = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason ="
         unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
         self.begin()
         self._db.execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
@@ -174,7 +179,7 @@ class Store:
             f"{drop} 'resume: its weights are lost' WHERE {unused} AND EXISTS ({later})", values
         )
         self._db.execute(
-            "UPDATE tickets SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version",
+            "UPDATE groups SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version",
             values,
         )
         self.commit()
@@ -182,20 +187,20 @@ class Store:
         filtered = Counter(
             dict(
                 self._db.execute(
-                    "SELECT reason, count(*) FROM tickets WHERE state = 'filtered' GROUP BY reason"
+                    "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
                 )
             )
         )
         return Recovered(sum(counts.values()), counts["finished"], *self._sampled(), filtered)
 
     def _sampled(self) -> tuple[int, list[int], list[tuple[int, int]]]:
-        """`drawn`, `put_back` and `draws` of Recovered. A dropped ticket's prompt was put back; a ticket that was admitted without a new draw
+        """`drawn`, `put_back` and `draws` of Recovered. A dropped group's prompt was put back; a group that was admitted without a new draw
         had one that was."""
         draws: deque[tuple[int, int]] = deque(maxlen=_DRAWS)
         served_again: Counter[int] = Counter()
         drawn = 0
         for now, index in self._db.execute(
-            "SELECT drawn, prompt_index FROM tickets ORDER BY group_id"
+            "SELECT drawn, prompt_index FROM groups ORDER BY group_id"
         ):
             if now > drawn:
                 draws.append((now, index))
@@ -204,7 +209,7 @@ class Store:
             drawn = now
         put_back = []
         for (index,) in self._db.execute(
-            "SELECT prompt_index FROM tickets WHERE state = 'dropped' ORDER BY finished_at, group_id"
+            "SELECT prompt_index FROM groups WHERE state = 'dropped' ORDER BY finished_at, group_id"
         ):
             if served_again[index]:
                 served_again[index] -= 1
@@ -214,39 +219,39 @@ class Store:
 
     def rewards(self) -> Iterator[tuple[int, list[float]]]:
         """Prompt index and rewards of each group that was not dropped, in the order of finishing."""
-        query = "SELECT prompt_index, json_group_array(reward) FROM tickets JOIN trajectories USING (group_id) WHERE state != 'dropped'"
+        query = "SELECT prompt_index, json_group_array(reward) FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped'"
         for index, rewards in self._db.execute(
-            f"{query} GROUP BY group_id ORDER BY tickets.finished_at, group_id"
+            f"{query} GROUP BY group_id ORDER BY groups.finished_at, group_id"
         ):
             yield index, msgspec.json.decode(rewards)
 
     def counts(self) -> dict[str, int]:
-        """Tickets by state, all states named."""
+        """Groups by state, all states named."""
         found = dict(
-            self._db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall()
+            self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
         )
         return {state: found.get(state, 0) for state in STATES}
 
     def missing_trajectories(self) -> int:
-        """Trajectories that finished or used tickets should have, but that are not there. Anything but 0 is a bug."""
+        """Trajectories that finished or used groups should have, but that are not there. Anything but 0 is a bug."""
         owed = self._db.execute(
-            "SELECT coalesce(sum(members), 0) FROM tickets WHERE state IN ('finished', 'used')"
+            "SELECT coalesce(sum(num_trajectories), 0) FROM groups WHERE state IN ('finished', 'used')"
         ).fetchone()[0]
         return (
             owed
             - self._db.execute(
-                "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state IN ('finished', 'used')"
+                "SELECT count(*) FROM trajectories JOIN groups USING (group_id) WHERE state IN ('finished', 'used')"
             ).fetchone()[0]
         )
 
-    def tickets(self) -> Iterator[dict[str, Any]]:
-        """Each ticket as a dict of its columns, in the order of admission."""
-        yield from self._rows("SELECT * FROM tickets ORDER BY group_id")
+    def groups(self) -> Iterator[dict[str, Any]]:
+        """Each group as a dict of its columns, in the order of admission."""
+        yield from self._rows("SELECT * FROM groups ORDER BY group_id")
 
     def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
-        """Each trajectory by group and sample_index: a dict of its columns, blobs as numpy arrays, and its ticket's state, step and prompt_id."""
+        """Each trajectory by group and sample_index: a dict of its columns, blobs as numpy arrays, and its group's state, step and prompt_id."""
         where, values = ("WHERE state = ?", (state,)) if state else ("", ())
-        query = f"FROM trajectories JOIN tickets USING (group_id) {where} ORDER BY group_id, sample_index"
+        query = f"FROM trajectories JOIN groups USING (group_id) {where} ORDER BY group_id, sample_index"
         for row in self._rows(f"SELECT trajectories.*, state, step, prompt_id {query}", values):
             row["tokens"] = np.frombuffer(row["tokens"], np.int32)
             row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
@@ -270,8 +275,8 @@ class Store:
         ]
 
     def _groups(self, which: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
-        tickets = f"SELECT group_id, prompt_id, size, prompt_index, state = 'used' FROM tickets WHERE {which}"
-        for group_id, prompt_id, size, index, used in self._db.execute(tickets, values):
+        query = f"SELECT group_id, prompt_id, size, prompt_index, state = 'used' FROM groups WHERE {which}"
+        for group_id, prompt_id, size, index, used in self._db.execute(query, values):
             rows = self._rows(
                 "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index", (group_id,)
             )

@@ -76,8 +76,8 @@ class WeightPusher:
             return None
         started = time.time()
         answer = self.controller.begin_push(version)
-        report = PushReport(version=version, drained=answer["drained"])
-        members = _Members(answer["servers"], report, self.timeout_s)
+        report = PushReport(version=version, drained=answer.drained)
+        members = _Members(answer.servers, report, self.timeout_s)
         readback = Readback()
         buckets = readback.watch(_measured(buckets, report))
         again = version == self.version

@@ -16,6 +16,7 @@ import pytest
 
 from areal_lite.config import ReplayConfig, TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.messages import PushTargets
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.control import post
@@ -120,10 +121,10 @@ def run(tmp_path, model):
         made.stop()
 
 
-def push(client: ControllerClient, version: int, mode: str | None) -> dict:
+def push(client: ControllerClient, version: int, mode: str | None) -> PushTargets:
     """What the real pusher does, in the same order."""
     answer = client.begin_push(version)
-    for server in answer["servers"]:
+    for server in answer.servers:
         if mode:
             post(server, "/pause_generation", {"mode": mode}, 10)
         post(
@@ -152,11 +153,11 @@ def assert_books_are_right(run: Run, totals: dict, used: dict[int, list[int]]) -
     """`used`: step -> group ids that its batch had. Exactly those are used, at that step, once."""
     assert totals["trajectories_lost"] == 0
     store = run.store()
-    assert store.counts() == totals["tickets"]
+    assert store.counts() == totals["groups"]
     by_step: dict[int, list[int]] = {}
-    for ticket in store.tickets():
-        if ticket["state"] == "used":
-            by_step.setdefault(ticket["step"], []).append(ticket["group_id"])
+    for group in store.groups():
+        if group["state"] == "used":
+            by_step.setdefault(group["step"], []).append(group["group_id"])
     assert by_step == used
     assert store.missing_trajectories() == 0
     store.close()
@@ -191,7 +192,7 @@ def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
             info["masked_tokens"] or info["staleness_max"] <= 2
         )
         interrupted += info["interrupted_share"]
-        assert push(client, step + 1, mode)["drained"] == 0
+        assert push(client, step + 1, mode).drained == 0
     with pytest.raises(RuntimeError, match="version 6 was pushed already"):
         client.batch(5, 0, 2)
     totals = client.finish()
@@ -200,7 +201,7 @@ def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
     assert totals["aborts"] > 0 if mode == "abort" else totals["aborts"] == 0
     assert_books_are_right(r, totals, used)
     everything = [group for groups in used.values() for group in groups]
-    assert len(everything) == len(set(everything)) and totals["tickets"]["used"] == 6 * GROUPS
+    assert len(everything) == len(set(everything)) and totals["groups"]["used"] == 6 * GROUPS
     assert not (r.path / "controller.json").exists()
 
 
@@ -230,15 +231,15 @@ def test_mode_none_drains_and_never_mixes_versions(run) -> None:
         batch, info = client.batch(step, 0, 1)
         assert_exact(batch)
         assert info["interrupted_share"] == 0 and info["segments_mean"] == 1
-        drained += client.begin_push(step + 1)["drained"]
+        drained += client.begin_push(step + 1).drained
         with urllib.request.urlopen(announced_servers(r.path)[0].url + "/model_info") as answer:
             assert json.load(answer)["running"] == 0
         assert (
             r.store().counts()["in_flight"] > 0 or step > 0
         )  # what was not sent yet is held, not waited for
-        drained += push(client, step + 1, None)[
-            "drained"
-        ]  # an update without a pause waits for what runs: there is nothing
+        drained += push(
+            client, step + 1, None
+        ).drained  # an update without a pause waits for what runs: there is nothing
     totals = client.finish()
     assert totals["drained"] == drained > 0 and totals["aborts"] == 0
     assert r.processes["controller"].wait(10) == 0, r.log()
@@ -255,7 +256,7 @@ def test_synchronous_starts_only_what_the_next_step_needs(run) -> None:
         )
         time.sleep(0.1)
         assert sum(r.store().counts().values()) == (step + 1) * GROUPS
-        assert push(client, step + 1, None)["drained"] == 0
+        assert push(client, step + 1, None).drained == 0
     client.finish()
 
 
@@ -270,7 +271,7 @@ def test_with_a_fixed_lag_every_token_is_exactly_that_old(run) -> None:
         assert info["in_flight"] == 0
         assert sorted(set(batch.group_ids)) == list(range(step * GROUPS, (step + 1) * GROUPS))
         push(client, step + 1, "in_place")
-    assert client.finish()["tickets"]["used"] == steps * GROUPS
+    assert client.finish()["groups"]["used"] == steps * GROUPS
 
 
 def test_a_server_dies_and_nothing_is_lost(run) -> None:
@@ -287,7 +288,7 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
         batch, _ = client.batch(step, 0, 1)
         assert_exact(batch)
         used[step] = sorted(set(batch.group_ids.tolist()))
-        assert [s.name for s in push(client, step + 1, "in_place")["servers"]] == ["s1"]
+        assert [s.name for s in push(client, step + 1, "in_place").servers] == ["s1"]
     assert "server s0" in r.log()
     # One that comes back with old weights takes part in the push, and takes requests only then.
     r.start_server("s0", delay=0.001)
@@ -297,7 +298,7 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
     batch, info = client.batch(3, 0, 1)
     used[3] = sorted(set(batch.group_ids.tolist()))
     assert batch.versions[batch.loss_mask].min() >= 1
-    assert len(push(client, 4, "in_place")["servers"]) == 2
+    assert len(push(client, 4, "in_place").servers) == 2
     totals = client.finish()
     assert totals["retries"] > 0
     assert_books_are_right(r, totals, used)
@@ -324,11 +325,11 @@ def test_a_server_that_failed_the_push_is_left_out(run) -> None:
         time.sleep(0.02)
     client = r.start_controller()
     client.batch(0, 0, 1)
-    (good,) = [s for s in client.begin_push(1)["servers"] if s.name == "s0"]
+    (good,) = [s for s in client.begin_push(1).servers if s.name == "s0"]
     post(good, "/update_weights_from_disk", {"model_path": "m", "weight_version": "1"}, 10)
     client.pushed(1, failed=["s1"])
     client.batch(1, 0, 1)
-    assert [s.name for s in client.begin_push(2)["servers"]] == ["s0"]
+    assert [s.name for s in client.begin_push(2).servers] == ["s0"]
     client.pushed(2)
 
 
@@ -345,7 +346,7 @@ def test_evaluation_beside_training(run) -> None:
     )
     assert 0 <= result["greedy"] <= 1 and 0 <= result["sampled"] <= 1
     client.batch(0, 0, 1)
-    assert sum(r.store().counts().values()) == 2 * GROUPS  # evaluation is no ticket
+    assert sum(r.store().counts().values()) == 2 * GROUPS  # evaluation makes no rollout group
     client.finish()
 
 
@@ -393,15 +394,15 @@ def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
     push(client, 2, "in_place")  # a version that the waiting groups of step 1 are too old for
     _, info = client.batch(2, 0, 1)
     assert info["staleness_max"] == 0 and info["dropped_groups"] == GROUPS
-    while len(tickets := list(r.store().tickets())) < 4 * GROUPS and time.monotonic() < deadline:
+    while len(groups := list(r.store().groups())) < 4 * GROUPS and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert {t["prompt_index"] for t in tickets if t["state"] == "dropped"} == set(
+    assert {t["prompt_index"] for t in groups if t["state"] == "dropped"} == set(
         range(GROUPS, 2 * GROUPS)
     )
-    others = [t["prompt_index"] for t in tickets if t["state"] != "dropped"]
+    others = [t["prompt_index"] for t in groups if t["state"] != "dropped"]
     assert sorted(others) == list(
         range(3 * GROUPS)
-    )  # each prompt once, the dropped ones under a new ticket
+    )  # each prompt once, the dropped ones as a new group
     totals = client.finish()
     assert totals["trajectories_lost"] == 0 and sum(totals["dropped_by_length"].values()) == GROUPS
 
@@ -447,12 +448,12 @@ def test_active_sampling_replaces_groups_without_variance(run) -> None:
         push(client, step + 1, "in_place")
     totals = client.finish()
     assert_books_are_right(r, totals, used)
-    assert totals["tickets"]["filtered"] == totals["filtered"]["zero_variance"] > 0
+    assert totals["groups"]["filtered"] == totals["filtered"]["zero_variance"] > 0
     store = r.store()
-    for ticket in store.tickets():
-        rewards = {t["reward"] for t in store.trajectories() if t["group_id"] == ticket["group_id"]}
-        assert (ticket["state"] == "filtered") == (len(rewards) == 1)
-        assert ticket["reason"] == ("zero_variance" if len(rewards) == 1 else None)
+    for group in store.groups():
+        rewards = {t["reward"] for t in store.trajectories() if t["group_id"] == group["group_id"]}
+        assert (group["state"] == "filtered") == (len(rewards) == 1)
+        assert group["reason"] == ("zero_variance" if len(rewards) == 1 else None)
 
 
 def test_a_run_in_which_every_group_is_filtered_ends_with_the_counts(run) -> None:
@@ -496,10 +497,10 @@ def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_
         "the data set is exhausted at version" in (end := r.log().splitlines()[-1])
         and "all 6 prompts are retired" in end
     )
-    tickets = list(r.store().tickets())
-    assert all(t["state"] in ("used", "finished") for t in tickets)
-    assert sum(t["state"] == "finished" for t in tickets) < GROUPS, "what could be used was not"
-    assert min(sum(t["prompt_index"] == i for t in tickets) for i in range(6)) >= 2
+    groups = list(r.store().groups())
+    assert all(t["state"] in ("used", "finished") for t in groups)
+    assert sum(t["state"] == "finished" for t in groups) < GROUPS, "what could be used was not"
+    assert min(sum(t["prompt_index"] == i for t in groups) for i in range(6)) >= 2
 
 
 def test_concurrency_follows_what_the_servers_can_run(run) -> None:
@@ -518,7 +519,7 @@ def test_concurrency_follows_what_the_servers_can_run(run) -> None:
     client.finish()
 
 
-def test_replay_never_waits_and_uses_each_ticket_up_once(run) -> None:
+def test_replay_never_waits_and_uses_each_group_up_once(run) -> None:
     replay = ReplayConfig(capacity=8, recency_probability=0.3)
     r = run(
         reward__function="tests.integration.toy_reward:coin",
@@ -539,9 +540,9 @@ def test_replay_never_waits_and_uses_each_ticket_up_once(run) -> None:
         push(client, step + 1, "in_place")
     totals = client.finish()
     assert info["staleness_max"] > 0, "nothing old was drawn: the test tests nothing"
-    tickets = list(r.store().tickets())
-    assert totals["trajectories_lost"] == 0 and len(tickets) > 10 * GROUPS, "generation waited"
-    steps = [t["step"] for t in tickets if t["state"] == "used"]
+    groups = list(r.store().groups())
+    assert totals["trajectories_lost"] == 0 and len(groups) > 10 * GROUPS, "generation waited"
+    steps = [t["step"] for t in groups if t["state"] == "used"]
     assert set(steps) == set(range(5)) and len(steps) <= 5 * GROUPS
 
 
@@ -594,5 +595,5 @@ def test_server_info_crosses_the_wire_whole(run) -> None:
     r.start_server()
     client = r.start_controller()
     client.batch(0, 0, 1)
-    assert client.begin_push(1)["servers"] == announced_servers(r.path)
+    assert client.begin_push(1).servers == announced_servers(r.path)
     assert isinstance(announced_servers(r.path)[0], ServerInfo)

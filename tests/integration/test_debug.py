@@ -36,7 +36,7 @@ def losses(folder: Path) -> list[tuple]:
 def test_rollout_only_then_train_only_twice(model: Path, tmp_path: Path) -> None:  # noqa: F811
     train(model, tmp_path / "stored", "debug=rollout_only")
     db = sqlite3.connect(tmp_path / "stored" / "trajectories.sqlite")
-    assert db.execute("SELECT state, count(*) FROM tickets GROUP BY state").fetchall() == [
+    assert db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall() == [
         ("finished", STEPS * GROUPS)
     ]
     assert not (tmp_path / "stored" / "metrics.jsonl").exists()

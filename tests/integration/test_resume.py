@@ -68,13 +68,13 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     client.batch(KILLED, 0, 1)  # dealt, but never trained on
     assert r.store().counts()["in_flight"], "nothing was in flight: the test tests less"
     kill(r, SAVED)
-    before = {t["group_id"]: t for t in r.store().tickets()}
+    before = {t["group_id"]: t for t in r.store().groups()}
 
     r.start_server(delay=0.001)
-    client, catch_ups = r.start_controller(), []
+    client, resyncs = r.start_controller(), []
     with pytest.raises(RuntimeError, match=f"version {SAVED} was pushed already"):
         client.batch(SAVED - 1, 0, 1)
-    again = {t["group_id"]: t["state"] for t in r.store().tickets()}
+    again = {t["group_id"]: t["state"] for t in r.store().groups()}
     waiting = [g for g in before if again[g] == "finished"]
     assert (
         all(again[g] == "used" for step in range(SAVED) for g in used[step])
@@ -82,7 +82,7 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     )
     for step in range(SAVED, 8):
         batch, _ = client.batch(
-            step, 0, 1, lambda step=step: catch_ups.append(push(client, step, "in_place"))
+            step, 0, 1, lambda step=step: resyncs.append(push(client, step, "in_place"))
         )
         assert_exact(batch)
         used[step] = sorted(set(batch.group_ids.tolist()))
@@ -101,10 +101,10 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     assert_books_are_right(r, totals, used)
     everything = [group for groups in used.values() for group in groups]
     assert len(everything) == len(set(everything))
-    tickets = list(r.store().tickets())
-    held = sorted(t["prompt_index"] for t in tickets if t["state"] != "dropped")
-    assert held == list(range(len(held))), "each prompt has one ticket that counts"
-    new = {t["group_id"] for t in tickets} - set(before)
+    groups = list(r.store().groups())
+    held = sorted(t["prompt_index"] for t in groups if t["state"] != "dropped")
+    assert held == list(range(len(held))), "each prompt has one group that counts"
+    new = {t["group_id"] for t in groups} - set(before)
     assert all(
         t["min_version"] >= SAVED for t in r.store().trajectories() if t["group_id"] in new
     ), "a server worked with older weights"
@@ -121,7 +121,7 @@ def test_servers_are_caught_up_when_nothing_waits(start) -> None:
     r.start_server()
     client, pushed = r.start_controller(), []
     batch, info = client.batch(
-        3, 0, 1, lambda: pushed.extend(s.name for s in push(client, 3, "in_place")["servers"])
+        3, 0, 1, lambda: pushed.extend(s.name for s in push(client, 3, "in_place").servers)
     )
     assert (
         pushed == ["s0"]
@@ -187,14 +187,14 @@ def test_retired_prompts_stay_retired(start, tmp_path) -> None:
         _, before = client.batch(step, 0, 1)
         push(client, step + 1, "in_place")
     kill(r, 3)
-    tickets = list(r.store().tickets())
-    solved = Counter(t["prompt_index"] for t in tickets if t["state"] in ("finished", "used"))
+    groups = list(r.store().groups())
+    solved = Counter(t["prompt_index"] for t in groups if t["state"] in ("finished", "used"))
     r.start_server()
     client = r.start_controller()
     _, after = client.batch(3, 0, 1, lambda: push(client, 3, "in_place"))
     assert after["retired_prompts"] >= before["retired_prompts"] >= GROUPS
     time.sleep(0.3)
-    asked = {t["prompt_index"] for t in list(r.store().tickets())[len(tickets) :]}
+    asked = {t["prompt_index"] for t in list(r.store().groups())[len(groups) :]}
     assert not asked & {index for index, groups in solved.items() if groups > 1}, (
         "a prompt that was solved twice was asked again"
     )
@@ -267,16 +267,13 @@ def check_whole_run(folder: Path) -> None:
         metrics[0]["verified"] > 0 and metrics[-1]["verified"] > 0
     )  # a step may end before there is a server again
     db = sqlite3.connect(folder / "trajectories.sqlite")
-    steps = dict(
-        db.execute("SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step")
-    )
+    steps = dict(db.execute("SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step"))
     assert steps == dict.fromkeys(range(7), 4)
-    assert db.execute("SELECT count(*) FROM tickets WHERE state = 'in_flight'").fetchone() == (0,)
-    newer = "SELECT count(*) FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used' AND max_version > step"
+    assert db.execute("SELECT count(*) FROM groups WHERE state = 'in_flight'").fetchone() == (0,)
+    newer = "SELECT count(*) FROM trajectories JOIN groups USING (group_id) WHERE state = 'used' AND max_version > step"
     assert db.execute(newer).fetchone() == (0,), "a step was trained on what later weights sampled"
     prompts = [
-        index
-        for (index,) in db.execute("SELECT prompt_index FROM tickets WHERE state != 'dropped'")
+        index for (index,) in db.execute("SELECT prompt_index FROM groups WHERE state != 'dropped'")
     ]
     assert len(prompts) == len(set(prompts))
     db.close()

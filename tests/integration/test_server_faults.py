@@ -143,7 +143,7 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
             1,
             0,
             1,
-            lambda: caught_up.append([s.name for s in push(client, 1, "in_place")["servers"]]),
+            lambda: caught_up.append([s.name for s in push(client, 1, "in_place").servers]),
         )
         assert_exact(batch)
         assert set(batch.versions[batch.loss_mask]) == {1}, "they came back with version 0"
@@ -156,7 +156,7 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
             )
         )
         until(lambda: r.log().count("has version 0, not 1") == 2)
-        assert push(client, 2, "in_place")["servers"] == announced_servers(r.path)
+        assert push(client, 2, "in_place").servers == announced_servers(r.path)
         batch, _ = client.batch(2, 0, 1)
         assert_exact(batch)
         used[2] = groups(batch)
@@ -179,7 +179,7 @@ def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa:
         r.start_server("late", delay=0)
         asked: list[list[str]] = []
         client.batch(
-            1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place")["servers"]])
+            1, 0, 1, lambda: asked.append([s.name for s in push(client, 1, "in_place").servers])
         )
         assert asked == [["late"]], "the one that has the version goes on"
 

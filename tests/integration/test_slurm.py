@@ -147,7 +147,7 @@ def check_nothing_lost_or_repeated(folder: Path, steps: int) -> None:
     )
     db = sqlite3.connect(folder / "trajectories.sqlite")
     used = db.execute(
-        "SELECT step, count(*) FROM tickets WHERE state = 'used' GROUP BY step ORDER BY step"
+        "SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step ORDER BY step"
     ).fetchall()
     assert used == [(step, 4) for step in range(steps)], (
         "each step was trained on a batch of its own"

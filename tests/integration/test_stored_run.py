@@ -43,11 +43,11 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F8
             got = [client.batch(step, rank, 2) for rank in (0, 1)]
             assert [frames(batch) for batch, _ in got] == batches[step]
             assert all(value == infos[step][key] for key, value in got[0][1].items())
-            assert client.begin_push(step + 1)["servers"] == []
+            assert client.begin_push(step + 1).servers == []
             client.pushed(step + 1)
         with pytest.raises(RuntimeError, match=f"has 0 groups for step {STEPS}"):
             client.batch(STEPS, 0, 2)
-        assert client.finish()["tickets"]["used"] == STEPS * GROUPS
+        assert client.finish()["groups"]["used"] == STEPS * GROUPS
         assert r.processes["controller"].wait(10) == 0, r.log()
 
 
@@ -62,7 +62,7 @@ def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
     client.batch(0, 0, 1)
     # Its store breaks: the answer is an exception that no handler foresees.
     with sqlite3.connect(first.path / "trajectories.sqlite") as books:
-        books.execute("ALTER TABLE tickets RENAME TO other")
+        books.execute("ALTER TABLE groups RENAME TO other")
     with pytest.raises(
         RuntimeError, match="asked for the batch of step 1.*OperationalError: no such table"
     ):

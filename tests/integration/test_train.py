@@ -66,7 +66,7 @@ class Run:
 
     def used(self, columns: str) -> list[tuple]:
         return self.db.execute(
-            f"SELECT {columns} FROM trajectories JOIN tickets USING (group_id) WHERE state = 'used'"
+            f"SELECT {columns} FROM trajectories JOIN groups USING (group_id) WHERE state = 'used'"
         ).fetchall()
 
 
@@ -117,7 +117,7 @@ def check_common(run: Run, bound: int) -> None:
         "server and trainer must agree on log-probs under the same weights"
     )
     assert len(run.used("1")) == 5 * 4 * 8, "every step trains on B whole groups, none twice"
-    states = dict(run.db.execute("SELECT state, count(*) FROM tickets GROUP BY state"))
+    states = dict(run.db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
     assert states == {"used": 20}, "admission ends with the run"
     for tokens, versions, logprobs, n_prompt in run.used("tokens, versions, logprobs, n_prompt"):
         versions = np.frombuffer(versions, np.int32)[n_prompt:]

@@ -11,34 +11,34 @@ from areal_lite.controller.admission import AdmissionGate
 def test_the_docstring_example() -> None:
     gate = AdmissionGate(max_staleness=1, batch_groups=2)
     for _ in range(4):
-        gate.admit()
+        gate.on_admitted()
     assert not gate.can_admit()
-    gate.accept(), gate.accept()
+    gate.on_accepted(), gate.on_accepted()
     assert not gate.can_admit()  # waiting or used: both count
-    gate.bump(1)
-    assert gate.room == 2
-    gate.admit(), gate.admit()
-    gate.reject()
-    assert gate.room == 1
+    gate.on_version(1)
+    assert gate.capacity == 2
+    gate.on_admitted(), gate.on_admitted()
+    gate.on_rejected()
+    assert gate.capacity == 1
 
 
 def test_synchronous_admits_one_step_only() -> None:
     gate = AdmissionGate(max_staleness=0, batch_groups=3)
     for _ in range(3):
-        gate.admit(), gate.accept()
+        gate.on_admitted(), gate.on_accepted()
     assert not gate.can_admit()
-    gate.bump(1)
-    assert gate.room == 3
+    gate.on_version(1)
+    assert gate.capacity == 3
 
 
 def test_nothing_starts_that_no_step_would_use() -> None:
     gate = AdmissionGate(max_staleness=4, batch_groups=2, steps=2)
     for _ in range(4):
-        gate.admit()
+        gate.on_admitted()
     assert not gate.can_admit()
-    gate.reject()  # but a lost group is replaced
-    assert gate.room == 1
-    gate.admit(), gate.bump(1)
+    gate.on_rejected()  # but a lost group is replaced
+    assert gate.capacity == 1
+    gate.on_admitted(), gate.on_version(1)
     assert not gate.can_admit()
 
 
@@ -68,29 +68,29 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.gate.can_admit())
     @rule(count=st.integers(1, 12))
     def submit(self, count: int) -> None:
-        for _ in range(min(count, self.gate.room)):
-            self.gate.admit()
+        for _ in range(min(count, self.gate.capacity)):
+            self.gate.on_admitted()
             self.live.append([self.gate.version, False])
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def finish(self, data) -> None:
         self.live[data.draw(st.sampled_from(self.running()))][1] = True
-        self.gate.accept()
+        self.gate.on_accepted()
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def filter_or_fail(self, data) -> None:
-        room = self.gate.room
+        room = self.gate.capacity
         del self.live[data.draw(st.sampled_from(self.running()))]
-        self.gate.reject()
-        assert self.gate.room == room + 1
+        self.gate.on_rejected()
+        assert self.gate.capacity == room + 1
 
     @precondition(lambda self: self.finished())
     @rule(data=st.data())
     def drop(self, data) -> None:
         del self.live[data.draw(st.sampled_from(self.finished()))]
-        self.gate.revoke()
+        self.gate.on_revoked()
 
     @precondition(
         lambda self: (
@@ -103,7 +103,7 @@ class Run(RuleBasedStateMachine):
         batch, self.live = self.live[: self.batch], self.live[self.batch :]
         assert all(self.gate.version - born <= self.eta for born, _ in batch)
         self.used += self.batch
-        self.gate.bump(self.gate.version + 1)
+        self.gate.on_version(self.gate.version + 1)
 
     @rule()
     def crash_and_recover(self) -> None:
@@ -131,29 +131,29 @@ TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=
 def test_without_a_bound_generation_never_waits() -> None:
     gate = AdmissionGate(None, 2, steps=1)
     for _ in range(100):
-        gate.admit()
-    assert gate.can_admit() and not gate.settled
+        gate.on_admitted()
+    assert gate.can_admit() and not gate.drained
 
 
 def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
     gate = AdmissionGate(1, 1, steps=2)
-    gate.admit(), gate.accept()
-    assert not gate.settled
-    gate.admit()
-    assert not gate.settled
-    gate.accept()
-    assert gate.settled
-    gate.bump(1)
-    assert gate.settled, "the last step would use nothing more"
-    gate.revoke()
-    assert not gate.settled
+    gate.on_admitted(), gate.on_accepted()
+    assert not gate.drained
+    gate.on_admitted()
+    assert not gate.drained
+    gate.on_accepted()
+    assert gate.drained
+    gate.on_version(1)
+    assert gate.drained, "the last step would use nothing more"
+    gate.on_revoked()
+    assert not gate.drained
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 30))
 def test_a_run_of_failures_gives_all_room_back(eta: int, batch: int, failures: int) -> None:
     gate = AdmissionGate(eta, batch)
-    room = gate.room
+    room = gate.capacity
     for _ in range(failures):
-        gate.admit(), gate.reject()
-        gate.admit(), gate.accept(), gate.revoke()
-    assert gate.room == room and gate.rejected == 2 * failures
+        gate.on_admitted(), gate.on_rejected()
+        gate.on_admitted(), gate.on_accepted(), gate.on_revoked()
+    assert gate.capacity == room and gate.rejected == 2 * failures

@@ -6,20 +6,24 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import zmq
 
 from areal_lite.controller.client import ControllerClient
-from areal_lite.controller.message_server import WireServer
+from areal_lite.controller.message_server import MessageServer
 from areal_lite.controller.messages import (
-    Batch,
+    BatchReady,
     BeginPush,
     Evaluate,
+    Evaluation,
     Finish,
+    PullBatch,
     Pushed,
+    PushTargets,
+    Resync,
+    RunTotals,
     process_namespace,
 )
 from areal_lite.servers.registry import ServerInfo
@@ -43,29 +47,31 @@ def a_batch(rank: int) -> TrainBatch:
 
 async def handler(request):
     match request:
-        case Batch(step=9):
+        case PullBatch(step=9):
             await asyncio.Event().wait()
-        case Batch(step=8):
+        case PullBatch(step=8):
             raise ValueError("no such step")
-        case Batch(step=6):
-            return {"reward_mean": np.float32(0.5)}, a_batch(0).to_frames()
-        case Batch(step=5):
-            return {}, [object()]
-        case Batch(step=4, rank=9):
+        case PullBatch(step=6):
+            return BatchReady({"reward_mean": np.float32(0.5)}), a_batch(0).to_frames()
+        case PullBatch(step=5):
+            return BatchReady({}), [object()]
+        case PullBatch(step=4, rank=9):
             raise KeyError("a bug")
-        case Batch(step=7):
+        case PullBatch(step=7):
             await asyncio.sleep(0.3)
-            return {"step": 7}, a_batch(0).to_frames()
-        case Batch(step, rank, _):
-            return {"step": step, "reward_mean": 0.5}, a_batch(rank).to_frames()
+            return BatchReady({"step": 7}), a_batch(0).to_frames()
+        case PullBatch(step=3, resyncs=resyncs) if resyncs < 2:
+            return Resync(), ()
+        case PullBatch(step, rank, _):
+            return BatchReady({"step": step, "reward_mean": 0.5}), a_batch(rank).to_frames()
         case BeginPush(version):
-            return {"servers": [asdict(SERVER)], "drained": version}, ()
+            return PushTargets([SERVER], version), ()
         case Pushed(version, failed):
             raise RuntimeError(f"{version} {failed}")
         case Evaluate(version):
-            return {"greedy": 0.25, "versions": [version]}, ()
+            return Evaluation({"greedy": 0.25, "versions": [version]}), ()
         case Finish():
-            return {"tickets": {"used": 3}}, ()
+            return RunTotals({"groups": {"used": 3}}), ()
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def wire(tmp_path):
     stop: list = []
 
     async def serve() -> None:
-        server = WireServer(tmp_path, handler)
+        server = MessageServer(tmp_path, handler)
         task = asyncio.create_task(server.serve())
         stop.extend([asyncio.get_running_loop(), task])
         started.set()
@@ -112,10 +118,16 @@ def test_batches_arrive_as_they_were(client: ControllerClient) -> None:
             np.testing.assert_array_equal(getattr(batch, name), getattr(a_batch(rank), name))
 
 
+def test_resync_is_called_until_the_batch_is_ready(client: ControllerClient) -> None:
+    pushes: list[int] = []
+    _, info = client.batch(3, 0, 1, lambda: pushes.append(3))
+    assert info["step"] == 3 and pushes == [3, 3]
+
+
 def test_the_other_calls(client: ControllerClient) -> None:
-    assert client.begin_push(3) == {"servers": [SERVER], "drained": 3}
+    assert client.begin_push(3) == PushTargets([SERVER], drained=3)
     assert client.evaluate(2) == {"greedy": 0.25, "versions": [2]}
-    assert client.finish() == {"tickets": {"used": 3}}
+    assert client.finish() == {"groups": {"used": 3}}
 
 
 def test_errors_come_in_the_controllers_words(client: ControllerClient) -> None:
@@ -206,14 +218,16 @@ def test_a_dead_controller_is_noticed(tmp_path) -> None:
         "url": "tcp://127.0.0.1:1",
         "token": "",
         "pid": process.pid,
-        "place": process_namespace(),
+        "namespace": process_namespace(),
     }
     (tmp_path / "controller.json").write_text(json.dumps(address))
     client = ControllerClient(tmp_path, timeout_s=30)
     with pytest.raises(RuntimeError, match=f"process {process.pid}.*totals of the run"):
         client.finish()
     client.close()
-    (tmp_path / "controller.json").write_text(json.dumps(address | {"place": "another machine"}))
+    (tmp_path / "controller.json").write_text(
+        json.dumps(address | {"namespace": "another machine"})
+    )
     client = ControllerClient(tmp_path, timeout_s=1.5)
     with pytest.raises(TimeoutError):  # that its number is no process here says nothing
         client.finish()

@@ -56,11 +56,11 @@ class Run:
     def __init__(self, num_prompts: int | None):
         self.num_prompts = num_prompts
         self.store, self.sampler = Store(Path(":memory:")), PromptSampler(num_prompts, seed=3)
-        self.prompts: list[int] = []  # of each ticket
+        self.prompts: list[int] = []  # of each group
         self.version, self.saved, self.now = 0, 0, 0.0
 
-    def tickets(self, state: str) -> list[int]:
-        return [t["group_id"] for t in self.store.tickets() if t["state"] == state]
+    def groups(self, state: str) -> list[int]:
+        return [t["group_id"] for t in self.store.groups() if t["state"] == state]
 
     def tick(self) -> float:
         self.now += 1.0
@@ -72,7 +72,7 @@ class Run:
         self.prompts.append(index)
 
     def finish(self, which: int, state: str = "finished") -> None:
-        if flying := self.tickets("in_flight"):
+        if flying := self.groups("in_flight"):
             chosen = flying[which % len(flying)]
             self.store.finish(
                 group(chosen, self.version),
@@ -86,13 +86,13 @@ class Run:
         self.finish(which, "filtered")
 
     def drop(self, which: int) -> None:
-        if open_ := self.tickets("in_flight") + self.tickets("finished"):
+        if open_ := self.groups("in_flight") + self.groups("finished"):
             chosen = open_[which % len(open_)]
             self.store.drop(chosen, "failed", self.tick())
             self.sampler.put_back(self.prompts[chosen])
 
     def train(self, _: int) -> None:
-        if len(waiting := self.tickets("finished")) >= BATCH:
+        if len(waiting := self.groups("finished")) >= BATCH:
             self.store.use(waiting[:BATCH], self.version)
             self.version += 1
 
@@ -101,10 +101,10 @@ class Run:
 
     def kill(self, _: int) -> None:
         """Go on from the newest checkpoint, by what the store says alone."""
-        flying = [self.prompts[t] for t in self.tickets("in_flight")]
-        before = {t["group_id"]: t for t in self.store.tickets()}
+        flying = [self.prompts[t] for t in self.groups("in_flight")]
+        before = {t["group_id"]: t for t in self.store.groups()}
         recovered = self.store.recover(self.saved, self.tick())
-        assert recovered.tickets == len(self.prompts) == sum(self.store.counts().values())
+        assert recovered.groups == len(self.prompts) == sum(self.store.counts().values())
         assert (
             recovered.waiting == self.store.counts()["finished"] == len(self.store.waiting_groups())
         )
@@ -114,14 +114,14 @@ class Run:
                 self.sampler.drawn,
                 self.sampler.state()["put_back"] + flying,
             )
-        for ticket in self.store.tickets():
-            old = before[ticket["group_id"]]
+        for row in self.store.groups():
+            old = before[row["group_id"]]
             kept = old["state"] in ("filtered", "dropped") or (
                 old["state"] == "used" and old["step"] < self.saved
             )
-            assert not kept or ticket == old
-            assert ticket["state"] != "in_flight" and (
-                ticket["state"] != "used" or ticket["step"] < self.saved
+            assert not kept or row == old
+            assert row["state"] != "in_flight" and (
+                row["state"] != "used" or row["step"] < self.saved
             )
         assert all(
             t["max_version"] <= self.saved
@@ -130,7 +130,7 @@ class Run:
         )
         lost = [
             t
-            for t in self.store.tickets()
+            for t in self.store.groups()
             if t["state"] == "dropped" and before[t["group_id"]]["state"] in ("finished", "used")
         ]
         newest = {t["group_id"]: t["max_version"] for t in self.store.trajectories("dropped")}
@@ -145,10 +145,10 @@ class Run:
         )
 
     def check(self) -> None:
-        """What was drawn is with a ticket that was not dropped, or is put back: each prompt once for each time that it was drawn."""
+        """What was drawn is with a group that was not dropped, or is put back: each prompt once for each time that it was drawn."""
         fresh = PromptSampler(self.num_prompts, seed=3)
         drawn = Counter(fresh.next() for _ in range(self.sampler.drawn))
-        held = Counter(t["prompt_index"] for t in self.store.tickets() if t["state"] != "dropped")
+        held = Counter(t["prompt_index"] for t in self.store.groups() if t["state"] != "dropped")
         assert drawn == held + Counter(self.sampler.state()["put_back"])
         assert self.store.missing_trajectories() == 0
 
@@ -179,14 +179,14 @@ def test_what_waits_comes_back_whole_and_in_order() -> None:
     recovered = run.store.recover(0, run.tick())
     waiting = run.store.waiting_groups()
     assert [g.group_id for g in waiting] == [0, 3, 5] and (
-        recovered.tickets,
+        recovered.groups,
         recovered.waiting,
     ) == (6, 3)
     want, got = group(3, 0).trajectories[0], waiting[1].trajectories[0]
     for name in ("tokens", "loss_mask", "behavior_logprobs", "versions"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     assert (recovered.drawn, recovered.put_back) == (6, [1, 2, 4])
-    assert [t["reason"] for t in run.store.tickets() if t["state"] == "dropped"] == [
+    assert [t["reason"] for t in run.store.groups() if t["state"] == "dropped"] == [
         "resume: was in flight"
     ] * 3
 
@@ -232,7 +232,7 @@ def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
 def test_an_empty_store_is_a_start() -> None:
     recovered = Store(Path(":memory:")).recover(0, 0.0)
     assert (
-        recovered.tickets,
+        recovered.groups,
         recovered.waiting,
         recovered.drawn,
         recovered.put_back,

@@ -84,9 +84,9 @@ def test_recent_groups_are_the_newest_members_of_the_prompts_added_to_last() -> 
         and deal.masked_tokens == 0
     )
     assert [[int(t.tokens[-1]) for t in g.trajectories] for g in deal.groups] == [[6, 7], [4, 5]]
-    assert deal.tickets == [2, 3]
+    assert deal.group_ids == [2, 3]
     again = replay.take(2, 7, 1)
-    assert again.tickets == [], "a ticket is used up once"
+    assert again.group_ids == [], "a group is used up once"
     assert [g.group_id for g in deal.groups + again.groups] == [0, 1, 2, 3], (
         "every draw is a group of its own"
     )
@@ -98,7 +98,7 @@ def test_recent_groups_are_the_newest_members_of_the_prompts_added_to_last() -> 
     assert next(iter(replay))[0].group_id == 0, "what is kept does not change"
 
 
-def test_a_draw_mixes_tickets_and_versions_and_names_no_prompt_twice() -> None:
+def test_a_draw_mixes_groups_and_versions_and_names_no_prompt_twice() -> None:
     replay = buffer(size=4, recency_probability=0.5, by="uniform")
     for number in range(8):
         prompt = "abcd"[number % 4]
@@ -106,14 +106,14 @@ def test_a_draw_mixes_tickets_and_versions_and_names_no_prompt_twice() -> None:
     deal = replay.take(4, 0, 2)
     assert sorted(g.prompt_id for g in deal.groups) == list("abcd")
     assert all(len({t.versions[-1] for t in g.trajectories}) == 2 for g in deal.groups)
-    assert deal.tickets == list(range(8))
+    assert deal.group_ids == list(range(8))
 
 
-def test_forgotten_tickets_cost_no_memory() -> None:
+def test_forgotten_groups_cost_no_memory() -> None:
     replay = buffer(recency_probability=1.0)
     for number in range(50):
         replay.put(group(number, "a", (2 * number, 0), (2 * number + 1, 0)))
-        assert replay.take(1, number, 1).tickets == [number]
+        assert replay.take(1, number, 1).group_ids == [number]
     assert replay._used == {48, 49}
 
 
@@ -172,7 +172,7 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
         assert [bytes(f) for f in one.shards[0].to_frames()] == [
             bytes(f) for f in other.shards[0].to_frames()
         ]
-        assert one.tickets == other.tickets and not {0, 1} & set(one.tickets)
+        assert one.group_ids == other.group_ids and not {0, 1} & set(one.group_ids)
     assert [g.group_id for g in store.used_groups(step=0)] == [0, 1]
     store.close()
 

@@ -13,7 +13,7 @@ import yaml
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.messages import Batch
+from areal_lite.controller.messages import PullBatch
 from areal_lite.report.exporter import FACTS, main
 from areal_lite.run_dir.metrics import STEP_KEYS
 from areal_lite.trajectory import Group
@@ -47,8 +47,8 @@ def keys_of_a_batch_reply() -> set[str]:
         )
         controller = Controller(config, parts, client=None, announced=list)
         controller.queue.put(Group(0, "prompt", 1, [trajectory(0, 0, [(0, 5)], 0.0, 1.0)]))
-        info, _ = await controller.handle(Batch(0, 0, 1))
-        return info
+        reply, _ = await controller.handle(PullBatch(0, 0, 1))
+        return reply.info
 
     return set(asyncio.run(answer()))
 

@@ -1,4 +1,4 @@
-"""The trajectory store: what was written is there, tickets move only along their path, and nothing is half-written."""
+"""The trajectory store: what was written is there, groups move only along their path, and nothing is half-written."""
 
 import asyncio
 import sqlite3
@@ -69,8 +69,8 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
                     state="finished", step=None, prompt_id="p3")  # fmt: skip
     assert {name: first[name] for name in expected} == expected
     assert (second["sample_index"], second["prompt"]) == (1, None)
-    (ticket,) = reader.tickets()
-    assert ticket == dict(group_id=3, prompt_id="p3", prompt_index=7, drawn=1, state="finished", reason=None, size=2, members=2,
+    (row,) = reader.groups()
+    assert row == dict(group_id=3, prompt_id="p3", prompt_index=7, drawn=1, state="finished", reason=None, size=2, num_trajectories=2,
                           admitted_at=9.0, finished_at=12.0, step=None)  # fmt: skip
     assert not list(reader.trajectories("used"))
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -88,8 +88,8 @@ def test_states(store: Store) -> None:
     store.finish(group(4), [(None, None)] * 2, "all right", 13.0, "filtered")
     assert len(list(store.trajectories("filtered"))) == 2  # what it cost is kept
     assert store.counts() == {"in_flight": 1, "finished": 1, "used": 2, "filtered": 1, "dropped": 1}
-    assert [t["step"] for t in store.tickets()] == [6, 6, None, None, None, None]
-    assert [t["reason"] for t in store.tickets()] == [
+    assert [t["step"] for t in store.groups()] == [6, 6, None, None, None, None]
+    assert [t["reason"] for t in store.groups()] == [
         None,
         None,
         "overdue",
@@ -102,22 +102,22 @@ def test_states(store: Store) -> None:
     assert store.missing_trajectories() == 1
 
 
-def test_a_ticket_cannot_be_used_twice_or_unfinished(store: Store) -> None:
+def test_a_group_cannot_be_used_twice_or_unfinished(store: Store) -> None:
     finish(store, 0)
     store.use([0], step=1)
     store.admit(1, "p1", 0, 1, 2, 0.0)
     finish(store, 3)
     for group_id in (0, 1, 2):
-        with pytest.raises(RuntimeError, match="of the 2 tickets of step 2 only 1 are finished"):
+        with pytest.raises(RuntimeError, match="of the 2 groups of step 2 only 1 are finished"):
             store.begin()
             store.use([3, group_id], step=2)
         store.rollback()
-    assert [(t["state"], t["step"]) for t in store.tickets()] == [
+    assert [(t["state"], t["step"]) for t in store.groups()] == [
         ("used", 1),
         ("in_flight", None),
         ("finished", None),
     ]
-    with pytest.raises(RuntimeError, match="ticket 0 was to become dropped"):
+    with pytest.raises(RuntimeError, match="group 0 was to become dropped"):
         store.drop(0, "why", 0.0)
     with pytest.raises(sqlite3.IntegrityError):
         store.admit(0, "p0", 0, 1, 2, 0.0)
@@ -158,7 +158,7 @@ def test_thread_hands_errors_to_the_caller_and_writes_nothing_of_them(tmp_path) 
     async def run() -> None:
         thread = StoreThread(Store(tmp_path / "t.sqlite"))
         await thread.submit(Store.admit, 0, "p0", 0, 1, 2, 0.0)
-        with pytest.raises(RuntimeError, match="ticket 5"):
+        with pytest.raises(RuntimeError, match="group 5"):
             await thread.submit(Store.finish, group(5), [(None, None)] * 2, None, 1.0)
         await thread.submit(Store.admit, 1, "p1", 0, 1, 2, 0.0)
         assert await thread.submit(
