@@ -23,7 +23,7 @@ from tests.integration.test_controller import (
     assert_books_are_right,
     assert_exact,
     push,
-)  # noqa: F401
+)
 from tests.integration.test_controller import model as tokenizer_only  # noqa: F401
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
 

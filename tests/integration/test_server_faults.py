@@ -26,12 +26,14 @@ from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me
 from areal_lite.weights.broadcast import WeightGroup, flatten
 from areal_lite.weights.push import WeightPusher
-from tests.integration.test_controller import (
+from tests.integration.test_controller import (  # noqa: F401  fixtures
     GROUPS,
     assert_books_are_right,
     assert_exact,
+    model,
     push,
-)  # noqa: F401
+    run,
+)
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
