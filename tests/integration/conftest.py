@@ -68,3 +68,29 @@ def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
         yield RunningServer(server.info, tiny_model)
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_only(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model folder with the character tokenizer and no weights."""
+    from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+
+    path = tmp_path_factory.mktemp("model")
+    build_char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer_only: str):
+    """run(**settings) -> Run, which is ended with the test."""
+    from tests.integration.controller_run import Run
+
+    runs: list[Run] = []
+
+    def make(**settings) -> Run:
+        runs.append(Run(tmp_path / f"run{len(runs)}", tokenizer_only, **settings))
+        return runs[-1]
+
+    yield make
+    for made in runs:
+        made.stop()

@@ -23,7 +23,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
-from tests.integration.test_controller import Run, model, push  # noqa: F401
+from tests.integration.controller_run import Run, push
 from tests.integration.test_sglang_server import reference  # noqa: F401
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
@@ -116,7 +116,7 @@ def assert_exact(trajectory: Trajectory, budgets: list[int]) -> None:
         assert trajectory.behavior_logprobs[turn].tolist() == pytest.approx(expected)
 
 
-def test_a_conversation_is_one_trajectory(model) -> None:  # noqa: F811
+def test_a_conversation_is_one_trajectory(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode() as (client, conversation):
             assert [m.id for m in (await client.models.list()).data] == ["policy"]
@@ -144,10 +144,10 @@ def test_a_conversation_is_one_trajectory(model) -> None:  # noqa: F811
             closing = [] if tokens[turn.stop - 1] == EOS else [EOS]
             assert between == closing + policy.tokenizer.encode(f"Why? {number}")
 
-    with_policy(model, test)
+    with_policy(tokenizer_only, test)
 
 
-def test_conversations_side_by_side_do_not_mix(model) -> None:  # noqa: F811
+def test_conversations_side_by_side_do_not_mix(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async def one(number: int) -> None:
             async with policy.episode() as (client, conversation):
@@ -166,7 +166,7 @@ def test_conversations_side_by_side_do_not_mix(model) -> None:  # noqa: F811
 
         await asyncio.gather(*(one(number) for number in range(20)))
 
-    with_policy(model, test)
+    with_policy(tokenizer_only, test)
 
 
 REFUSALS = [
@@ -194,7 +194,7 @@ REFUSALS = [
 ]
 
 
-def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(model) -> None:  # noqa: F811
+def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode() as (client, conversation):
             for settings, complaint in REFUSALS:
@@ -233,10 +233,10 @@ def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(model) -> None
                         and (await response.json())["error"]["code"] == "invalid_json"
                     )
 
-    with_policy(model, test)
+    with_policy(tokenizer_only, test)
 
 
-def test_an_episode_is_one_conversation(model) -> None:  # noqa: F811
+def test_an_episode_is_one_conversation(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode() as (client, conversation):
             first = (await ask(client, [user("Hi")], max_tokens=10)).choices[0].message.content
@@ -261,10 +261,10 @@ def test_an_episode_is_one_conversation(model) -> None:  # noqa: F811
             await ask(client, [*answered, user("?")], max_tokens=10)
         assert_exact(conversation.trajectory(None), [10, 10])
 
-    with_policy(model, test)
+    with_policy(tokenizer_only, test)
 
 
-def test_the_budget_of_an_episode(model) -> None:  # noqa: F811
+def test_the_budget_of_an_episode(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode(budget=30) as (client, conversation):
             messages, turns = [user("Hi")], 0
@@ -284,7 +284,7 @@ def test_the_budget_of_an_episode(model) -> None:  # noqa: F811
             and len(trajectory.tokens) <= len(policy.tokenizer.encode("Hi")) + 30
         )
 
-    with_policy(model, test)
+    with_policy(tokenizer_only, test)
 
 
 def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def run(tmp_path, model):  # noqa: F811
+def run(tmp_path, tokenizer_only):
     runs: list[Run] = []
 
     def make(agent: str, **settings) -> Run:
@@ -356,7 +356,7 @@ def run(tmp_path, model):  # noqa: F811
         runs.append(
             Run(
                 tmp_path / f"run{len(runs)}",
-                model,
+                tokenizer_only,
                 rollout__workflow=workflow,
                 rollout__workflow_args=arguments,
                 **settings,

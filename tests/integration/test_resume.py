@@ -16,7 +16,7 @@ import pytest
 
 from areal_lite.config import ReplayConfig
 from areal_lite.run_dir.resume import STOPPED, complete
-from tests.integration.test_controller import (
+from tests.integration.controller_run import (
     GROUPS,
     MEMBERS,
     Run,
@@ -24,7 +24,6 @@ from tests.integration.test_controller import (
     assert_exact,
     push,
 )
-from tests.integration.test_controller import model as tokenizer_only  # noqa: F401
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ def kill(r: Run, saved: int) -> None:
 
 
 @pytest.fixture(name="start")
-def _start(tmp_path, tokenizer_only):  # noqa: F811
+def _start(tmp_path, tokenizer_only):
     """start(**settings) -> Run with a server, ended with the test."""
     runs: list[Run] = []
 

@@ -26,14 +26,7 @@ from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me
 from areal_lite.weights.broadcast import WeightGroup, flatten
 from areal_lite.weights.push import WeightPusher
-from tests.integration.test_controller import (  # noqa: F401  fixtures
-    GROUPS,
-    assert_books_are_right,
-    assert_exact,
-    model,
-    push,
-    run,
-)
+from tests.integration.controller_run import GROUPS, assert_books_are_right, assert_exact, push
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
@@ -129,7 +122,7 @@ def test_a_server_that_never_comes_up_ends_the_pool_at_once(tmp_path) -> None:
 SETTINGS = {"server__health_interval_s": 0.2, "server__health_timeout_s": 1.0}
 
 
-def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None:  # noqa: F811
+def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None:
     """One killed, one stopped, with requests on both: there is none left, until they have caught up by a push of the same version."""
     r = run(max_staleness=0, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", delay=0.02) as pool:
@@ -171,7 +164,7 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
     )
 
 
-def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:  # noqa: F811
+def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:
     r = run(max_staleness=0)
     with fake_pool(r.path, "s0", delay=0.1) as pool:
         pool.wait_ready()
@@ -196,7 +189,7 @@ def kill_soon(victims: list[ServerInfo]) -> None:
 @pytest.mark.parametrize("max_restarts", [0, 3])
 def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
     run, max_restarts
-) -> None:  # noqa: F811
+) -> None:
     """Whether or not they come back: there is no push that would bring them the last weights. While one is left it goes on there."""
     r = run(trainer__steps=1, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", max_restarts=max_restarts) as pool:
@@ -222,7 +215,7 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
     assert_books_are_right(r, totals, used)
 
 
-def test_an_evaluation_during_training_waits_until_a_server_has_caught_up(run) -> None:  # noqa: F811
+def test_an_evaluation_during_training_waits_until_a_server_has_caught_up(run) -> None:
     r = run(max_staleness=0, trainer__steps=2, **SETTINGS)
     with fake_pool(r.path, "s0") as pool:
         pool.wait_ready()
@@ -257,7 +250,7 @@ class Engine:
 @pytest.mark.parametrize(
     "path", ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 )
-def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, path: str) -> None:  # noqa: F811
+def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, path: str) -> None:
     r = run(max_staleness=0, sync__transport="disk", **SETTINGS)
     Path(r.path, "config.json").write_text("{}")
     r.start_server("good")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.integration.test_controller import GROUPS, MEMBERS, model, push, run  # noqa: F401  fixtures
+from tests.integration.controller_run import GROUPS, MEMBERS, push
 
 STEPS = 4
 
@@ -14,7 +14,7 @@ def frames(batch) -> list[bytes]:
     return [bytes(frame) for frame in batch.to_frames()]
 
 
-def recorded(run, source, **settings):  # noqa: F811
+def recorded(run, source, **settings):
     r = run(eval__problems=0, **settings)
     text = (
         (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
@@ -24,7 +24,7 @@ def recorded(run, source, **settings):  # noqa: F811
     return r, r.client()
 
 
-def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F811
+def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:
     first = run(max_staleness=1, rollout__max_concurrent=GROUPS * MEMBERS)
     first.start_server()
     client, other = first.start_controller(), first.client()
@@ -51,7 +51,7 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:  # noqa: F8
         assert r.processes["controller"].wait(10) == 0, r.log()
 
 
-def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
+def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:
     first = run(trainer__steps=1)
     first.start_server()
     client = first.start_controller()
@@ -70,7 +70,7 @@ def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:  # noqa: F811
     assert r.processes["controller"].wait(10) == 1, r.log()
 
 
-def test_a_run_that_trained_on_nothing_is_dealt_in_the_order_of_finishing(run) -> None:  # noqa: F811
+def test_a_run_that_trained_on_nothing_is_dealt_in_the_order_of_finishing(run) -> None:
     first = run(max_staleness=2, trainer__steps=3)
     first.start_server()
     client = first.start_controller()
