@@ -1,12 +1,13 @@
-"""Loss -> weights: the Megatron-core engine and the training loop.
+"""The Megatron-core engine: a Hugging Face folder becomes a policy that trains.
 
-Importing this package prepares `megatron.core` for a machine without CUDA, before anything can import it (see `megatron_cpu`).
+Importing this package adapts `megatron.core` to this machine before anything else can import it;
+see `patches`.
 """
 
 import warnings
 
 from areal_lite.megatron.patches import install
 
-# Megatron says so a dozen times; what it uses instead works, and is mended where it did not.
+# Megatron repeats this warning a dozen times. The replacements work, with the repairs in `patches`.
 warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed")
 install()

@@ -1,4 +1,4 @@
-"""The substitutions still fit the installed Megatron-core, and a source that they do not fit is refused."""
+"""The substitutions fit the installed Megatron-core; a source that they do not fit is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ MODULES = sorted({module for substitution in ALL for module in substitution.coun
 
 
 def source_of(module: str) -> str:
-    core = Path(importlib.util.find_spec("megatron").submodule_search_locations[0]) / "core"
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations is not None
+    core = Path(spec.submodule_search_locations[0]) / "core"
     return core.joinpath(*module.split(".")).with_suffix(".py").read_text()
 
 
@@ -52,31 +54,32 @@ def test_a_source_that_does_not_fit_is_refused():
         adapt("optimizer.clip_grads", source, ALL)
 
 
-def test_what_applies_where():
-    assert (
-        substitutions(cuda=True, onednn=True, transformer_engine=True, apex=False)
-        == CHECKPOINT_FIXES
+@pytest.mark.parametrize(
+    ("cuda", "onednn", "transformer_engine", "apex", "expected"),
+    [
+        (True, True, True, False, CHECKPOINT_FIXES),
+        (True, True, False, True, ROUTER_FIXES + CHECKPOINT_FIXES),
+        (True, True, False, False, ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES),
+        (False, False, True, False, CPU_SUBSTITUTIONS + CHECKPOINT_FIXES),
+        (
+            False,
+            True,
+            False,
+            False,
+            CPU_SUBSTITUTIONS
+            + ONEDNN_SUBSTITUTIONS
+            + ROUTER_FIXES
+            + TORCH_ADAMW_FIXES
+            + CHECKPOINT_FIXES,
+        ),
+        (False, True, True, True, CPU_SUBSTITUTIONS + ONEDNN_SUBSTITUTIONS + CHECKPOINT_FIXES),
+    ],
+)
+def test_each_table_applies_where_it_says(cuda, onednn, transformer_engine, apex, expected):
+    selected = substitutions(
+        cuda=cuda, onednn=onednn, transformer_engine=transformer_engine, apex=apex
     )
-    assert (
-        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=True)
-        == ROUTER_FIXES + CHECKPOINT_FIXES
-    )
-    assert (
-        substitutions(cuda=True, onednn=True, transformer_engine=False, apex=False)
-        == ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES
-    )
-    assert (
-        substitutions(cuda=False, onednn=False, transformer_engine=True, apex=False)
-        == CPU_SUBSTITUTIONS + CHECKPOINT_FIXES
-    )
-    assert (
-        ALL
-        == CPU_SUBSTITUTIONS
-        + ONEDNN_SUBSTITUTIONS
-        + ROUTER_FIXES
-        + TORCH_ADAMW_FIXES
-        + CHECKPOINT_FIXES
-    )
+    assert selected == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")

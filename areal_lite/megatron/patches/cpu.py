@@ -1,0 +1,170 @@
+"""Substitutions for a machine without CUDA: device names, gloo collectives, oneDNN.
+
+With CUDA none of them is active.
+"""
+
+from __future__ import annotations
+
+from areal_lite.megatron.patches.substitution import Substitution
+
+CPU_SUBSTITUTIONS = (
+    Substitution(
+        name="device literal",
+        pattern=r"device\s*=\s*(['\"])cuda\1",
+        replacement="device='cpu'",
+        counts={
+            "distributed.param_and_grad_buffer": 1,
+            "dist_checkpointing.strategies.state_dict_saver": 1,
+            "optimizer.clip_grads": 5,
+            "optimizer.optimizer": 4,
+            "pipeline_parallel.schedules": 3,
+            "utils": 6,
+        },
+    ),
+    Substitution(
+        name="current device",
+        pattern=r"torch\.cuda\.current_device\(\)",
+        replacement="torch.cpu.current_device()",
+        counts={
+            "distributed.distributed_data_parallel": 1,
+            "distributed.param_and_grad_buffer": 3,
+            "dist_checkpointing.strategies.async_utils": 2,
+            "dist_checkpointing.strategies.state_dict_saver": 1,
+            "optimizer.distrib_optimizer": 2,
+            "optimizer.optimizer": 1,
+            "pipeline_parallel.p2p_communication": 6,
+            "tensor_parallel.layers": 8,
+            "tensor_parallel.mappings": 5,
+            "transformer.moe.router": 6,
+            "utils": 2,
+        },
+    ),
+    Substitution(
+        name="move to the device",
+        pattern=r"\.cuda\(\)",
+        replacement=".cpu()",
+        counts={
+            "models.common.language_module.language_module": 1,
+            "optimizer.distrib_optimizer": 1,
+        },
+    ),
+    Substitution(
+        name="tensor type name",
+        pattern=r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'",
+        replacement=r"'torch.\1Tensor'",
+        counts={
+            "optimizer.clip_grads": 1,
+            "optimizer.distrib_optimizer": 5,
+            "optimizer.optimizer": 3,
+        },
+    ),
+    Substitution(
+        name="synchronize",
+        pattern=r"torch\.cuda\.synchronize\(\)",
+        replacement="torch.cpu.synchronize()",
+        counts={
+            "dist_checkpointing.strategies.async_utils": 1,
+            "dist_checkpointing.strategies.filesystem_async": 1,
+            "pipeline_parallel.p2p_communication": 2,
+        },
+    ),
+    # A CPU has one random generator.
+    Substitution(
+        name="random numbers",
+        pattern=r"torch\.cuda\.(get_rng_state|manual_seed)\(",
+        replacement=r"torch.\1(",
+        counts={"tensor_parallel.random": 4},
+    ),
+    Substitution(
+        name="random state",
+        pattern=r"return torch\.cuda\.random\.get_rng_state\(device=device\)",
+        replacement="return torch.get_rng_state()",
+        counts={"tensor_parallel.random": 1},
+    ),
+    Substitution(
+        name="set random state",
+        pattern=r"_lazy_call\(cb\)",
+        replacement="torch.set_rng_state(new_state)",
+        counts={"tensor_parallel.random": 1},
+    ),
+    # The dispatcher of experts turns token counts into lists for the all-to-all, and does so on a
+    # stream of its own.
+    Substitution(
+        name="token counts",
+        pattern=r"torch\.is_tensor\(tensor\) and tensor\.is_cuda",
+        replacement="torch.is_tensor(tensor)",
+        counts={"transformer.moe.moe_utils": 1},
+    ),
+    Substitution(
+        name="memory of another stream",
+        pattern=r"tensor\.record_stream\(torch\.cuda\.current_stream\(\)\)",
+        replacement="pass",
+        counts={"transformer.moe.moe_utils": 1},
+    ),
+    Substitution(
+        name="streams",
+        pattern=r"torch\.cuda\.(Stream|current_stream|stream)\(",
+        replacement=r"torch.cpu.\1(",
+        counts={"transformer.moe.token_dispatcher": 4},
+    ),
+    Substitution(
+        name="event",
+        pattern=r"self\.cuda_dtoh_stream\.record_event\(\)",
+        replacement="torch.cpu.Event()",
+        counts={"transformer.moe.token_dispatcher": 1},
+    ),
+    # Experts that are also split by tensor parallelism gather and scatter unequal parts; gloo
+    # supports equal parts only.
+    Substitution(
+        name="gathering of unequal parts",
+        pattern=r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
+        replacement="torch.distributed.all_to_all_single(\n"
+        "            output, torch.cat([input_] * world_size), output_split_sizes,"
+        " [len(input_)] * world_size, group=group)",
+        counts={"tensor_parallel.mappings": 1},
+    ),
+    Substitution(
+        name="summing of unequal parts",
+        pattern=r"torch\.distributed\.reduce_scatter\(output, input_tensor_list, group=group\)",
+        replacement="total = input_.clone()\n"
+        "        torch.distributed.all_reduce(total, group=group)\n"
+        "        output.copy_(torch.split(total, input_split_sizes, dim=0)[rank])",
+        counts={"tensor_parallel.mappings": 1},
+    ),
+    # On a CPU torch.compile costs more at the start than the few fused operations save later.
+    Substitution(
+        name="jit fuser",
+        pattern=r"(?m)^enable_jit_fuser\(\)",
+        replacement="disable_jit_fuser()",
+        counts={"jit": 1},
+    ),
+)
+
+# oneDNN multiplies float32 matrices more than twice as fast on AMD as MKL, which is behind
+# torch.matmul; on Intel both are equally fast.
+_ONEDNN = r'torch.ops.mkldnn._linear_pointwise({}, {}, None, "none", [], "")'
+ONEDNN_SUBSTITUTIONS = (
+    Substitution(
+        name="linear layer",
+        pattern=r"output = torch\.matmul\(total_input, weight\.t\(\)\)",
+        replacement="output = " + _ONEDNN.format("total_input", "weight"),
+        counts={"tensor_parallel.layers": 1},
+    ),
+    Substitution(
+        name="gradient of its input",
+        pattern=r"grad_input = grad_output\.matmul\(weight\)\n\n        if ctx\.sequence_parallel",
+        replacement="grad_input = "
+        + _ONEDNN.format("grad_output", "weight.t()")
+        + r"\n\n        if ctx.sequence_parallel",
+        counts={"tensor_parallel.layers": 1},
+    ),
+    Substitution(
+        name="gradient of its weight",
+        pattern=r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
+        # oneDNN refuses an empty sum, which occurs for an expert that no token chose.
+        replacement="grad_weight = "
+        + _ONEDNN.format("total_input.t()", "grad_output.t()")
+        + ".t() if len(total_input) else torch.zeros_like(weight)",
+        counts={"tensor_parallel.layers": 1},
+    ),
+)
