@@ -1,16 +1,21 @@
-"""Prompts in: a data set's rows as token ids, with the answer that their completions will be verified against.
+"""Prompt sets: the rows of a data set as token ids, each with its answer for the verifier.
 
-Sources (`data.source`):
-  * `addition`: generated on the fly, unbounded; problem i is a function of the seed and i. Held-out problems do not depend on the seed.
-  * `jsonl`: a file of one JSON object a line.
-  * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files (as data sets are laid out on the hub), a folder made by
-    `save_to_disk`, or a name that `datasets.load_dataset` knows.
+`data.source` is a key of SOURCES, or `module:name` of your own:
+  * `jsonl`: a file with one JSON object per line;
+  * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, a folder made by `save_to_disk`,
+    or a name on the hub;
+  * `addition`: the quickstart's generated problems, unbounded. Held-out problems do not depend on
+    the seed.
 
-A row's prompt is a string or a list of messages (`role`, `content`); its answer a string, a number, or an object that is kept as JSON.
+A row's prompt is a string or a list of messages (`role`, `content`). Its answer is a string, a
+number, or an object or list, which is kept as JSON.
 
-Invariants: rows are checked when the set is loaded, and an error names the file, the row and the key; prompts of more than
-`data.max_prompt_tokens` tokens are left out at loading, counted in `num_too_long` and warned of; `prompt_id` depends on the row's
-place in its source only, not on what else was left out, so it is the same in every run. Tokens are made on access: a set keeps text.
+Invariants:
+  * every row is checked at loading, and an error names the file, the row and the key;
+  * prompts of more than `data.max_prompt_tokens` tokens are left out at loading, with a warning,
+    and counted in `num_too_long`;
+  * a `prompt_id` depends on the row's place in its source only, so it is the same in every run;
+  * a set keeps text and tokenizes on access.
 """
 
 from __future__ import annotations
@@ -20,22 +25,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from areal_lite.config import DataConfig
+from areal_lite.data.rows import Row, Split, hf_rows, jsonl_rows
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.system.imports import load_object
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-
-Split = Literal["train", "eval"]
-
-
-Row = tuple[str, dict[str, Any]]  # where it is from, for errors and as an id; the row itself
-
-
-# data.source -> what opens it, called as f(config, tokenizer, split) -> PromptSet.
+# data.source -> the import path of its opener, called as f(config, tokenizer, split) -> PromptSet.
 SOURCES = {
     "addition": "areal_lite.quickstart.prompts:AdditionPrompts",
     "jsonl": "areal_lite.data.prompts:jsonl_prompts",
@@ -45,10 +44,10 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """`tokens` is what the server is sent; `text` is the same before tokenisation, for people to read.
+    """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
 
-    `messages` is the conversation that the chat template made it from; empty for a plain text.
-    """
+    `messages` is the conversation from which the chat template made the text; it is empty for plain
+    text."""
 
     prompt_id: str
     tokens: list[int]
@@ -58,7 +57,11 @@ class Prompt:
 
 
 class PromptSet(Protocol):
-    """`num_prompts` is None for an unbounded set: any index >= 0 then is a prompt. `num_too_long` prompts were left out."""
+    """Prompts by index.
+
+    `num_prompts` is None for an unbounded set, where any index >= 0 is valid.
+    `num_too_long` counts the prompts that were left out for their length.
+    """
 
     num_prompts: int | None
     num_too_long: int
@@ -67,10 +70,10 @@ class PromptSet(Protocol):
 
 
 def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> PromptSet:
-    """The training or the held-out prompts, tokenised for the checkpoint in `model_path`.
+    """Load the training or the held-out prompts, tokenized for the checkpoint in `model_path`.
 
-    Raises ValueError for a source, file, row or tokenizer that cannot be used, and for a set in which no prompt is short enough.
-    """
+    Raises ValueError if the source, a file, a row or the tokenizer cannot be used, or if no prompt
+    is short enough."""
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
     name = SOURCES.get(config.source, config.source)
@@ -82,20 +85,13 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     return load_object("data.source", name)(config, Tokenizer(model_path), split)
 
 
-def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> PromptSet:
-    """Open the JSONL file that `data.path` or `data.eval_path` names."""
-    return TextPrompts(_jsonl_rows(_jsonl_path(config, split)), config, tokenizer)
-
-
-def hf_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> PromptSet:
-    """Open the Hugging Face data set that `data.path` names."""
-    return TextPrompts(_hf_rows(config, split), config, tokenizer)
-
-
 def load_eval_sets(
     paths: Sequence[str], config: DataConfig, model_path: str | Path
 ) -> dict[str, PromptSet]:
-    """Further held-out prompts by the stem of their path: a .jsonl file, or what `data.source=hf` can load; keys as in `config`."""
+    """Load further held-out sets, by the stem of their path.
+
+    A path is a .jsonl file or anything that `data.source=hf` can load; the other keys are those of
+    `config`."""
 
     def load(path: str) -> PromptSet:
         source = "jsonl" if path.endswith(".jsonl") else "hf"
@@ -104,44 +100,63 @@ def load_eval_sets(
     return {Path(path).stem: load(path) for path in paths}
 
 
+def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
+    """Open the JSONL file that `data.path` or `data.eval_path` names."""
+    return TextPrompts(jsonl_rows(config, split), config, tokenizer)
+
+
+def hf_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
+    """Open the Hugging Face data set that `data.path` names."""
+    return TextPrompts(hf_rows(config, split), config, tokenizer)
+
+
+class _Entry(NamedTuple):
+    prompt_id: str
+    text: str
+    answer: str
+    messages: list[Message]
+
+
 class TextPrompts:
-    """Prompts read from rows, in their order; see the module's docstring for what is checked."""
+    """Prompts made from rows, in the order of the rows; see the module's invariants."""
 
     def __init__(self, rows: Iterator[Row], config: DataConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._chat = config.chat
-        self._rows: list[tuple[str, str, str, list[Message]]] = []
-        self.num_too_long = 0
-        longest = 0
-        for where, row in rows:
-            text, messages = self._text(where, row, config)
-            answer = _answer(where, row, config.answer_key)
+        self._entries: list[_Entry] = []
+        too_long = []
+        for row_id, row in rows:
+            text, messages = self._text(row_id, row, config)
+            answer = _answer(row_id, row, config.answer_key)
             length = len(self._encode(text))
             if length > config.max_prompt_tokens:
-                self.num_too_long += 1
-                longest = max(longest, length)
+                too_long.append(length)
             else:
-                self._rows.append((where, text, answer, messages))
-        if self.num_too_long:
-            logger.warning(
-                "left out %d of %d prompts longer than data.max_prompt_tokens=%d tokens (the longest has %d)",
-                self.num_too_long, self.num_too_long + len(self._rows), config.max_prompt_tokens, longest,
-            )  # fmt: skip
-        if not self._rows:
+                self._entries.append(_Entry(row_id, text, answer, messages))
+        self.num_too_long = len(too_long)
+        if too_long:
+            log.warning(
+                "left out %d of %d prompts longer than data.max_prompt_tokens=%d tokens"
+                " (the longest has %d)",
+                *(len(too_long), len(too_long) + len(self._entries)),
+                *(config.max_prompt_tokens, max(too_long)),
+            )
+        if not self._entries:
             raise ValueError(
-                f"no prompt in {config.path} has at most data.max_prompt_tokens={config.max_prompt_tokens} tokens: raise it"
-                if self.num_too_long
+                f"no prompt in {config.path} has at most"
+                f" data.max_prompt_tokens={config.max_prompt_tokens} tokens: raise it"
+                if too_long
                 else f"data.path={config.path} has no rows"
             )
-        self.num_prompts: int | None = len(self._rows)
+        self.num_prompts: int | None = len(self._entries)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._entries)
 
     def __getitem__(self, index: int) -> Prompt:
-        where, text, answer, messages = self._rows[index]
+        prompt_id, text, answer, messages = self._entries[index]
         return Prompt(
-            prompt_id=where,
+            prompt_id=prompt_id,
             tokens=self._encode(text),
             answer=answer,
             text=text,
@@ -149,25 +164,28 @@ class TextPrompts:
         )
 
     def _encode(self, text: str) -> list[int]:
+        # A chat template writes the special tokens itself.
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
     def _text(
-        self, where: str, row: dict[str, Any], config: DataConfig
+        self, row_id: str, row: dict[str, Any], config: DataConfig
     ) -> tuple[str, list[Message]]:
-        """The prompt's text, within the chat template if there is to be one, and then the messages that it is made from."""
-        prompt = _value(where, row, config.prompt_key)
+        """Return a row's prompt as text, and the messages that it was rendered from (if any)."""
+        prompt = _value(row_id, row, config.prompt_key)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         elif _is_messages(prompt):
             messages = list(prompt)
         else:
             raise ValueError(
-                f"{where}: {config.prompt_key!r} must be a string or a list of messages (role, content)"
+                f"{row_id}: {config.prompt_key!r} must be a string"
+                " or a list of messages (role, content)"
             )
         if not config.chat:
             if not isinstance(prompt, str):
                 raise ValueError(
-                    f"{where}: {config.prompt_key!r} is a list of messages, which data.chat=false cannot take"
+                    f"{row_id}: {config.prompt_key!r} is a list of messages,"
+                    " which data.chat=false cannot take"
                 )
             return prompt, []
         if config.system_prompt is not None and messages[0]["role"] != "system":
@@ -175,27 +193,29 @@ class TextPrompts:
         return self._tokenizer.render(messages), messages
 
 
-def _value(where: str, row: dict[str, Any], key: str) -> Any:
+def _value(row_id: str, row: dict[str, Any], key: str) -> Any:
     if key not in row:
         raise ValueError(
-            f"{where}: no {key!r} among its keys {sorted(row)}: set data.prompt_key and data.answer_key"
+            f"{row_id}: no {key!r} among its keys {sorted(row)}:"
+            " set data.prompt_key and data.answer_key"
         )
     return row[key]
 
 
-def _answer(where: str, row: dict[str, Any], key: str) -> str:
-    value = _value(where, row, key)
+def _answer(row_id: str, row: dict[str, Any], key: str) -> str:
+    value = _value(row_id, row, key)
     if isinstance(value, (dict, list)):
-        return json.dumps(value)  # such as a program's tests
+        return json.dumps(value)  # such as the tests of a program
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"{where}: {key!r} must be a string, a number, an object or a list, not {type(value).__name__}"
+            f"{row_id}: {key!r} must be a string, a number, an object or a list,"
+            f" not {type(value).__name__}"
         )
     return str(value)
 
 
 def _is_messages(prompt: Any) -> bool:
-    """Whether it is a conversation of text."""
+    """Return whether a value is a non-empty list of messages with text content."""
     return (
         isinstance(prompt, list)
         and bool(prompt)
@@ -206,76 +226,3 @@ def _is_messages(prompt: Any) -> bool:
             for m in prompt
         )
     )
-
-
-def _jsonl_path(config: DataConfig, split: Split) -> Path:
-    key = "data.path" if split == "train" else "data.eval_path"
-    path: str | None = config.path if split == "train" else config.eval_path
-    if path is None:
-        raise ValueError(f"data.source=jsonl needs {key}, a file of one JSON object a line")
-    if not Path(path).is_file():
-        raise ValueError(f"{key}={path} is not a file")
-    return Path(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f"{path}:{number}: a {type(row).__name__}, not an object of keys and values"
-                )
-            yield f"{path.name}:{number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    from pyarrow import parquet
-
-    number = 0
-    for batch in parquet.ParquetFile(path).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path.name}:{number}", row
-
-
-def _hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
-    path = (config.eval_path if split == "eval" else None) or config.path
-    name = config.split if split == "train" else config.eval_split
-    if path is None:
-        raise ValueError("data.source=hf needs data.path, a data set's name or folder")
-    folder = Path(path) / (config.name or "")
-    if folder.is_dir() and not any(
-        (folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")
-    ):
-        yield from _folder_rows(folder, name)
-        return
-    import datasets
-
-    if folder.is_dir():
-        loaded = datasets.load_from_disk(str(folder))
-        if isinstance(loaded, datasets.DatasetDict):
-            if name not in loaded:
-                raise ValueError(
-                    f"{folder} has no split {name!r}, only {sorted(loaded)}: set data.split and data.eval_split"
-                )
-            loaded = loaded[name]
-    else:
-        loaded = datasets.load_dataset(path, config.name, split=name)
-    for number, row in enumerate(loaded, start=1):
-        yield f"{name}:{number}", row
-
-
-def _folder_rows(folder: Path, split: str) -> Iterator[Row]:
-    files = sorted([*folder.glob(f"{split}*.jsonl"), *folder.glob(f"{split}*.parquet")])
-    if not files:
-        raise ValueError(
-            f"{folder} has no {split}*.jsonl and no {split}*.parquet: set data.path, data.name and the split's name"
-        )
-    for file in files:
-        yield from _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file)

@@ -1,10 +1,13 @@
-"""Text to token ids and back, without torch: what a controller needs of a tokenizer, ready in milliseconds.
+"""A tokenizer without torch, ready in milliseconds: text to token ids and back.
 
-`transformers.AutoTokenizer` imports torch (seconds); `tokenizer.json`, which every fast tokenizer saves, needs only `tokenizers`.
-Chat templates are rendered by the function that `apply_chat_template` itself calls, so the text is the same.
+`transformers.AutoTokenizer` imports torch, which takes seconds. Every fast tokenizer saves
+`tokenizer.json`, which needs the package `tokenizers` only. The function that `apply_chat_template`
+calls renders the chat templates, so the text is the same.
 
-Invariants: truncation and padding settings that were saved with a tokenizer are ignored (they would cut prompts silently);
-nothing is downloaded and no code of a checkpoint is run, but for its sandboxed chat template.
+Invariants:
+  * truncation and padding settings that were saved with a tokenizer are ignored: they would cut
+    prompts silently;
+  * nothing is downloaded, and no code of a checkpoint runs except its sandboxed chat template.
 """
 
 from __future__ import annotations
@@ -23,52 +26,56 @@ _ANSWER = "(the-answer-goes-here)"
 
 
 class Tokenizer:
-    """The tokenizer of a Hugging Face checkpoint folder. Raises ValueError if there is no usable one.
+    """The tokenizer of a Hugging Face checkpoint folder.
 
-    `eos_ids`: every id that ends a completion, those of generation_config.json (config.json without it) first.
-    """
+    `eos_ids` are the ids that end a completion: those of generation_config.json (or else
+    config.json) first, then the tokenizer's own. Raises ValueError if the folder has no usable
+    tokenizer."""
 
     def __init__(self, model_path: str | Path) -> None:
         self.path = Path(model_path)
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
-                f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer in it"
+                f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer"
             )
         self._fast = FastTokenizer.from_file(str(file))
         self._fast.no_truncation()
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
         self._special_tokens = {
-            k: _content(v)
-            for k, v in settings.items()
-            if k.endswith("_token") and _content(v) is not None
+            key: text
+            for key, value in settings.items()
+            if key.endswith("_token") and (text := _token_text(value)) is not None
         }
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the tokenizer puts around every text (often a BOS, often nothing)."""
+        """Return the token ids of a text.
+
+        `add_special_tokens` adds the tokens that the tokenizer puts around every text: often a BOS,
+        often nothing."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of token ids, without special tokens."""
         return self._fast.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
     ) -> str:
-        """The text of a conversation up to where the assistant speaks next; `tools` are JSON schemas of functions that it may call.
+        """Render a conversation with the chat template, up to where the assistant speaks next.
 
-        Raises ValueError without a chat template, or for messages that it refuses.
+        `tools` are JSON schemas of functions that the assistant may call.
+        Raises ValueError if there is no chat template or if it refuses the messages.
         """
         if self._chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.path} has no chat template: set data.chat=false"
             )
-        from transformers.utils.chat_template_utils import (
-            render_jinja_template,
-        )  # half a second, and only chats need it
+        # This import takes half a second, and only chats need it.
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
             texts, _ = render_jinja_template(
@@ -85,14 +92,15 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of `render(messages, tools)`; the template itself writes the special tokens."""
+        """Return the token ids of `render(messages, tools)`, which has the special tokens in it."""
         return self.encode(self.render(messages, tools), add_special_tokens=False)
 
     def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of what the chat template writes from the end of an assistant's answer up to where the assistant speaks next.
+        """Return the token ids that the template puts between an answer and the next answer.
 
-        They begin with what closes the answer. Answers themselves stay out of the template: it may trim them or drop parts of earlier ones.
-        """
+        They contain `messages`, and begin with the token that closes the answer. The answers
+        themselves never pass through the template, because it may trim them or drop parts of
+        earlier ones."""
         text = self.render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
         )
@@ -107,7 +115,7 @@ class Tokenizer:
         if file.is_file():
             return file.read_text(encoding="utf-8")
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
+        if isinstance(template, list):  # several templates, by name
             return {t["name"]: t["template"] for t in template}.get("default")
         return template
 
@@ -121,12 +129,8 @@ class Tokenizer:
         return tuple(dict.fromkeys(i for i in (*ids, own) if i is not None))
 
 
-def _content(token: Any) -> str | None:
-    """A special token's text: saved as a string or as an added token's fields."""
-    return (
-        token.get("content")
-        if isinstance(token, dict)
-        else token
-        if isinstance(token, str)
-        else None
-    )
+def _token_text(token: Any) -> str | None:
+    """Return the text of a special token, saved as a string or as the fields of an added token."""
+    if isinstance(token, dict):
+        return token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,4 +1,4 @@
-"""Prompts in: sources, checks of rows, chat templates and the torch-free tokenizer."""
+"""Prompt sources, checks of rows, chat templates and the tokenizer without torch."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def jsonl(tmp_path: Path, rows: list[dict], file: str = "data.jsonl", **settings
     return DataConfig(source="jsonl", path=write(tmp_path / file, rows), **settings)
 
 
-def test_addition_is_unbounded_reproducible_and_held_out(model: Path) -> None:
+def test_addition_is_unbounded_and_reproducible_with_held_out_problems(model: Path) -> None:
     train = load_prompts(DataConfig(seed=3), model, "train")
     assert train.num_prompts is None and train.num_too_long == 0
     prompt = train[10**9]
@@ -69,9 +69,8 @@ def test_jsonl_with_and_without_chat(model: Path, tmp_path: Path) -> None:
     )
     chat = load_prompts(jsonl(tmp_path, ROWS, system_prompt="Be brief."), model, "train")
     assert chat[2].text == "<bos>system: Be brief.\nuser: What is 2 + 2?\nassistant: "
-    assert Tokenizer(model).decode(chat[2].tokens) == chat[2].text.removeprefix(
-        "<bos>"
-    )  # one token, and a special one
+    # <bos> is one token, and a special one.
+    assert Tokenizer(model).decode(chat[2].tokens) == chat[2].text.removeprefix("<bos>")
     assert len(chat[2].tokens) == len(chat[2].text) - len("<bos>") + 1
 
 
@@ -95,7 +94,7 @@ def test_a_prompt_may_be_a_conversation_and_an_answer_a_number(model: Path, tmp_
     assert [prompts[0].answer, prompts[1].answer] == ["4", "0.5"]
 
 
-def test_chat_is_what_transformers_makes_of_it(model: Path) -> None:
+def test_chat_equals_apply_chat_template(model: Path) -> None:
     from transformers import AutoTokenizer
 
     messages = [{"role": "user", "content": "a <eos> b"}]
@@ -136,7 +135,7 @@ def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, 
         ('{"question": [], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
         (
             '{"question": "1+1", "answer": null}',
-            r"data\.jsonl:2: 'answer' must be a string, a number, an object or a list, not NoneType",
+            r"data\.jsonl:2: 'answer' must be a string, a number, .* or a list, not NoneType",
         ),
         (
             '{"question": "1+1", "answer": true}',
@@ -183,7 +182,7 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
             load_prompts(config, model, split)
 
 
-def test_folders_as_the_hub_lays_them_out(model: Path, tmp_path: Path) -> None:
+def test_folders_laid_out_as_on_the_hub(model: Path, tmp_path: Path) -> None:
     (tmp_path / "main").mkdir()
     datasets.Dataset.from_list(ROWS[:3]).to_parquet(
         tmp_path / "main" / "train-00000-of-00002.parquet"
@@ -250,10 +249,11 @@ def test_special_tokens_are_left_out_of_text(model: Path) -> None:
 
 
 def test_prompts_need_no_torch(model: Path, tmp_path: Path) -> None:
-    """What a controller imports and does with prompts must not cost it the seconds that importing torch takes."""
+    """Torch takes seconds to import, which a controller that only loads prompts must not pay."""
     config = f"DataConfig(source='jsonl', path={write(tmp_path / 'data.jsonl', ROWS)!r})"
     code = (
-        "import sys; from areal_lite.config import DataConfig; from areal_lite.data.prompts import load_prompts;"
+        "import sys; from areal_lite.config import DataConfig;"
+        "from areal_lite.data.prompts import load_prompts;"
         "import areal_lite.data.sampler, areal_lite.rewards.pool;"
         f"load_prompts({config}, {str(model)!r}, 'train')[0]; sys.exit('torch' in sys.modules)"
     )

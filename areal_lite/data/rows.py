@@ -1,0 +1,100 @@
+"""Readers of data files: each yields rows with an id that says where the row is from.
+
+A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1. It depends on the row's
+place in its source only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from areal_lite.config import DataConfig
+
+Split = Literal["train", "eval"]
+Row = tuple[str, dict[str, Any]]  # (row id, the row itself)
+
+
+def jsonl_rows(config: DataConfig, split: Split) -> Iterator[Row]:
+    """Read the JSONL file of a split.
+
+    Raises ValueError if there is no such file, or if a line is not an object.
+    """
+    key, path = (
+        ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
+    )
+    if path is None:
+        raise ValueError(f"data.source=jsonl needs {key}, a file with one JSON object per line")
+    if not Path(path).is_file():
+        raise ValueError(f"{key}={path} is not a file")
+    return _jsonl_file(Path(path))
+
+
+def hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
+    """Read a Hugging Face data set: a folder of files, a `save_to_disk` folder, or a hub name."""
+    path = (config.eval_path if split == "eval" else None) or config.path
+    name = config.split if split == "train" else config.eval_split
+    if path is None:
+        raise ValueError("data.source=hf needs data.path, the name or the folder of a data set")
+    folder = Path(path, config.name or "")
+    if not folder.is_dir():
+        import datasets
+
+        return _numbered(name, datasets.load_dataset(path, config.name, split=name))
+    if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+        return _numbered(name, _saved_data_set(folder, name))
+    return _folder(folder, name)
+
+
+def _jsonl_file(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(
+                    f"{path}:{number}: a {type(row).__name__}, not an object of keys and values"
+                )
+            yield f"{path.name}:{number}", row
+
+
+def _parquet_file(path: Path) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    batches = parquet.ParquetFile(path).iter_batches()
+    return _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
+
+
+def _folder(folder: Path, split: str) -> Iterator[Row]:
+    files = sorted([*folder.glob(f"{split}*.jsonl"), *folder.glob(f"{split}*.parquet")])
+    if not files:
+        raise ValueError(
+            f"{folder} has no {split}*.jsonl and no {split}*.parquet:"
+            " set data.path, data.name and the split's name"
+        )
+    for file in files:
+        yield from _jsonl_file(file) if file.suffix == ".jsonl" else _parquet_file(file)
+
+
+def _saved_data_set(folder: Path, split: str) -> Any:
+    import datasets
+
+    loaded = datasets.load_from_disk(str(folder))
+    if not isinstance(loaded, datasets.DatasetDict):
+        return loaded
+    if split not in loaded:
+        raise ValueError(
+            f"{folder} has no split {split!r}, only {sorted(loaded)}:"
+            " set data.split and data.eval_split"
+        )
+    return loaded[split]
+
+
+def _numbered(name: str, rows: Any) -> Iterator[Row]:
+    for number, row in enumerate(rows, start=1):
+        yield f"{name}:{number}", row
