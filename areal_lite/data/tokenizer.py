@@ -43,7 +43,7 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
-        self._special_tokens = {
+        self._special_tokens: dict[str, Any] = {
             key: text
             for key, value in settings.items()
             if key.endswith("_token") and (text := _token_text(value)) is not None

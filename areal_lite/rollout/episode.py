@@ -1,4 +1,22 @@
-"""TODO docstring."""
+"""What a workflow is given and what it returns.
+
+A workflow turns a prompt into a trajectory. It is an async function, or a class whose
+instances are called as one:
+
+    async def exact_match(episode: Episode) -> Trajectory:
+        transcript = Transcript(episode)  # begins with the prompt's tokens
+        answer = await transcript.sample_text()
+        reward = float(answer.strip() == episode.prompt.answer)
+        return transcript.trajectory(reward)  # without a reward, the reward function scores it
+
+`rollout.workflow=module:name` names it by its import path. It is called once per sample of a group.
+See docs/workflows.md.
+
+Invariants:
+  * tokens in, tokens out: nothing that the policy sampled is ever tokenized again;
+  * an exception in a workflow costs one trajectory, not the run;
+  * the reward function is called only if the workflow set no reward.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +31,24 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.trajectory import Trajectory
 
+# (episode) -> Trajectory; if marked as grouped, (episodes) -> list[Trajectory | None].
 Workflow = Callable[..., Awaitable[Any]]
 
 
 class WorkflowFailed(Exception):
-    """One episode has no trajectory; says why."""
+    """A workflow made no usable trajectory of an episode; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What a workflow works with.
+    """One sample of a group: a prompt, and the means to answer it.
 
-    `params`: how the policy is sampled; `params.max_new_tokens` bounds all that follows the prompt, environment tokens included.
-    `complete(tokens int32 [n], max_new_tokens=None, stop=())` asks the policy to continue `tokens` and returns a Completion that has ended.
-    It ends at the first of: an end token, `max_new_tokens`, the token that completes one of the texts in `stop`.
-    `clock()` is in seconds.
+    `params` says how the policy is sampled. `params.max_new_tokens` bounds everything that follows
+    the prompt, environment tokens included. `clock()` returns seconds.
+
+    `complete(tokens, max_new_tokens=None, stop=())` continues `tokens` (int32 [n]) and returns the
+    finished Completion. It ends at an end token, after `max_new_tokens`, or with the token that
+    completes one of the texts in `stop`.
     """
 
     prompt: Prompt
@@ -40,13 +61,17 @@ class Episode:
 
 
 def grouped(workflow: Workflow) -> Workflow:
-    """Mark a function as `async def workflow(episodes: list[Episode]) -> list[Trajectory | None]`; a class sets `grouped = True`."""
-    workflow.grouped = True
+    """Mark a function that is called once per group; a class sets `grouped = True` instead.
+
+    It is called as `workflow(episodes: list[Episode])` and returns one trajectory per episode, None
+    for a failed one.
+    """
+    vars(workflow)["grouped"] = True
     return workflow
 
 
 def sampled_turns(trajectory: Trajectory) -> list[slice]:
-    """Where the policy spoke: the runs of sampled tokens, in order. What is scored is the last one."""
-    mask = trajectory.loss_mask  # begins with False
+    """Return the runs of sampled tokens in order: the policy's turns. The last one is scored."""
+    mask = trajectory.loss_mask  # the first token is never sampled
     edges = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2])]

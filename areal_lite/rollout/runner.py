@@ -1,12 +1,8 @@
-"""Workflows: how a prompt becomes a trajectory. Token in, token out: nothing that a model sampled is ever tokenised again.
+"""Loading and running workflows; areal_lite/rollout/episode.py says what a workflow is.
 
-A workflow is `async def workflow(episode: Episode) -> Trajectory`, named by its import path (`rollout.workflow=module:name`) and called once
-per sample_index of a group. One that is marked `grouped` gets the episodes of a whole group and returns as many trajectories, None for one that is
-lost. A class is made once, with `rollout.workflow_args` as its keyword arguments, and its instance is called; if it has them,
-`await start(config)` and `await close()` are called before the first episode and after the last. See docs/workflows.md.
-
-Whatever a workflow raises costs its trajectory, not the run; it is counted, and a run that loses group after group ends.
-If it sets `trajectory.reward`, the reward function is not asked.
+A class is instantiated once, with `rollout.workflow_args` as keyword arguments, and its instance is
+called. If the instance has `async def start(config)` and `async def close()`, they are awaited
+before the first and after the last episode.
 """
 
 from __future__ import annotations
@@ -25,80 +21,35 @@ from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 
-def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
-    """One awaitable per episode of a group, in their order: its checked trajectory. They raise WorkflowFailed."""
-    if not getattr(workflow, "grouped", False):
-        return [_checked(episode, workflow(episode)) for episode in episodes]
-    together = asyncio.ensure_future(workflow(episodes))
-
-    async def sample_index(index: int) -> Trajectory:
-        trajectories = await together
-        if len(trajectories) != len(episodes):
-            raise ValueError(
-                f"a grouped workflow returned {len(trajectories)} trajectories for {len(episodes)} episodes"
-            )
-        return trajectories[index]
-
-    return [_checked(episode, sample_index(index)) for index, episode in enumerate(episodes)]
-
-
-async def _checked(episode: Episode, playing: Awaitable[Trajectory]) -> Trajectory:
-    try:
-        trajectory = await playing
-        if not isinstance(trajectory, Trajectory):
-            raise ValueError(f"the workflow returned {trajectory!r:.100}, not a Trajectory")
-        if (trajectory.group_id, trajectory.sample_index) != (
-            episode.group_id,
-            episode.sample_index,
-        ):
-            raise ValueError(
-                f"the workflow returned trajectory {trajectory.group_id}/{trajectory.sample_index} for {episode.group_id}/{episode.sample_index}"
-            )
-        if trajectory.reward is not None and not math.isfinite(trajectory.reward):
-            raise ValueError(f"the workflow set the reward {trajectory.reward}")
-        if not trajectory.check().num_sampled:
-            raise ValueError("the policy was not asked for a single token")
-    except (
-        Exception
-    ) as error:  # whatever a user's code raises over one episode: the caller counts it
-        raise WorkflowFailed(
-            f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
-        ) from error
-    return trajectory
-
-
-def _origin(error: Exception) -> str:
-    """file:line where it was raised."""
-    trace = error.__traceback__
-    while trace.tb_next:
-        trace = trace.tb_next
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
-
-
 def load_workflow(config: RolloutConfig) -> Workflow:
-    """The workflow that `rollout.workflow` names. Raises ValueError that says what is wrong with it."""
-    workflow = load_object("rollout.workflow", config.workflow)
+    """Import the workflow `rollout.workflow`. Raises ValueError if it cannot be used."""
+    name, arguments = config.workflow, config.workflow_args
+    workflow = load_object("rollout.workflow", name)
     if inspect.isclass(workflow):
         try:
-            workflow = workflow(**config.workflow_args)
+            workflow = workflow(**arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"rollout.workflow_args={config.workflow_args} do not fit {config.workflow}: {error}"
+                f"rollout.workflow_args={arguments} do not fit {name}: {error}"
             ) from error
-    elif config.workflow_args:
+    elif arguments:
         raise ValueError(
-            f"rollout.workflow_args={config.workflow_args}: {config.workflow} is a function, only a class takes any"
+            f"rollout.workflow_args={arguments}: {name} is a function, only a class takes any"
         )
     if not any(map(inspect.iscoroutinefunction, (workflow, type(workflow).__call__))):
         raise ValueError(
-            f"rollout.workflow={config.workflow}: must be an `async def`, or a class whose instances are called as one"
+            f"rollout.workflow={name}: must be an `async def`,"
+            " or a class whose instances are called as one"
         )
     return workflow
 
 
 @asynccontextmanager
 async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
-    """The time between a workflow's `start(config)` and its `close()`, if it has them; `config` is the command's."""
+    """Await `workflow.start(config)` on entry and `workflow.close()` on exit, where it has them.
+
+    `config` is the command's configuration.
+    """
     if start := getattr(workflow, "start", None):
         await start(config)
     try:
@@ -106,3 +57,58 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
     finally:
         if close := getattr(workflow, "close", None):
             await close()
+
+
+def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
+    """Start a workflow on a group; return one awaitable of a checked trajectory per episode.
+
+    The awaitables are in the order of the episodes. They raise WorkflowFailed.
+    """
+    if not getattr(workflow, "grouped", False):
+        return [_checked(episode, workflow(episode)) for episode in episodes]
+    group = asyncio.ensure_future(workflow(episodes))
+
+    async def trajectory(index: int) -> Trajectory:
+        trajectories = await group
+        if len(trajectories) != len(episodes):
+            raise ValueError(
+                f"a grouped workflow returned {len(trajectories)} trajectories"
+                f" for {len(episodes)} episodes"
+            )
+        return trajectories[index]
+
+    return [_checked(episode, trajectory(index)) for index, episode in enumerate(episodes)]
+
+
+async def _checked(episode: Episode, running: Awaitable[Trajectory]) -> Trajectory:
+    try:
+        trajectory = await running
+        _check(episode, trajectory)
+    except Exception as error:  # a user's code may raise anything
+        raise WorkflowFailed(
+            f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
+        ) from error
+    return trajectory
+
+
+def _check(episode: Episode, trajectory: Any) -> None:
+    """Raise ValueError if what a workflow returned is not a usable trajectory of `episode`."""
+    if not isinstance(trajectory, Trajectory):
+        raise ValueError(f"the workflow returned {trajectory!r:.100}, not a Trajectory")
+    returned = f"{trajectory.group_id}/{trajectory.sample_index}"
+    wanted = f"{episode.group_id}/{episode.sample_index}"
+    if returned != wanted:
+        raise ValueError(f"the workflow returned trajectory {returned} for {wanted}")
+    if trajectory.reward is not None and not math.isfinite(trajectory.reward):
+        raise ValueError(f"the workflow set the reward {trajectory.reward}, which is not finite")
+    if not trajectory.check().num_sampled:
+        raise ValueError("the workflow did not sample a single token from the policy")
+
+
+def _origin(error: Exception) -> str:
+    """Return `file:line` of the statement that raised."""
+    trace = error.__traceback__
+    assert trace
+    while trace.tb_next:
+        trace = trace.tb_next
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""A trajectory under construction: its tokens, in the order in which the servers saw them."""
 
 from __future__ import annotations
 
@@ -13,72 +13,89 @@ from areal_lite.trajectory import Trajectory
 
 
 class Transcript:
-    """One trajectory in the making: sampled tokens and environment tokens, in the order in which the servers saw them."""
+    """The token sequence of one episode.
+
+    Methods that sample append what the policy samples; methods that add append environment tokens,
+    which are not trained on. `finish_reason` is that of the last completion, or `length` once added
+    tokens did not fit.
+    """
 
     def __init__(self, episode: Episode, tokens: Sequence[int] | None = None):
-        """`tokens`: what it begins with, the episode's prompt if None."""
+        """Begin with `tokens`, or with the episode's prompt if None."""
         self.episode = episode
         self.finish_reason = "abort"
         self._chunks: list[GenerationChunk] = []
         self._requests = 0
         self._started_at = episode.clock()
-        self._add(np.asarray(episode.prompt.tokens if tokens is None else tokens, np.int32))
+        self._append(episode.prompt.tokens if tokens is None else tokens)
         self._limit = len(self.tokens) + episode.params.max_new_tokens
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [n]"""
+        """All tokens so far, int32 [n]."""
         return np.concatenate([chunk.tokens for chunk in self._chunks])
 
     @property
-    def room(self) -> int:
-        """How many tokens may still follow."""
+    def remaining_tokens(self) -> int:
+        """Number of tokens that may still follow."""
         return self._limit - len(self.tokens)
-
-    async def complete(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
-        """Let the policy continue; returns the text that it wrote, without special tokens. There must be room."""
-        return self.episode.tokenizer.decode((await self.sample(max_new_tokens, stop)).tokens)
 
     async def sample(
         self, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        """`complete`, for who does not need the text."""
-        budget = self.room if max_new_tokens is None else min(max_new_tokens, self.room)
+        """Sample a completion and return its tokens without decoding them.
+
+        `remaining_tokens` must be positive; it bounds `max_new_tokens`. `stop` is as in
+        `Episode.complete`.
+        """
+        budget = self.remaining_tokens
+        if max_new_tokens is not None:
+            budget = min(max_new_tokens, budget)
         completion = await self.episode.complete(self.tokens, max_new_tokens=budget, stop=stop)
         self._chunks += completion.chunks
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
         return completion
 
-    def reply(self, messages: Sequence[Message]) -> bool:
-        """`append` environment messages: as the chat template writes them after an answer, or as plain text if the prompt is no chat."""
+    async def sample_text(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
+        """Sample a completion and return its text without special tokens; see `sample`."""
+        return self.episode.tokenizer.decode((await self.sample(max_new_tokens, stop)).tokens)
+
+    def add_messages(self, messages: Sequence[Message]) -> bool:
+        """Add environment messages, or return False if they do not fit (see `add_tokens`).
+
+        They are tokenized as the chat template writes them after an answer, or as plain text if the
+        prompt is not a chat.
+        """
         tokenizer = self.episode.tokenizer
         if self.episode.prompt.messages:
-            return self.append(tokenizer.chat_after_answer(messages))
-        return self.append(
-            tokenizer.encode(
-                "".join(message["content"] for message in messages), add_special_tokens=False
-            )
-        )
+            return self.add_tokens(tokenizer.chat_after_answer(messages))
+        text = "".join(message["content"] for message in messages)
+        return self.add_tokens(tokenizer.encode(text, add_special_tokens=False))
 
-    def append(self, tokens: Sequence[int]) -> bool:
-        """Add environment tokens. False, with nothing added, if they would leave no room for an answer: the trajectory is then truncated."""
+    def add_tokens(self, tokens: Sequence[int]) -> bool:
+        """Add environment tokens, or return False if they would leave no token for an answer.
+
+        In that case nothing is added and the trajectory is truncated: its finish reason becomes
+        `length`.
+        """
         if (
             tokens
             and tokens[0] == self._chunks[-1].tokens[-1]
             and tokens[0] in self.episode.params.stop_token_ids
         ):
-            tokens = tokens[1:]  # the end of the answer, which the policy has sampled itself
-        if len(tokens) >= self.room:
+            tokens = tokens[1:]  # the policy sampled the end of its answer itself
+        if len(tokens) >= self.remaining_tokens:
             self.finish_reason = "length"
             return False
-        self._add(np.asarray(tokens, np.int32))
+        self._append(tokens)
         return True
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """What there is; whoever plays the workflow checks it."""
+        """Return the trajectory so far, unchecked: `run_workflow` checks it."""
         episode = self.episode
         versions = np.concatenate([chunk.versions for chunk in self._chunks])
+        sampled = [chunk for chunk in self._chunks if chunk.finish_reason]
         return Trajectory(
             group_id=episode.group_id,
             prompt_id=episode.prompt.prompt_id,
@@ -92,16 +109,15 @@ class Transcript:
             started_at=self._started_at,
             finished_at=episode.clock(),
             requests=self._requests,
-            kv_version=min(
-                (chunk.kv_version for chunk in self._chunks if chunk.finish_reason), default=-1
-            ),
+            kv_version=min((chunk.kv_version for chunk in sampled), default=-1),
         )
 
-    def _add(self, tokens: np.ndarray) -> None:
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample: version -1, log-prob 0."""
         count = len(tokens)
         self._chunks.append(
             GenerationChunk(
-                tokens=tokens,
+                tokens=np.asarray(tokens, np.int32),
                 logprobs=np.zeros(count, np.float32),
                 versions=np.full(count, -1, np.int32),
                 finish_reason="",

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import Episode, sampled_turns
-from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
+from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet

@@ -1,4 +1,4 @@
-"""Any agent code as a workflow: it talks to an OpenAI-compatible endpoint, which records what the policy is asked and what it samples."""
+"""Any agent code as a workflow, by an OpenAI-compatible endpoint that records its requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_lite.config import TrainConfig
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
+from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
 from areal_lite.system.files import write_json
 from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
@@ -18,12 +18,18 @@ ANNOUNCEMENT = "openai_endpoint.json"
 
 
 class Agent:
-    """`agent` names `module:function`: `async def agent(base_url: str, api_key: str, prompt: Prompt) -> float | None`.
+    """A workflow that runs `async def agent(base_url, api_key, prompt) -> float | None`.
 
-    The key is the episode's own: every call under it belongs to one conversation, which becomes one trajectory. The agent returns its reward,
-    or None for the reward function to score the last answer. An agent that raises, or takes longer than `timeout_s`, loses its trajectory; but
-    one that ends because its token budget is used up leaves a truncated one. The endpoint listens on `host`:`port` (0: any that is free), as
-    `<run_dir>/openai_endpoint.json` says.
+    The API key belongs to the episode: all requests under it are one conversation, which becomes
+    one trajectory. The agent returns a reward, or None to have the reward function score the last
+    answer. An agent that raises or takes longer than `timeout_s` loses its trajectory. If its token
+    budget was used up, it leaves a truncated trajectory instead.
+
+    Args:
+        agent: its import path, `module:function`.
+        timeout_s: seconds per episode.
+        host: address on which the endpoint listens.
+        port: its port; 0 picks a free one, and `<run_dir>/openai_endpoint.json` says which.
     """
 
     def __init__(
@@ -32,33 +38,38 @@ class Agent:
         self._agent = load_object("rollout.workflow_args.agent", agent)
         if not inspect.iscoroutinefunction(self._agent):
             raise ValueError(
-                f"{agent} must be an `async def`: one that blocks would stop everything; wrap it in asyncio.to_thread"
+                f"{agent} must be an `async def`: a plain function would block the controller."
+                " Wrap it in asyncio.to_thread"
             )
         self._timeout_s = timeout_s
         self._endpoint = OpenAIEndpoint(host, port)
         self._announcement: Path | None = None
 
     async def start(self, config: TrainConfig) -> None:
-        import transformers.utils.chat_template_utils  # noqa: F401  seconds, which the first request would otherwise cost everyone
+        """Start the endpoint and write its address into the run directory."""
+        # This import takes seconds, during which the first request would block all others.
+        import transformers.utils.chat_template_utils  # noqa: F401
 
-        logging.getLogger("httpx").setLevel(
-            logging.WARNING
-        )  # agents live in this process, and it reports every request
+        # Agents run in this process, and httpx logs every request at INFO.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         await self._endpoint.start()
         self._announcement = Path(config.run_dir, ANNOUNCEMENT)
         write_json(self._announcement, {"base_url": self._endpoint.base_url})
 
     async def close(self) -> None:
+        """Stop the endpoint."""
         if self._announcement:
             self._announcement.unlink(missing_ok=True)
         await self._endpoint.close()
 
     async def __call__(self, episode: Episode) -> Trajectory:
+        """Run the agent on one episode."""
         with self._endpoint.conversation(episode) as (api_key, conversation):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     reward = await self._agent(self._endpoint.base_url, api_key, episode.prompt)
-            except Exception:  # what the agent makes of our refusal to go on when its tokens are used up; anything else is its own fault
+            except Exception:
+                # An agent may raise when we refuse a request because the token budget is used up.
                 if not conversation.truncated:
                     raise
                 reward = None

@@ -1,4 +1,4 @@
-"""Several turns: after each answer a function of the user says something to it, or that it is over."""
+"""Several turns: a function of the user replies to each answer, or ends the episode."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from areal_lite.trajectory import Trajectory
 
 
 class MultiTurn:
-    """`feedback` names `module:function`, sync (and quick) or async, called as f(prompt, answers) with all answers of the policy so far.
+    """A conversation between the policy and a function `feedback(prompt, answers)`.
 
-    It returns a text, which the policy is told as the user's next message; None, when it is over; or a number, which is the reward, and it is
-    over. It also ends after `max_turns` answers, and when the token budget (rollout.max_new_tokens, over all turns and
-    what is said between them) is used up. Without a reward of its own the reward function scores the last answer.
+    `feedback` is `module:function`, async or plain and quick. It gets all answers so far and
+    returns
+      * a text, which becomes the user's next message;
+      * None, to end the episode;
+      * a number, to end the episode with this reward.
+
+    The episode also ends after `max_turns` answers, and when the token budget is used up. Without a
+    reward from `feedback`, the reward function scores the last answer.
     """
 
     def __init__(self, feedback: str, max_turns: int = 4):
         if max_turns < 1:
-            raise ValueError(f"max_turns={max_turns}: at least 1")
-        self._feedback, self._max_turns = (
-            load_object("rollout.workflow_args.feedback", feedback),
-            max_turns,
-        )
+            raise ValueError(f"max_turns={max_turns} must be at least 1")
+        self._feedback = load_object("rollout.workflow_args.feedback", feedback)
+        self._max_turns = max_turns
 
     async def __call__(self, episode: Episode) -> Trajectory:
-        transcript, answers = Transcript(episode), []
+        """Run one conversation."""
+        transcript = Transcript(episode)
+        answers: list[str] = []
         while True:
-            answers.append(await transcript.complete())
-            said = self._feedback(episode.prompt, list(answers))
-            if inspect.isawaitable(said):
-                said = await said
-            if isinstance(said, Real):
-                return transcript.trajectory(float(said))
-            if (
-                said is None
-                or len(answers) == self._max_turns
-                or not transcript.reply([{"role": "user", "content": said}])
-            ):
+            answers.append(await transcript.sample_text())
+            reply = self._feedback(episode.prompt, list(answers))
+            if inspect.isawaitable(reply):
+                reply = await reply
+            if isinstance(reply, Real):
+                return transcript.trajectory(float(reply))
+            if reply is None or len(answers) == self._max_turns:
+                return transcript.trajectory()
+            if not transcript.add_messages([{"role": "user", "content": reply}]):
                 return transcript.trajectory()

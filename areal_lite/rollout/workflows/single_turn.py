@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""One prompt, one answer: the default workflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal_lite.trajectory import Trajectory
 
 
 async def single_turn(episode: Episode) -> Trajectory:
-    """One prompt, one completion."""
+    """Sample one completion of the prompt."""
     transcript = Transcript(episode)
     await transcript.sample()
     return transcript.trajectory()

@@ -1,4 +1,4 @@
-"""A group that works together: in each round every member reads the others' last answers, then answers again."""
+"""Samples that work together: in each round, each one reads the others' last answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from areal_lite.trajectory import Trajectory
 
 
 class Together:
-    """`rounds` answers per member. A member whose token budget is used up stays silent from then on; the others still read its last answer."""
+    """A grouped workflow of `rounds` answers per sample.
+
+    `say` is the message between two rounds; `{answers}` in it stands for the other samples' last
+    answers. A sample whose token budget is used up gives no more answers, and the others still read
+    its last one.
+    """
 
     grouped = True
 
@@ -19,27 +24,24 @@ class Together:
     ):
         if rounds < 1 or "{answers}" not in say:
             raise ValueError(
-                f"rounds={rounds} must be at least 1, and say={say!r} must have {{answers}} in it"
+                f"rounds={rounds} must be at least 1, and say={say!r} needs {{answers}}"
             )
-        self._rounds, self._say = rounds, say
+        self._rounds = rounds
+        self._say = say
 
     async def __call__(self, episodes: list[Episode]) -> list[Trajectory]:
+        """Run all rounds of one group."""
         transcripts = [Transcript(episode) for episode in episodes]
-        answers = await asyncio.gather(*(transcript.complete() for transcript in transcripts))
-        speaking = list(range(len(transcripts)))
+        answers = await asyncio.gather(*(t.sample_text() for t in transcripts))
+        active = list(range(len(transcripts)))
         for _ in range(self._rounds - 1):
-            speaking = [
-                i
-                for i in speaking
-                if transcripts[i].reply([{"role": "user", "content": self._told(answers, i)}])
-            ]
-            for i, answer in zip(
-                speaking, await asyncio.gather(*(transcripts[i].complete() for i in speaking))
-            ):
+            messages = {i: {"role": "user", "content": self._message(answers, i)} for i in active}
+            active = [i for i in active if transcripts[i].add_messages([messages[i]])]
+            new = await asyncio.gather(*(transcripts[i].sample_text() for i in active))
+            for i, answer in zip(active, new):
                 answers[i] = answer
         return [transcript.trajectory() for transcript in transcripts]
 
-    def _told(self, answers: list[str], member: int) -> str:
-        return self._say.replace(
-            "{answers}", "\n\n".join(answer for i, answer in enumerate(answers) if i != member)
-        )
+    def _message(self, answers: list[str], sample_index: int) -> str:
+        others = [answer for i, answer in enumerate(answers) if i != sample_index]
+        return self._say.replace("{answers}", "\n\n".join(others))

@@ -1,4 +1,4 @@
-"""Tool calls in a text: one JSON object between `<tool_call>` and `</tool_call>` for each, the format of the Qwen chat templates.
+"""Tool calls in the format of the Qwen chat templates: a JSON object in each `<tool_call>`.
 
 <tool_call>
 {"name": "calculator", "arguments": {"expression": "12 * 12"}}
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -15,12 +16,14 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(msgspec.Struct):
+    """A function's name and its keyword arguments."""
+
     name: str
-    arguments: dict = {}
+    arguments: dict[str, Any] = {}
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """The calls in their order; for one that cannot be understood, what is wrong with it."""
+    """Return a text's calls in order; a call that cannot be parsed becomes an error message."""
     return [_parse(body) for body in _CALL.findall(text)]
 
 
@@ -32,4 +35,5 @@ def _parse(body: str) -> ToolCall | str:
 
 
 def without_tool_calls(text: str) -> str:
+    """Return the text outside the calls."""
     return _CALL.sub("", text).strip()

@@ -1,4 +1,4 @@
-"""Episodes for tests of workflows: a policy that says what it is told to, behind the real fleet, and a tokenizer with a chat template."""
+"""Episodes for tests of workflows: a scripted policy on the real fleet, and a chat tokenizer."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,16 @@ SERVERS = [
     for name in "ab"
 ]
 
-# Like those of current models: answers lose their thoughts once a user has spoken again, white space is trimmed, tool answers are a user's.
+# Like those of current models: earlier answers lose their thoughts and their white space, and tool
+# results are a user's messages.
 CHAT_TEMPLATE = """
-{%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for t in tools %} {{ t['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
+{%- for t in tools %} {{ t['function']['name'] }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}
-{%- if m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>' + m.content + '</tool_response><|im_end|>\\n' }}
-{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content.split('</think>')[-1].strip() + '<|im_end|>\\n' }}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>' + m.content + '</tool_response><|im_end|>\\n' }}
+{%- elif m.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{{ m.content.split('</think>')[-1].strip() + '<|im_end|>\\n' }}
 {%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
@@ -54,10 +58,14 @@ def chat_prompt(tokenizer: Tokenizer, text: str = "Hi") -> Prompt:
 
 
 class Scripted:
-    """A client whose servers say `script[sample_index]`'s texts one after the other, then an end token; `seen`: (server, input, answer) tokens."""
+    """A client whose servers answer with the texts of `script[sample_index]` in turn.
+
+    `seen` records (server, input tokens, answer tokens) of each request.
+    """
 
     def __init__(self, tokenizer: Tokenizer, script: list[list[str]]):
-        self.tokenizer, self.script = tokenizer, [list(texts) for texts in script]
+        self.tokenizer = tokenizer
+        self.script = [list(texts) for texts in script]
         self.seen: list[tuple[ServerInfo, list[int], list[int]]] = []
         self.version = 0
         self.dead: set[ServerInfo] = set()
@@ -99,7 +107,7 @@ class Scripted:
 async def playing(
     tokenizer: Tokenizer, prompt: Prompt, *script: list[str], max_new_tokens: int = 1000
 ) -> AsyncIterator[tuple[list[Episode], Scripted, Fleet]]:
-    """Episodes 0-0, 0-1, … of one group, one per script."""
+    """Yield the episodes 0-0, 0-1, … of one group, one per script, the client and the fleet."""
     client = Scripted(tokenizer, list(script))
     fleet = Fleet(client, lambda: SERVERS, lambda: None)
     watching = asyncio.create_task(fleet.watch())

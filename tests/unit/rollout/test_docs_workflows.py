@@ -1,20 +1,23 @@
-"""docs/workflows.md: its commands compose, and the code in it does what it says."""
+"""The examples of docs/workflows.md and of episode.py: commands compose, code does what it says."""
 
 import asyncio
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from areal_lite.config import RolloutConfig, to_dataclass
+from areal_lite.config import RolloutConfig, TrainConfig, to_dataclass
 from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.function import load_reward_function
-from areal_lite.rollout.openai_endpoint import OpenAIEndpoint
-from areal_lite.rollout.runner import load_workflow, run_workflow
+from areal_lite.rollout import episode
+from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.runner import load_workflow, run_workflow, started
+from areal_lite.rollout.transcript import Transcript
 from tests.unit.rollout.episodes import playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()
@@ -29,6 +32,7 @@ COMMANDS = [
     for language, body in BLOCKS
     if body.startswith("areal-lite ") and "module:name" not in body
 ]
+NAMES = re.findall(r"^\| `(areal_lite\.(?:rollout|rewards)\.\S+)`", TEXT, re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -47,15 +51,15 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return save_chat_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def rollout(command: str) -> RolloutConfig:
+def config_of(command: str) -> TrainConfig:
     arguments = [a for a in shlex.split(command.replace("\\\n", " ")) if a != "…"]
     assert arguments[:2] == ["areal-lite", "train"]
-    return to_dataclass(compose_config("train", ["model=somewhere", *arguments[2:]])).rollout
+    return to_dataclass(compose_config("train", ["model=somewhere", *arguments[2:]]))
 
 
-def rewards_and_texts(
-    tokenizer: Tokenizer, config: RolloutConfig, script: list[str]
-) -> tuple[float | None, str]:
+def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[float | None, str]:
+    """Run a workflow on the prompt "Hi" with the answer "4"; the policy says `script`."""
+
     async def main():
         messages = [{"role": "user", "content": "Hi"}]
         prompt = Prompt(
@@ -65,38 +69,30 @@ def rewards_and_texts(
             text="Hi",
             messages=messages,
         )
-        workflow = load_workflow(config)
-        async with playing(tokenizer, prompt, script, max_new_tokens=2000) as (episodes, _, _):
-            if hasattr(workflow, "_schemas"):
-                await workflow.start(None)
+        async with (
+            started(workflow, None),
+            playing(tokenizer, prompt, script, max_new_tokens=2000) as (episodes, _, _),
+        ):
             (trajectory,) = await asyncio.gather(*run_workflow(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())
 
 
-def test_there_is_a_command_for_each_kind() -> None:
-    assert len(COMMANDS) == 3 and list(CODE) == [
-        "my_task.py",
-        "my_tools.py",
-        "my_agent.py",
-        "my_workflow.py",
-    ]
+def test_every_kind_has_its_code_and_its_command() -> None:
+    files = ["my_task.py", "my_tools.py", "my_agent.py", "my_workflow.py", "my_reward.py"]
+    assert list(CODE) == files and len(COMMANDS) == 4
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose_and_load(command: str) -> None:
-    load_workflow(rollout(command))
+    config = config_of(command)
+    load_workflow(config.rollout)
+    load_reward_function(config.reward.function)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *re.findall(r"^\| `(areal_lite\.rollout\.\S+)`", TEXT, re.MULTILINE),
-        *re.findall(r"^\| `(areal_lite\.rewards\.\S+)`", TEXT, re.MULTILINE),
-    ],
-)
-def test_every_name_in_the_tables_is_there(name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_in_the_tables_can_be_loaded(name: str) -> None:
     if name.startswith("areal_lite.rewards"):
         load_reward_function(name)
         return
@@ -107,21 +103,44 @@ def test_every_name_in_the_tables_is_there(name: str) -> None:
     load_workflow(RolloutConfig(workflow=name, workflow_args=arguments))
 
 
+@pytest.mark.parametrize(
+    "path", re.findall(r"`((?:areal_lite|tests)/[\w/]+(?:\.py|/))`", TEXT) or ["none"]
+)
+def test_every_file_that_is_named_exists(path: str) -> None:
+    assert (Path(__file__).parents[3] / path).exists()
+
+
 def test_feedback(tokenizer) -> None:
-    reward, text = rewards_and_texts(tokenizer, rollout(COMMANDS[0]), ["5", "4"])
+    workflow = load_workflow(config_of(COMMANDS[0]).rollout)
+    reward, text = reward_and_text(tokenizer, workflow, ["5", "4"])
     assert reward == 0.5 and "5 is wrong. Try again." in text
 
 
 def test_tools(tokenizer) -> None:
+    workflow = load_workflow(config_of(COMMANDS[1]).rollout)
     call = '<tool_call>{"name": "capital", "arguments": {"country": "Peru"}}</tool_call>'
-    reward, text = rewards_and_texts(tokenizer, rollout(COMMANDS[1]), [call, "It is Lima."])
+    reward, text = reward_and_text(tokenizer, workflow, [call, "It is Lima."])
     assert reward is None and "<tool_response>Lima</tool_response>" in text
 
 
 def test_a_workflow_of_ones_own(tokenizer) -> None:
-    config = RolloutConfig(workflow="my_workflow:twice")
-    assert rewards_and_texts(tokenizer, config, ["long answer", "short"])[0] == 1.0
-    assert rewards_and_texts(tokenizer, config, ["short", "long answer"])[0] == 0.0
+    workflow = load_workflow(RolloutConfig(workflow="my_workflow:twice"))
+    assert reward_and_text(tokenizer, workflow, ["long answer", "short"])[0] == 1.0
+    assert reward_and_text(tokenizer, workflow, ["short", "long answer"])[0] == 0.0
+
+
+def test_a_reward_of_ones_own() -> None:
+    reward = load_reward_function(config_of(COMMANDS[3]).reward.function)
+    assert [reward("It is 4.", "4"), reward("It is 5.", "4")] == [1.0, 0.0]
+
+
+def test_the_example_that_explains_workflows(tokenizer) -> None:
+    names = {**vars(episode), "Transcript": Transcript}
+    example = re.search(r"(?:^    .*\n)+", episode.__doc__ or "", re.MULTILINE)
+    assert example
+    exec(textwrap.dedent(example[0]), names)
+    assert reward_and_text(tokenizer, names["exact_match"], [" 4 "])[0] == 1.0
+    assert reward_and_text(tokenizer, names["exact_match"], ["5"])[0] == 0.0
 
 
 def test_an_agent(tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Workflows: exact tokens in, exact tokens out, whatever stands between the turns."""
+"""Workflows: exact tokens in and out, whatever stands between the turns."""
 
 import asyncio
 import math
@@ -16,10 +16,11 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import WorkflowFailed, grouped, sampled_turns
 from areal_lite.rollout.runner import load_workflow, run_workflow
 from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.workflows.calculator import calculator
 from areal_lite.rollout.workflows.multi_turn import MultiTurn
 from areal_lite.rollout.workflows.single_turn import single_turn
 from areal_lite.rollout.workflows.together import Together
-from areal_lite.rollout.workflows.tools import Tools, calculator
+from areal_lite.rollout.workflows.tools import Tools
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import SERVERS, Scripted, chat_prompt, playing, save_chat_tokenizer
 
@@ -33,7 +34,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 
 @pytest.fixture
 def user_code(tmp_path, monkeypatch):
-    """user_code(source): a module `users` that holds it."""
+    """user_code(source) writes a module `users`."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source: str) -> None:
@@ -59,8 +60,8 @@ def text_of(tokenizer: Tokenizer, tokens) -> str:
     return tokenizer._fast.decode(list(map(int, tokens)), skip_special_tokens=False)
 
 
-def assert_recorded(trajectory: Trajectory, client: Scripted, member_prompt: int = 0) -> None:
-    """What was sampled, and nothing else, has a mask, with its log-probs and versions; each request was a prefix of the whole."""
+def assert_recorded(trajectory: Trajectory, client: Scripted) -> None:
+    """Exactly the sampled tokens are in the mask, with log-probs; each request was a prefix."""
     tokens, position = trajectory.tokens.tolist(), 0
     expected = np.zeros(len(tokens), bool)
     for _, given_tokens, answer in client.seen:
@@ -101,7 +102,7 @@ def never(prompt, answers):
 
 
 def test_several_turns_keep_what_was_sampled(tokenizer, user_code) -> None:
-    """Thoughts and white space that the template would drop from earlier answers are what the policy saw and what it is trained on."""
+    """Thoughts and white space stay in earlier answers, though the template would drop them."""
     user_code(FEEDBACK)
     script = ["<think>so</think> a ", "b", "right"]
     trajectory, client = play_one(
@@ -120,8 +121,8 @@ def test_several_turns_keep_what_was_sampled(tokenizer, user_code) -> None:
     assert (trajectory.finish_reason, trajectory.reward, trajectory.requests) == ("stop", None, 3)
 
 
-def test_what_the_template_makes_is_what_the_server_saw(tokenizer, user_code) -> None:
-    """Where nothing is trimmed, the tokens are those of the whole conversation rendered at once."""
+def test_tokens_equal_the_rendered_conversation(tokenizer, user_code) -> None:
+    """Where nothing is trimmed, the tokens equal those of the whole conversation, rendered."""
     user_code(FEEDBACK)
     trajectory, _ = play_one(
         tokenizer, MultiTurn("users:never", max_turns=3), chat_prompt(tokenizer), ["a", "b", "c"]
@@ -166,16 +167,16 @@ def test_the_budget_holds_over_all_turns(tokenizer, user_code, budget: int) -> N
     assert trajectory.finish_reason == "length" and trajectory.loss_mask[-1]
 
 
-def test_an_answer_that_was_cut_off_is_closed_for_it(tokenizer) -> None:
-    """The end that the template writes is then not the policy's."""
+def test_a_truncated_answer_is_closed_by_the_template(tokenizer) -> None:
+    """The end token that the template writes is then not a sampled one."""
 
     async def cut_off(episode):
         transcript = Transcript(episode)
-        await transcript.complete(max_new_tokens=3)
-        assert transcript.finish_reason == "length" and transcript.reply(
+        await transcript.sample_text(max_new_tokens=3)
+        assert transcript.finish_reason == "length" and transcript.add_messages(
             [{"role": "user", "content": "?"}]
         )
-        await transcript.complete()
+        await transcript.sample_text()
         return transcript.trajectory()
 
     trajectory, client = play_one(tokenizer, cut_off, chat_prompt(tokenizer), ["abcdef", "g"])
@@ -199,7 +200,7 @@ def test_a_completion_ends_with_its_stop(
 ) -> None:
     async def stopped(episode):
         transcript = Transcript(episode)
-        await transcript.complete(stop=stop)
+        await transcript.sample_text(stop=stop)
         return transcript.trajectory()
 
     trajectory, client = play_one(tokenizer, stopped, chat_prompt(tokenizer), ["abcdef"])
@@ -224,8 +225,8 @@ def test_turns_stay_on_their_server_and_versions_move_forward(tokenizer) -> None
             transcript = Transcript(episodes[0])
             servers = []
             for turn in range(3):
-                await transcript.complete()
-                transcript.reply([{"role": "user", "content": "?"}])
+                await transcript.sample_text()
+                transcript.add_messages([{"role": "user", "content": "?"}])
                 servers.append(client.seen[-1][0])
                 client.version += 1
                 fleet.router.load[servers[0].name] += 5  # though others are less loaded
@@ -368,10 +369,9 @@ def test_a_group_works_together(tokenizer) -> None:
             trajectories = await asyncio.gather(*run_workflow(Together(), episodes))
             assert [t.sample_index for t in trajectories] == [0, 1, 2]
             texts = [text_of(tokenizer, t.tokens) for t in trajectories]
-            assert (
-                f"one{END}\n{START}user\nOthers answered:\n\ntwo\n\nthree\n\nAnswer again.{END}\n{START}assistant\nuno{END}"
-                in texts[0]
-            )
+            others = "Others answered:\n\ntwo\n\nthree\n\nAnswer again."
+            turns = f"one{END}\n{START}user\n{others}{END}\n{START}assistant\nuno{END}"
+            assert turns in texts[0]
             assert "Others answered:\n\none\n\nthree\n\nAnswer" in texts[1] and texts[2].endswith(
                 f"tre{END}"
             )
@@ -385,7 +385,7 @@ def test_a_group_works_together(tokenizer) -> None:
     asyncio.run(main())
 
 
-def test_whatever_goes_wrong_is_one_failure(tokenizer) -> None:
+def test_every_error_of_a_workflow_is_a_workflow_failure(tokenizer) -> None:
     async def raises(episode):
         raise KeyError("oops")
 
@@ -427,7 +427,7 @@ def test_whatever_goes_wrong_is_one_failure(tokenizer) -> None:
             await outcomes(raises) == [f"workflow: KeyError: 'oops' (test_workflows.py:{line})"] * 2
         )
         assert "not a Trajectory" in (await outcomes(nothing))[0]
-        assert "not asked for a single token" in (await outcomes(silent))[0]
+        assert "not sample a single token" in (await outcomes(silent))[0]
         assert "0/1 for 0/0" in (await outcomes(swapped))[0]
         assert "set the reward inf" in (await outcomes(infinite))[0]
         assert "0 trajectories for 2 episodes" in (await outcomes(too_few))[1]
@@ -479,7 +479,7 @@ def test_workflows_are_loaded_by_name(user_code) -> None:
         ),
     ],
 )
-def test_a_workflow_that_is_none_is_refused(
+def test_an_unusable_workflow_is_refused(
     user_code, name: str, arguments: dict, complaint: str
 ) -> None:
     user_code(USER_WORKFLOWS)
