@@ -1,133 +1,133 @@
 """`areal-lite COMMAND [Hydra overrides]`, the same as `python -m areal_lite`.
 
-The configuration is composed and checked before anything heavy is imported: a mistake is one line on stderr and exit status 2.
-A run that fails exits with 1, an interrupted one with 130.
+Exit statuses: 0 for success, 1 for a run that failed, 2 for a mistake in the command line, 130 for an
+interrupted run. The configuration is composed and checked before anything heavy is imported, and a
+mistake is one line on stderr.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_lite.config import COMMANDS, to_dataclass
-from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir, explain
+from areal_lite.config import COMMANDS, compose_config, to_dataclass
+from areal_lite.config.compose import did_you_mean, explain
 
-# command -> (module with run(config) -> exit status, what it does)
-_RUN = {
-    "train": (
-        "areal_lite.launch.local",
+
+class Command(NamedTuple):
+    """What a command does, and `entry` (module:function), called as f(config) -> exit status."""
+
+    entry: str
+    does: str
+
+
+class Mode(NamedTuple):
+    """What one command does with a flag, instead of its own entry."""
+
+    command: str
+    entry: str
+    does: str
+
+
+_COMMANDS = {
+    "train": Command(
+        "areal_lite.launch.local:run",
         "reinforcement learning: servers, controller and trainer on this machine",
     ),
-    "quickstart": (
-        "areal_lite.quickstart.quickstart",
+    "quickstart": Command(
+        "areal_lite.quickstart.quickstart:run",
         "make-model, sft and train of a small model on the addition task",
     ),
-    "make-model": (
-        "areal_lite.quickstart.make_model",
-        "write a small, randomly initialised checkpoint and its tokenizer",
+    "make-model": Command(
+        "areal_lite.quickstart.make_model:run",
+        "write a small, randomly initialized checkpoint and its tokenizer",
     ),
-    "sft": (
-        "areal_lite.quickstart.launch_sft",
+    "sft": Command(
+        "areal_lite.quickstart.launch_sft:run",
         "warm a model up on demonstrations of an imperfect teacher",
     ),
-    "eval": (
-        "areal_lite.launch.evaluate",
+    "eval": Command(
+        "areal_lite.launch.evaluate:run",
         "greedy accuracy and pass@k of a checkpoint on held-out problems",
     ),
-    "generate": ("areal_lite.launch.evaluate", "try prompts on a checkpoint"),
-    "slurm": (
-        "areal_lite.launch.slurm",
+    "generate": Command("areal_lite.launch.evaluate:run", "try prompts on a checkpoint"),
+    "slurm": Command(
+        "areal_lite.launch.slurm:run",
         "submit a training run to Slurm: servers, controller and trainer on many nodes",
     ),
-    "prepare": (
-        "areal_lite.launch.prepare",
+    "prepare": Command(
+        "areal_lite.launch.prepare:run",
         "write the run directory of a training run whose roles are started one by one",
     ),
 }
-# flag -> (its command, what runs instead, what it does)
-_INSTEAD = {
-    "--dry-run": (
+_MODES = {
+    "--dry-run": Mode(
         "train",
         "areal_lite.launch.dry_run:run",
-        "checks everything, shows the plan and what it needs, starts nothing",
+        "checks everything, shows the plan, starts nothing",
     ),
-    "--print": ("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
+    "--print": Mode("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
 }
-_SHOW = ("--help", "-h", "--cfg")
-_SWEEP = ("-m", "--multirun")
+_HELP = ("--help", "-h")
+_SWEEP = ("--multirun", "-m")
+_FLAGS = (*_HELP, *_SWEEP, "--cfg", *_MODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A command line, taken apart."""
+
+    command: str
+    flags: frozenset[str]
+    overrides: list[str]
+
+    @property
+    def entry(self) -> str:
+        """The function that runs it, as module:function."""
+        modes = [_MODES[flag].entry for flag in _MODES if flag in self.flags]
+        return modes[0] if modes else _COMMANDS[self.command].entry
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether several values of a key mean several runs."""
+        return not self.flags.isdisjoint(_SWEEP)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
-    if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # as `python -m` does, by which all other processes of a run start
+    """Run one command and return its exit status."""
+    _import_from_working_directory()
     args = sys.argv[1:] if argv is None else argv
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in _HELP:
         print(_usage())
         return 0 if args else 2
-    command, overrides = args[0], args[1:]
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, 1)
-        return _fail(
-            f"unknown command {command!r}"
-            + (f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}")
-        )
-    show, entry, multirun = (
-        next((o for o in overrides if o in flags), None) for flags in (_SHOW, _INSTEAD, _SWEEP)
-    )
-    if entry and command != _INSTEAD[entry][0]:
-        return _fail(
-            f"{entry} is for `areal-lite {_INSTEAD[entry][0]}`, where it {_INSTEAD[entry][2]}"
-        )
-    overrides = [o for o in overrides if o not in (*_SHOW, "job", *_INSTEAD, *_SWEEP)]
+    command = args[0]
     try:
-        if show:
-            composed = compose_config(command, overrides)
-            print(
-                _help(command, composed) if show != "--cfg" else OmegaConf.to_yaml(composed), end=""
-            )
+        request = _parse(command, args[1:])
+        if text := _shown(request):
+            print(text)
             return 0
-        if multirun:
-            from areal_lite.launch.sweep import sweep
-
-            configs = [
-                checked_config(command, one)
-                for one in sweep(overrides, compose_config(command, []).get("run_dir"))
-            ]
-        else:
-            configs = [checked_config(command, overrides)]
+        configs = _configs(request)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, command))
     except ValueError as error:
         return _fail(str(error))
-    from areal_lite.launch.roles import interruptible
-
-    try:
-        with interruptible():
-            module, _, name = (_INSTEAD[entry][1] if entry else _RUN[command][0]).partition(":")
-            run = getattr(importlib.import_module(module), name or "run")
-            return next((status for config in configs if (status := run(config))), 0)
-    except ValueError as error:
-        return _fail(str(error), status=1)
-    except KeyboardInterrupt:
-        return 130
+    return _run(request.entry, configs)
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
-    """The configuration, complete and valid."""
+    """Compose the configuration of `command`, complete and valid. Raises ValueError for a mistake."""
     composed = compose_config(command, overrides)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
-            f"{missing[0]} is not set: add {missing[0]}=… (`areal-lite {command} --help` lists all settings)"
+            f"{missing[0]} is not set: add {missing[0]}=… "
+            f"(`areal-lite {command} --help` lists all settings)"
         )
     config = to_dataclass(composed)
     from areal_lite.launch.preflight import check_config
@@ -136,28 +136,95 @@ def checked_config(command: str, overrides: list[str]) -> Any:
     return config
 
 
+def _import_from_working_directory() -> None:
+    """Let users name modules of the working directory, as `python -m` and all roles of a run do."""
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+
+
+def _parse(command: str, args: list[str]) -> Request:
+    """Take the arguments of a command apart. Raises ValueError for what is unknown."""
+    if command not in _COMMANDS:
+        hint = did_you_mean(command, _COMMANDS) or f"choose one of {', '.join(_COMMANDS)}"
+        raise ValueError(f"unknown command {command!r}; {hint}")
+    flags = frozenset(arg for arg in args if arg.startswith("-"))
+    for flag in sorted(flags.difference(_FLAGS)):
+        hint = did_you_mean(flag, _FLAGS) or f"choose one of {', '.join(_FLAGS)}"
+        raise ValueError(f"unknown option {flag}; {hint}")
+    for flag, mode in _MODES.items():
+        if flag in flags and command != mode.command:
+            raise ValueError(f"{flag} is for `areal-lite {mode.command}`, where it {mode.does}")
+    overrides = [arg for arg in args if arg not in flags]
+    if "--cfg" in flags and "job" in overrides:  # Hydra's `--cfg job`
+        overrides.remove("job")
+    return Request(command=command, flags=flags, overrides=overrides)
+
+
+def _shown(request: Request) -> str:
+    """Return the text that is asked for instead of a run: the help, the settings, or nothing."""
+    if not request.flags.isdisjoint(_HELP):
+        return _help(request.command, compose_config(request.command, request.overrides))
+    if "--cfg" in request.flags:
+        return OmegaConf.to_yaml(compose_config(request.command, request.overrides)).rstrip("\n")
+    return ""
+
+
+def _configs(request: Request) -> list[Any]:
+    """Return the checked configuration of each run."""
+    if not request.sweeps:
+        return [checked_config(request.command, request.overrides)]
+    from areal_lite.launch.sweep import sweep
+
+    run_dir = compose_config(request.command, []).get("run_dir")
+    return [checked_config(request.command, one) for one in sweep(request.overrides, run_dir)]
+
+
+def _run(entry: str, configs: list[Any]) -> int:
+    """Call `entry` with each configuration until one fails, and return its exit status."""
+    from areal_lite.launch.roles import interruptible
+
+    module, _, name = entry.partition(":")
+    try:
+        with interruptible():
+            run = getattr(importlib.import_module(module), name)
+            return next((status for config in configs if (status := run(config))), 0)
+    except ValueError as error:
+        return _fail(str(error), status=1)
+    except KeyboardInterrupt:
+        return 130
+
+
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<12}{text}" for name, (_, text) in _RUN.items())
-    return f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n\n`areal-lite COMMAND --help` lists its settings."
+    rows = "\n".join(f"  {name:<12}{command.does}" for name, command in _COMMANDS.items())
+    return (
+        f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n\n"
+        "`areal-lite COMMAND --help` lists its settings."
+    )
 
 
 def _help(command: str, composed: Any) -> str:
-    groups = []
-    for folder in sorted(path for path in config_dir().iterdir() if path.is_dir()):
-        options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-        groups.append(f"  {'+' if folder.name in ADDED_GROUPS else ''}{folder.name}={{{options}}}")
-    text = f"areal-lite {command}: {_RUN[command][1]}\n\nusage: areal-lite {command} [key=value …]      (--cfg prints the composed settings alone)\n"
-    for flag, (of, _, does) in _INSTEAD.items():
-        if of == command:
-            text += f"       areal-lite {command} {flag} [key=value …]      {does}\n"
-    if command in ("train", "quickstart", "slurm", "prepare"):
-        text += f"       areal-lite {command} -m [key=value,value …]      one run after the other, for each combination of the values\n"
-        text += "\nsets of settings:\n" + "\n".join(groups) + "\n"
-    return (
-        text
-        + "\nsettings and their values (what each is for: areal_lite/config/schema.py and config_algo.py):\n\n"
-        + OmegaConf.to_yaml(composed)
-    )
+    """Return the usage of a command, the sets of settings it can use, and its settings."""
+    from areal_lite.config.reference import groups_text, help_text
+
+    usages = {
+        "[key=value …]": "",
+        "--cfg job [key=value …]": "prints the settings and their values",
+    }
+    for flag, mode in _MODES.items():
+        if mode.command == command:
+            usages[f"{flag} [key=value …]"] = mode.does
+    trains = hasattr(COMMANDS[command], "resume")
+    if trains:
+        usages["-m [key=a,b …]"] = "runs every combination, one after the other"
+    lines = [
+        f"{'usage:' if not does else '':<7}areal-lite {command} {usage:<26}{does}".rstrip()
+        for usage, does in usages.items()
+    ]
+    parts = [f"areal-lite {command}: {_COMMANDS[command].does}", "\n".join(lines)]
+    if trains:
+        parts.append(f"sets of settings:\n{groups_text()}")
+    settings = "settings and their values; in brackets, the values that are allowed:"
+    return "\n\n".join([*parts, settings, help_text(command, composed)])
 
 
 def _fail(message: str, status: int = 2) -> int:

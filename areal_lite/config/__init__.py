@@ -1,4 +1,9 @@
-"""The configuration of every command: typed sections, and the file that a run keeps of it."""
+"""The configuration of every command: typed sections, and the file of a run.
+
+Each section of the settings has its module. fields.py declares a setting with its allowed values and
+help, rules.py holds the rules over several settings, compose.py reads conf/ and the command line.
+Nothing here imports torch.
+"""
 
 from areal_lite.config.algo import (
     AdvantageConfig,
@@ -8,9 +13,9 @@ from areal_lite.config.algo import (
     KLConfig,
     ShapingConfig,
 )
+from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.commands import (
     COMMANDS,
-    ClusterConfig,
     EvalCommandConfig,
     GenerateConfig,
     MakeModelConfig,
@@ -20,19 +25,13 @@ from areal_lite.config.commands import (
     TrainConfig,
     register,
 )
+from areal_lite.config.compose import compose_config, config_dir
+from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
+from areal_lite.config.fields import check_fields, settings_of
 from areal_lite.config.files import load_config, save_config, to_dataclass
-from areal_lite.config.schema import (
-    BufferConfig,
-    DataConfig,
-    EvalConfig,
-    LoggerConfig,
-    ReplayConfig,
-    RewardConfig,
-    RolloutConfig,
-    ServerConfig,
-    SyncConfig,
-    TrainerConfig,
-)
+from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
+from areal_lite.config.servers import ServerConfig, SyncConfig
+from areal_lite.config.trainer import LoggerConfig, TrainerConfig
 
 __all__ = [
     "AdvantageConfig",
@@ -60,8 +59,12 @@ __all__ = [
     "SyncConfig",
     "TrainConfig",
     "TrainerConfig",
+    "check_fields",
+    "compose_config",
+    "config_dir",
     "load_config",
     "register",
     "save_config",
+    "settings_of",
     "to_dataclass",
 ]

@@ -1,93 +1,149 @@
-"""Typed configuration of an objective, `algo` of a training run: advantages, corrections, losses. What each choice computes: areal_lite/algo."""
+"""Settings of the objective: advantages, corrections, losses. Formulas are in docs/algorithms.md.
+
+Symbols: w is the weight of a token that an older policy sampled, r the ratio of the policy that is
+being trained to the proximal policy, R a reward. conf/algo holds published recipes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from areal_lite.config.fields import setting
+
 
 @dataclass
 class CorrectionConfig:
-    """Weight w of tokens that another policy sampled, from lp_prox - lp_behav; algo/correction.py."""
+    """The weight w of tokens that an older policy sampled."""
 
-    mode: str = "cap"  # cap (truncate) | mask (reject) | off
-    level: str = "token"  # token | geometric (a sequence's mean) | product (a sequence's sum)
-    cap: float = 5.0  # upper bound of w
-    low: float | None = None  # mask: lower bound; null is 1 / cap
-    veto: list[float] | None = (
-        None  # [low, high]: a token whose w lies outside takes its whole sequence out
+    mode: str = setting(
+        "cap",
+        "cap: truncate w at algo.correction.cap. mask: leave tokens outside [low, cap] out of the "
+        "loss. off: w = 1.",
+        choices=("cap", "mask", "off"),
+    )
+    level: str = setting(
+        "token",
+        "What has one w: a token, or a sequence by the geometric mean or the product of its "
+        "tokens' weights.",
+        choices=("token", "geometric", "product"),
+    )
+    cap: float = setting(5.0, "Upper bound of w.", minimum=1)
+    low: float | None = setting(
+        None, "mask: lower bound of w. null is 1 / cap.", minimum=0, maximum=1
+    )
+    veto: list[float] | None = setting(
+        None, "[low, high]: a token with w outside takes its whole sequence out of the loss."
     )
 
 
 @dataclass
 class AdvantageConfig:
-    """From rewards to advantages; algo/advantages.py."""
+    """From rewards to advantages."""
 
-    estimator: str = "grpo"  # grpo | rloo | reinforce_pp | gae (trains a critic)
-    mean: str = "group"  # grpo: baseline over the group | batch
-    std: str = "group"  # grpo: divide by the deviation of the group | batch | off
-    leave_one_out: bool = False  # grpo: the baseline of a trajectory is the mean of the others
-    whiten: bool = False  # then normalise over all tokens of the batch
-    gamma: float = 1.0  # reinforce_pp, gae
-    lam: float = 1.0  # gae
+    estimator: str = setting(
+        "grpo",
+        "How advantages are estimated. gae trains a critic.",
+        choices=("grpo", "rloo", "reinforce_pp", "gae"),
+    )
+    mean: str = setting(
+        "group", "grpo: baseline over the group or the batch.", choices=("group", "batch")
+    )
+    std: str = setting(
+        "group",
+        "grpo: divide by the standard deviation of the group or the batch, or not at all.",
+        choices=("group", "batch", "off"),
+    )
+    leave_one_out: bool = setting(
+        False, "grpo: the baseline of a trajectory is the mean of the others."
+    )
+    whiten: bool = setting(False, "Normalise the advantages over all tokens of the batch.")
+    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.")
+    lam: float = setting(1.0, "gae: lambda, which trades variance for bias.")
 
 
 @dataclass
 class ShapingConfig:
-    """From what the reward function says to what is trained on: scale (r + bias), clipped, plus a penalty; algo/shaping.py."""
+    """The reward that is trained on: scale (R + bias), clipped, plus penalties."""
 
-    scale: float = 1.0
-    bias: float = 0.0
-    clip: float | None = None
-    overlong_margin: int = (
-        0  # tokens before rollout.max_new_tokens from which on length costs up to 1; 0: never
+    scale: float = setting(1.0, "Factor of the reward.")
+    bias: float = setting(0.0, "Added to the reward before scaling.")
+    clip: float | None = setting(None, "Limit the scaled reward to [-clip, clip].")
+    overlong_margin: int = setting(
+        0,
+        "Within this many tokens of rollout.max_new_tokens a penalty grows linearly from 0 to 1. "
+        "0: no penalty.",
+        minimum=0,
     )
-    mask_truncated: bool = False  # leave trajectories that ran out of tokens out of the loss
+    mask_truncated: bool = setting(
+        False, "Leave trajectories that reached rollout.max_new_tokens out of the loss."
+    )
 
 
 @dataclass
 class KLConfig:
-    """Divergence from the reference policy; algo/kl.py."""
+    """The divergence from the reference policy."""
 
-    coef: float = 0.0
-    estimator: str = "k3"  # k1 | k2 | k3
-    into: str = "loss"  # loss | reward
+    coef: float = setting(0.0, "Coefficient. 0: no KL term.")
+    estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
+    into: str = setting(
+        "loss", "Where the term is: in the loss or in the reward.", choices=("loss", "reward")
+    )
 
 
 @dataclass
 class CriticConfig:
-    """The value model of algo.advantage.estimator=gae: same architecture, start and Megatron settings as the policy."""
+    """The value model of algo.advantage.estimator=gae.
 
-    lr: float = 1e-5
-    clip_grad: float = 1.0
-    clip_value: float | None = 0.2  # how far a value may move in a step
+    It has the architecture, the initial weights and the Megatron settings of the policy.
+    """
+
+    lr: float = setting(1e-5, "Learning rate.", above=0)
+    clip_grad: float = setting(1.0, "Largest norm of the gradient. 0: not clipped.")
+    clip_value: float | None = setting(
+        0.2, "Largest change of a value in a training step. null: no bound."
+    )
 
 
 @dataclass
 class AlgoConfig:
-    """Advantages, loss and corrections; formulas in areal_lite/algo, published recipes in conf/algo."""
+    """The objective: loss, advantages and corrections. Formulas are in docs/algorithms.md."""
 
-    loss: str = "ppo"  # ppo | gspo | cispo | reinforce | tb (Trajectory Balance)
-    decoupled: bool = (
-        True  # trust region around the proximal policy; False: naive PPO around the behavior policy
+    loss: str = setting(
+        "ppo",
+        "Policy loss. tb is Trajectory Balance.",
+        choices=("ppo", "gspo", "cispo", "reinforce", "tb"),
     )
-    prox: str = "recompute"  # recompute | reuse (exact with one minibatch) | loglinear
-    eps_low: float = 0.2
-    eps_high: float = 0.2
-    dual_clip: float | None = None  # ppo
-    reduction: str = (
-        "token"  # mean over tokens | sequence: over each sequence, then over sequences | constant
+    decoupled: bool = setting(
+        True, "Trust region around the proximal policy. false: around the behavior policy."
     )
-    reduction_length: int | None = (
-        None  # constant: a sequence's divisor; null is rollout.max_new_tokens
+    prox: str = setting(
+        "recompute",
+        "Log-probs of the proximal policy. recompute: an extra forward pass. reuse: those of the "
+        "update, exact with one minibatch. loglinear: interpolated between versions.",
+        choices=("recompute", "reuse", "loglinear"),
     )
-    entropy_coef: float = 0.0
-    tb_beta: float = 0.1  # tb: temperature of the target, ref exp(R / beta)
-    tb_beta_end: float | None = (
-        None  # where beta is after tb_beta_steps, in a straight line; null: it does not change
+    eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0)
+    eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0)
+    dual_clip: float | None = setting(
+        None, "ppo: bound of the loss of tokens with a negative advantage.", above=1
     )
-    tb_beta_steps: int = 500
-    reference: str | None = (
-        None  # a Hugging Face checkpoint folder, such as ${model}; for kl and tb
+    reduction: str = setting(
+        "token",
+        "Mean of the loss: over tokens; over each sequence and then over sequences; or a "
+        "sequence's sum divided by a constant.",
+        choices=("token", "sequence", "constant"),
+    )
+    reduction_length: int | None = setting(
+        None, "constant: that constant. null is rollout.max_new_tokens."
+    )
+    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.")
+    tb_beta: float = setting(0.1, "tb: temperature beta of the target, ref exp(R / beta).", above=0)
+    tb_beta_end: float | None = setting(
+        None, "tb: beta after tb_beta_steps, reached linearly. null: tb_beta throughout.", above=0
+    )
+    tb_beta_steps: int = setting(500, "tb: steps of that change.", minimum=1)
+    reference: str | None = setting(
+        None, "Hugging Face checkpoint folder of the reference policy, such as ${model}."
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

@@ -1,38 +1,48 @@
-"""TODO docstring."""
+"""The settings of each command of `areal-lite`, and their registration with Hydra.
+
+conf/<command>.yaml extends the schema `<command>_schema` that is registered here.
+"""
 
 from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from areal_lite.config.algo import AlgoConfig
-from areal_lite.config.schema import (
-    BufferConfig,
-    DataConfig,
-    EvalConfig,
-    LoggerConfig,
-    RewardConfig,
-    RolloutConfig,
-    ServerConfig,
-    SyncConfig,
-    TrainerConfig,
-)
+from areal_lite.config.cluster import ClusterConfig
+from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
+from areal_lite.config.fields import setting
+from areal_lite.config.rollout import BufferConfig, RolloutConfig
+from areal_lite.config.servers import ServerConfig, SyncConfig
+from areal_lite.config.trainer import LoggerConfig, TrainerConfig
+
+_MODEL = "Folder of a Hugging Face checkpoint."
+_RUN_DIR = "Run directory, for all that the command writes."
+_SEED = "Seed of everything that is random and has no seed of its own."
 
 
 @dataclass
 class TrainConfig:
-    """`areal-lite train`."""
+    """Reinforcement learning: servers, controller and trainer on one machine."""
 
-    model: str = MISSING  # a Hugging Face checkpoint folder
-    run_dir: str = "runs/${now:%Y%m%d-%H%M%S}"
-    seed: int = 1
-    resume: str = "never"  # never | auto: go on with the run in run_dir, if there is one, from its newest checkpoint; areal_lite/run_dir/resume.py
-    debug: str = "off"  # off | rollout_only (generate and store, train nothing) | train_only (on the batches of debug_run); launch/debug.py
-    debug_run: str | None = None  # train_only: the directory of a stored run
+    model: str = setting(MISSING, _MODEL)
+    run_dir: str = setting("runs/${now:%Y%m%d-%H%M%S}", _RUN_DIR)
+    seed: int = setting(1, _SEED)
+    resume: str = setting(
+        "never",
+        "auto: continue the run in run_dir, if there is one, from its newest checkpoint.",
+        choices=("never", "auto"),
+    )
+    debug: str = setting(
+        "off",
+        "Half of a run. rollout_only: generate and store groups, train nothing. train_only: train "
+        "on the batches of the stored run debug_run.",
+        choices=("off", "rollout_only", "train_only"),
+    )
+    debug_run: str | None = setting(None, "train_only: run directory of the stored run.")
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -46,76 +56,54 @@ class TrainConfig:
 
 
 @dataclass
-class ClusterConfig:
-    """Where `areal-lite slurm` runs: whole nodes, all alike, with a file system that they share; launch/slurm.py."""
-
-    nodes: int = 1
-    gpus_per_node: int = 8  # 0: nodes without GPUs
-    trainer_nodes: int | None = (
-        None  # the first ones; None: as many as its ranks need. The others are the servers'; a single node is both's
-    )
-    time: str = "24:00:00"
-    # Before that time is over the trainer is asked to end with its step and a checkpoint, and the job goes on in the queue; 0: it just ends.
-    stop_before_s: int = 600
-    chain: int = 1  # more: so many jobs, each begun when the one before has ended, instead of one that goes back to the queue
-    job_name: str = "areal_lite"
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # further ones of sbatch: {partition: a} is --partition=a
-    setup: list[str] = field(default_factory=list)  # lines of shell at the start of the job
-    container: str = "none"  # none | pyxis | apptainer
-    image: str | None = None  # of the container
-    mounts: list[str] = field(
-        default_factory=list
-    )  # into the container, beside the working directory: FOLDER or FOLDER:WHERE
-    python: str | None = None  # None: the one that submits; in a container python3
-
-
-@dataclass
 class SlurmConfig(TrainConfig):
-    """`areal-lite slurm`: all of `train`, and where it runs."""
+    """A training run on a Slurm cluster: all settings of `train`, and those of the job."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 @dataclass
 class MakeModelConfig:
-    """`areal-lite make-model`: a randomly initialised checkpoint with a character tokenizer."""
+    """A small, randomly initialized checkpoint with a character tokenizer."""
 
-    out: str = MISSING
-    architecture: str = "qwen3"  # qwen3 | qwen2 | llama | mistral | qwen3_moe
-    hidden_size: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    mlp_size: int = 384
-    num_experts: int = 8  # of a layer of a mixture of experts, each of mlp_size
-    experts_per_token: int = 2
-    tie_embeddings: bool = True
-    max_position: int = 2048
-    rope_theta: float = 10000.0
-    init_std: float = 0.09
-    seed: int = 1
+    out: str = setting(MISSING, "Folder to write the checkpoint to.")
+    architecture: str = setting(
+        "qwen3", "Model type.", choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+    )
+    hidden_size: int = setting(128, "Size of a hidden state.")
+    num_layers: int = setting(4, "Layers.")
+    num_heads: int = setting(4, "Attention heads.")
+    num_kv_heads: int = setting(2, "Heads of keys and values.")
+    head_dim: int = setting(32, "Size of a head.")
+    mlp_size: int = setting(384, "Hidden size of an MLP, or of each expert.")
+    num_experts: int = setting(8, "qwen3_moe: experts of a layer.")
+    experts_per_token: int = setting(2, "qwen3_moe: experts that each token uses.")
+    tie_embeddings: bool = setting(True, "Share input and output embeddings.")
+    max_position: int = setting(2048, "Longest sequence, in tokens.")
+    rope_theta: float = setting(10000.0, "Base of the rotary position embedding.")
+    init_std: float = setting(0.09, "Standard deviation of the initial weights.")
+    seed: int = setting(1, "Seed of the initial weights.")
 
 
 @dataclass
 class SftConfig:
-    """`areal-lite sft`: supervised warm-up on generated demonstrations of an imperfect teacher, on the same Megatron engine."""
+    """Supervised warm-up on demonstrations that an imperfect teacher generates."""
 
-    model: str = MISSING
-    out: str = MISSING
-    run_dir: str = "runs/sft-${now:%Y%m%d-%H%M%S}"
-    seed: int = 1
+    model: str = setting(MISSING, _MODEL)
+    out: str = setting(MISSING, "Folder to write the trained checkpoint to.")
+    run_dir: str = setting("runs/sft-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
+    seed: int = setting(1, _SEED)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    batch_size: int = 64
-    forget_carry: float = 0.45  # how often the teacher forgets a carry
+    batch_size: int = setting(64, "Demonstrations of a step.", minimum=1)
+    forget_carry: float = setting(
+        0.45, "Probability that the teacher forgets a carry.", minimum=0, maximum=1
+    )
 
 
 @dataclass
 class QuickstartConfig(TrainConfig):
-    """`areal-lite quickstart`: all of `train`, and the two commands before it; conf/quickstart.yaml ties them together."""
+    """`make-model`, `sft` and `train` in a row; conf/quickstart.yaml connects them."""
 
     make_model: MakeModelConfig = field(default_factory=MakeModelConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -123,13 +111,13 @@ class QuickstartConfig(TrainConfig):
 
 @dataclass
 class EvalCommandConfig:
-    """`areal-lite eval`: greedy accuracy and unbiased pass@k of a checkpoint."""
+    """Greedy accuracy and unbiased pass@k of a checkpoint."""
 
-    model: str = MISSING
-    run_dir: str = "runs/eval-${now:%Y%m%d-%H%M%S}"
-    seed: int = 1
-    problems: int = 200
-    samples: int = 4
+    model: str = setting(MISSING, _MODEL)
+    run_dir: str = setting("runs/eval-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
+    seed: int = setting(1, _SEED)
+    problems: int = setting(200, "Held-out problems.")
+    samples: int = setting(4, "Sampled completions of each problem, besides a greedy one.")
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -138,13 +126,13 @@ class EvalCommandConfig:
 
 @dataclass
 class GenerateConfig:
-    """`areal-lite generate`: try prompts on a checkpoint."""
+    """Completions of a few prompts."""
 
-    model: str = MISSING
-    run_dir: str = "runs/generate-${now:%Y%m%d-%H%M%S}"
-    seed: int = 1
-    prompts: list[str] = field(default_factory=list)  # empty: a few held-out problems
-    samples: int = 1
+    model: str = setting(MISSING, _MODEL)
+    run_dir: str = setting("runs/generate-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
+    seed: int = setting(1, _SEED)
+    prompts: list[str] = setting([], "Prompts to complete. []: a few held-out problems.")
+    samples: int = setting(1, "Completions of each prompt.")
     data: DataConfig = field(default_factory=DataConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -163,7 +151,7 @@ COMMANDS: dict[str, type] = {
 
 
 def register() -> None:
-    """Make the schemas known to Hydra, and `${token:}`, a random key; conf/<command>.yaml extend them."""
+    """Register the schemas with Hydra, and the resolver `${token:}`, which makes a random key."""
     OmegaConf.register_new_resolver(
         "token", lambda: secrets.token_hex(16), use_cache=True, replace=True
     )

@@ -1,100 +1,101 @@
-"""Composition of a command's configuration from conf/ and the command line."""
+"""Composition of a command's settings from its schema, conf/ and the command line, by Hydra.
+
+Hydra's errors take several lines and quote its own terms. `explain` turns them into one line that names
+the key or the option that was probably meant.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config.commands import COMMANDS, register
 
-# Groups of conf/ from which nothing is chosen by default.
+# Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
 ADDED_GROUPS = ("experiment", "task")
+_UNKNOWN_KEY = re.compile(
+    r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", re.S
+)
+_UNKNOWN_OPTION = re.compile(
+    r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)"
+    r"(?: Config search path|$)"
+)
+_NO_VALUE = re.compile(r"Error parsing override '(?:\+\+)?(.+)' missing EQUAL")
+_BAD_VALUE = re.compile(r"Error merging override (?:\+\+)?(.+?) (?=Value |Cannot |Invalid )")
+# What Hydra adds to its messages, and the mark that `_marked` puts before an override.
+_NOISE = re.compile(
+    r" full_key: \S+| object_type=\S+| reference_type=\S+| See https://hydra\S+(?: for details)?"
+    r"|(?<=override ')\+\+"
+)
 
 
 def config_dir() -> Path:
-    """conf/ of a checkout, or the copy inside an installed package."""
+    """Return the folder conf/ of a checkout, or its copy inside an installed package."""
     package = Path(__file__).resolve().parents[1]
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
-def compose_config(command: str, overrides: list[str]) -> Any:
+def compose_config(command: str, overrides: list[str]) -> DictConfig:
+    """Compose the settings of `command`. Raises an error of Hydra or OmegaConf; see `explain`."""
     register()
     free = [key for key, kind in _keys(command).items() if kind is dict]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = compose(command, [_as_new(override, free) for override in overrides])
-    # Hydra takes any +key=value, and what no field is for would be ignored.
+        composed = compose(command, [_marked(override, free) for override in overrides])
+    # Hydra accepts any +key=value. This refuses a key that the schema does not have.
     OmegaConf.merge(OmegaConf.structured(COMMANDS[command]), OmegaConf.to_container(composed))
     return composed
 
 
-def _as_new(override: str, free: list[str]) -> str:
-    """Hydra wants a mark at a key that is not there yet; in the settings `free` any key may be new."""
+def _marked(override: str, free: list[str]) -> str:
+    """Mark an override of a new key with ++, as Hydra requires, inside the `free` settings."""
     key = override.partition("=")[0]
-    return (
-        f"++{override}"
-        if any(f"{key}.".startswith(f"{setting}.") for setting in free)
-        else override
-    )
-
-
-def explain(error: Exception, command: str) -> str:
-    """Hydra's errors are several lines and their cause: keep what a user needs, and name the key that was probably meant."""
-    text = " ".join(str(error).split())
-    cause = error.__cause__
-    unknown = re.search(
-        r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)",
-        f"{text} {cause or ''}",
-        re.S,
-    )
-    if unknown:
-        key = unknown.group(2)
-        near = difflib.get_close_matches(
-            key, [*_keys(command), *(f"+{group}" for group in ADDED_GROUPS)], 1, cutoff=0.5
-        )
-        return f"unknown key {key}" + (
-            f"; did you mean {near[0]}?"
-            if near
-            else f"; `areal-lite {command} --help` lists all settings"
-        )
-    if lost := re.search(
-        r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)(?: Config search path|$)",
-        text,
-    ):
-        group, name, options = lost.group(1), lost.group(2), lost.group(3).split()
-        near = difflib.get_close_matches(name, options, 1, cutoff=0.5)
-        return (
-            f"unknown {group}={name}; "
-            + (f"did you mean {near[0]}? " if near else "")
-            + f"there are {', '.join(options)}"
-        )
-    detail = " ".join(str(cause).split()) if cause else ""
-    return re.sub(
-        r" full_key: \S+| object_type=\S+| reference_type=\S+|(?<=override )\+\+|(?<=override ')\+\+",
-        "",
-        f"{text} {detail}".strip(),
-    )
+    is_free = any(f"{key}.".startswith(f"{setting}.") for setting in free)
+    return f"++{override}" if is_free else override
 
 
 def _keys(command: str) -> dict[str, type | None]:
-    """Every key of its settings, with the type of those that are no single values: a dataclass, or dict where all keys are the user's own."""
+    """Return each key of a command's schema.
 
-    def walk(node: Any, prefix: str) -> dict[str, type | None]:
+    The value is None for a leaf, the dataclass of a section, and dict where users choose the keys.
+    """
+
+    def walk(node: DictConfig, prefix: str) -> dict[str, type | None]:
         found: dict[str, type | None] = {}
-        for key in node:
-            child = (
-                None
-                if OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
-                else node[key]
-            )
-            found[f"{prefix}{key}"] = (
-                OmegaConf.get_type(child) if OmegaConf.is_dict(child) else None
-            )
-            found |= walk(child, f"{prefix}{key}.") if OmegaConf.is_dict(child) else {}
+        for key in map(str, node):
+            absent = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
+            child = None if absent else node[key]
+            is_section = OmegaConf.is_dict(child)
+            found[f"{prefix}{key}"] = OmegaConf.get_type(child) if is_section else None
+            found |= walk(child, f"{prefix}{key}.") if is_section else {}
         return found
 
     return walk(OmegaConf.structured(COMMANDS[command]), "")
+
+
+def explain(error: Exception, command: str) -> str:
+    """Say in one line what is wrong with an override, given the error of Hydra or OmegaConf."""
+    text = " ".join(str(error).split())
+    cause = " ".join(str(error.__cause__).split()) if error.__cause__ else ""
+    if unknown := _UNKNOWN_KEY.search(f"{text} {cause}"):
+        key = unknown.group(2)
+        keys = [*_keys(command), *(f"+{group}" for group in ADDED_GROUPS)]
+        hint = did_you_mean(key, keys) or f"`areal-lite {command} --help` lists all settings"
+        return f"unknown key {key}; {hint}"
+    if unknown := _UNKNOWN_OPTION.search(text):
+        group, name, options = unknown.group(1), unknown.group(2), unknown.group(3).split()
+        hint = did_you_mean(name, options)
+        return f"unknown {group}={name}; {f'{hint} ' if hint else ''}there are {', '.join(options)}"
+    if lacking := _NO_VALUE.search(text):
+        return f"{lacking.group(1)} has no value: write {lacking.group(1)}=…"
+    return _NOISE.sub("", _BAD_VALUE.sub(r"\1: ", f"{text} {cause}").strip())
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the most similar of the `known` words, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else ""

@@ -1,4 +1,7 @@
-"""TODO docstring."""
+"""The configuration file of a run, <run_dir>/config.yaml.
+
+The file is complete at any time, and private: it may hold a key.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,24 @@ from areal_lite.system.files import write_atomically
 
 
 def save_config(config: Any, run_dir: Path) -> Path:
-    """Write the resolved configuration as <run_dir>/config.yaml, whole or not at all. One that it replaces stays as config-1.yaml, -2, ..."""
+    """Write the resolved configuration atomically as <run_dir>/config.yaml and return the path.
+
+    A file that it replaces is kept as config-1.yaml, config-2.yaml, and so on.
+    """
     path = Path(run_dir) / "config.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        os.link(
-            path, path.with_name(f"config-{1 + len(list(path.parent.glob('config-*.yaml')))}.yaml")
-        )
-    # Private: it may hold a key.
+        number = 1 + len(list(path.parent.glob("config-*.yaml")))
+        os.link(path, path.with_name(f"config-{number}.yaml"))
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)), private=True)
     return path
 
 
 def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
-    """The configuration that `save_config` wrote, as the dataclass it came from. Raises ValueError if it does not fit."""
+    """Read what `save_config` wrote, as an instance of `schema`.
+
+    Raises ValueError when the file is missing or does not fit the schema.
+    """
     path = Path(run_dir) / "config.yaml"
     try:
         return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path)))
@@ -36,5 +43,5 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
 
 
 def to_dataclass(config: DictConfig) -> Any:
-    """A composed configuration as an instance of its dataclass, every interpolation resolved."""
+    """Convert a composed configuration to its dataclass, with every interpolation resolved."""
     return OmegaConf.to_object(config)

@@ -1,54 +1,297 @@
-"""Rules of one section that need more than one of its fields."""
+"""Rules over several settings that need nothing but the settings.
+
+Each broken rule is a ValueError of one line that names the keys, their values and the remedy.
+Rules that look at the machine, at files or at imported functions are in launch/preflight.py.
+"""
 
 from __future__ import annotations
 
-from areal_lite.config.schema import TrainerConfig
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config.commands import (
+    EvalCommandConfig,
+    GenerateConfig,
+    QuickstartConfig,
+    SftConfig,
+    SlurmConfig,
+    TrainConfig,
+)
+from areal_lite.config.data import DataConfig
+from areal_lite.config.servers import ServerConfig
+from areal_lite.config.trainer import TrainerConfig
+from areal_lite.system.network import LOOPBACK
 
 
-def check_trainer(trainer: TrainerConfig) -> None:
-    _parallel(trainer)
-    _schedule(trainer)
-    if trainer.batch_groups % (trainer.data_parallel * trainer.minibatches):
+def check_rules(config: Any) -> None:
+    """Check every rule for one command's configuration. Raises ValueError."""
+    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
+        check_data(config.data)
+        check_server(config.server)
+    if isinstance(config, TrainConfig):
+        check_training(config)
+    if isinstance(config, QuickstartConfig):
+        check_sft(config.sft, "sft.")
+    if isinstance(config, SftConfig):
+        check_sft(config)
+    if isinstance(config, SlurmConfig):
+        check_cluster(config)
+
+
+def check_data(data: DataConfig) -> None:
+    """Check that a data set that is read has a path. Raises ValueError."""
+    if data.source != "addition" and not data.path:
+        raise ValueError(f"data.path is not set: data.source={data.source} needs it")
+
+
+def check_server(server: ServerConfig) -> None:
+    """Check that servers that other machines can reach need a key. Raises ValueError."""
+    if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(
-            f"trainer.batch_groups={trainer.batch_groups} cannot be dealt equally to trainer.data_parallel={trainer.data_parallel} ranks"
-            f" x trainer.minibatches={trainer.minibatches}: make it a multiple of {trainer.data_parallel * trainer.minibatches}"
+            f"server.host={server.host} is reachable from outside: set server.api_key, or use 127.0.0.1"
         )
 
 
-def _schedule(trainer: TrainerConfig) -> None:
-    updates = trainer.steps * trainer.minibatches
-    if not 0 <= trainer.lr_warmup_steps <= updates:
+def check_training(config: TrainConfig) -> None:
+    """Check the rules of a training run. Raises ValueError."""
+    rollout = config.rollout
+    if rollout.group_size > rollout.max_concurrent:
         raise ValueError(
-            f"trainer.lr_warmup_steps={trainer.lr_warmup_steps}: must be between 0 and the {updates} updates of the run (trainer.steps x trainer.minibatches)"
+            f"rollout.max_concurrent={rollout.max_concurrent} is less than one group "
+            f"(rollout.group_size={rollout.group_size})"
         )
-    if (
-        trainer.lr_decay_steps is not None
-        and not 0 < trainer.lr_decay_steps <= updates - trainer.lr_warmup_steps
-    ):
-        raise ValueError(
-            f"trainer.lr_decay_steps={trainer.lr_decay_steps}: must be between 1 and the {updates - trainer.lr_warmup_steps} updates after the warm-up"
-        )
-    if not 0 <= trainer.min_lr <= trainer.lr:
-        raise ValueError(
-            f"trainer.min_lr={trainer.min_lr}: must be between 0 and trainer.lr={trainer.lr}"
-        )
-    for key in ("save_every", "keep_checkpoints", "milestone_every"):
-        if getattr(trainer, key) < 0:
-            raise ValueError(f"trainer.{key}={getattr(trainer, key)}: must not be negative")
+    check_trainer(config.trainer)
+    check_algo(config)
+    check_sampling(config)
+    check_replay(config)
+    check_evaluation(config)
+    check_debug(config)
 
 
-def _parallel(trainer: TrainerConfig) -> None:
+def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
+    """Check the layout, the schedule and the batch of the trainer at `key`. Raises ValueError."""
+    _parallel(trainer, key)
+    _schedule(trainer, key)
+    shards = trainer.data_parallel * trainer.minibatches
+    if trainer.batch_groups % shards:
+        raise ValueError(
+            f"{key}.batch_groups={trainer.batch_groups} cannot be dealt equally to "
+            f"{key}.data_parallel={trainer.data_parallel} ranks x "
+            f"{key}.minibatches={trainer.minibatches}: make it a multiple of {shards}"
+        )
+
+
+def _parallel(trainer: TrainerConfig, key: str) -> None:
     if trainer.sequence_parallel and trainer.tensor_parallel == 1:
         raise ValueError(
-            "trainer.sequence_parallel=true divides tokens among tensor-parallel ranks: set trainer.tensor_parallel to 2 or more"
+            f"{key}.sequence_parallel=true divides tokens among tensor-parallel ranks: "
+            f"set {key}.tensor_parallel to 2 or more"
         )
     if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
         raise ValueError(
-            f"trainer.virtual_pipeline={trainer.virtual_pipeline} interleaves pipeline stages: set trainer.pipeline_parallel to 2 or more"
+            f"{key}.virtual_pipeline={trainer.virtual_pipeline} interleaves pipeline stages: "
+            f"set {key}.pipeline_parallel to 2 or more"
         )
     ranks = trainer.tensor_parallel * trainer.context_parallel * trainer.data_parallel
     if ranks % trainer.expert_parallel:
         raise ValueError(
-            f"trainer.expert_parallel={trainer.expert_parallel} does not divide trainer.tensor_parallel={trainer.tensor_parallel}"
-            f" x context_parallel={trainer.context_parallel} x data_parallel={trainer.data_parallel}, the ranks that it deals experts to"
+            f"{key}.expert_parallel={trainer.expert_parallel} does not divide "
+            f"{key}.tensor_parallel={trainer.tensor_parallel} x "
+            f"context_parallel={trainer.context_parallel} x "
+            f"data_parallel={trainer.data_parallel}, the ranks that share the experts"
+        )
+
+
+def _schedule(trainer: TrainerConfig, key: str) -> None:
+    updates = trainer.steps * trainer.minibatches
+    if trainer.lr_warmup_steps > updates:
+        raise ValueError(
+            f"{key}.lr_warmup_steps={trainer.lr_warmup_steps}: must be at most the {updates} "
+            f"updates of the run ({key}.steps x {key}.minibatches)"
+        )
+    rest = updates - trainer.lr_warmup_steps
+    if trainer.lr_decay_steps is not None and trainer.lr_decay_steps > rest:
+        raise ValueError(
+            f"{key}.lr_decay_steps={trainer.lr_decay_steps}: must be at most the {rest} updates "
+            "after the warm-up"
+        )
+    if trainer.min_lr > trainer.lr:
+        raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
+
+
+def check_algo(config: TrainConfig) -> None:
+    """Check what the objective needs of other settings. Raises ValueError."""
+    _proximal_policy(config)
+    _reference_policy(config)
+    _correction(config)
+    shaping, rollout = config.algo.shaping, config.rollout
+    if shaping.overlong_margin > rollout.max_new_tokens:
+        raise ValueError(
+            f"algo.shaping.overlong_margin={shaping.overlong_margin}: "
+            f"choose 0 to rollout.max_new_tokens={rollout.max_new_tokens}"
+        )
+    advantage = config.algo.advantage
+    compares = advantage.estimator in ("grpo", "rloo") and advantage.mean == "group"
+    if rollout.group_size == 1 and (config.algo.loss == "tb" or compares):
+        raise ValueError(
+            "rollout.group_size=1: a group of one has nothing to be compared with; use 2 or more, "
+            "or algo.advantage.estimator=reinforce_pp or gae"
+        )
+
+
+def _proximal_policy(config: TrainConfig) -> None:
+    algo, minibatches = config.algo, config.trainer.minibatches
+    if algo.prox == "reuse" and minibatches > 1:
+        raise ValueError(
+            "algo.prox=reuse is exact with one minibatch only, "
+            f"trainer.minibatches={minibatches}: use recompute"
+        )
+    if algo.prox == "recompute":
+        return
+    needs = {
+        "algo.kl.into=reward": algo.kl.coef and algo.kl.into == "reward",
+        "algo.loss=tb": algo.loss == "tb",
+    }
+    for key in (key for key, needed in needs.items() if needed):
+        raise ValueError(
+            f"algo.prox={algo.prox}: {key} needs the log-probs before the update, use recompute"
+        )
+
+
+def _reference_policy(config: TrainConfig) -> None:
+    algo = config.algo
+    if algo.reference is None and (algo.kl.coef or algo.loss == "tb"):
+        cause = "algo.loss=tb" if algo.loss == "tb" else f"algo.kl.coef={algo.kl.coef}"
+        raise ValueError(
+            f"{cause} needs a reference policy: set algo.reference to a checkpoint folder "
+            "(algo.reference='${model}' is the initial policy)"
+        )
+    if algo.loss == "tb" and (
+        algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae"
+    ):
+        raise ValueError(
+            "algo.loss=tb has its own KL term (algo.tb_beta) and no advantages: set "
+            "algo.kl.coef=0, algo.entropy_coef=0 and an estimator other than gae"
+        )
+
+
+def _correction(config: TrainConfig) -> None:
+    veto = config.algo.correction.veto
+    if veto is not None and not (len(veto) == 2 and 0 <= veto[0] < 1 < veto[1]):
+        raise ValueError(
+            f"algo.correction.veto={list(veto)}: give [low, high] with low < 1 < high, or null"
+        )
+
+
+def check_sampling(config: TrainConfig) -> None:
+    """Check the choice of groups and of prompts. Raises ValueError."""
+    rollout = config.rollout
+    if rollout.active_sampling and rollout.group_size == 1:
+        raise ValueError(
+            "rollout.active_sampling=true would filter every group of rollout.group_size=1: "
+            "one reward has no variance"
+        )
+    if rollout.retire_above is not None and config.data.source == "addition":
+        raise ValueError(
+            f"rollout.retire_above={rollout.retire_above} needs prompts that come again: "
+            "data.source=addition always makes new ones"
+        )
+
+
+def check_replay(config: TrainConfig) -> None:
+    """Check the replay buffer, if there is one. Raises ValueError."""
+    replay, group_size = config.buffer.replay, config.rollout.group_size
+    if not replay.capacity:
+        return
+    capacity = f"buffer.replay.capacity={replay.capacity}"
+    if config.algo.loss != "tb":
+        raise ValueError(
+            f"{capacity} trains on tokens of any age, which algo.loss={config.algo.loss} cannot: "
+            "set algo.loss=tb"
+        )
+    if replay.capacity < group_size:
+        raise ValueError(f"{capacity} holds less than a group (rollout.group_size={group_size})")
+    if group_size == 1:
+        raise ValueError(
+            f"{capacity} balances the trajectories of a prompt against each other: "
+            "rollout.group_size must be 2 or more"
+        )
+    if replay.max_prompts < config.trainer.batch_groups:
+        raise ValueError(
+            f"buffer.replay.max_prompts={replay.max_prompts} is less than a batch "
+            f"(trainer.batch_groups={config.trainer.batch_groups})"
+        )
+    conflicts = {
+        "buffer.fixed_lag": config.buffer.fixed_lag,
+        "rollout.retire_above": config.rollout.retire_above is not None,
+    }
+    for key in (key for key, is_set in conflicts.items() if is_set):
+        raise ValueError(
+            f"{key} does not go with {capacity}, for which generation never stops: unset one"
+        )
+
+
+def check_evaluation(config: TrainConfig) -> None:
+    """Check the sets of held-out problems. Raises ValueError."""
+    sets = config.eval.sets
+    if len({Path(path).stem for path in sets}) < len(sets):
+        raise ValueError(
+            f"eval.sets={sets}: two have the same name, by which their results are told apart"
+        )
+    if sets and not config.eval.problems:
+        raise ValueError(
+            f"eval.sets={sets} are not evaluated with eval.problems=0: set how many of each"
+        )
+
+
+def check_debug(config: TrainConfig) -> None:
+    """Check what half of a run needs and excludes. Raises ValueError."""
+    debug, replay = config.debug, config.buffer.replay.capacity
+    if (debug == "train_only") != (config.debug_run is not None):
+        raise ValueError(
+            f"debug={debug}, debug_run={config.debug_run}: train_only needs a stored run, "
+            "and nothing else takes one"
+        )
+    if debug == "train_only" and (config.eval.problems or replay):
+        raise ValueError(
+            "debug=train_only has no servers: set eval.problems=0 and buffer.replay.capacity=0"
+        )
+    if debug == "rollout_only" and replay:
+        raise ValueError(
+            "debug=rollout_only stores a number of groups, and "
+            f"buffer.replay.capacity={replay} generates without end: set it to 0"
+        )
+
+
+def check_sft(config: SftConfig, prefix: str = "") -> None:
+    """Check the supervised warm-up, whose keys begin with `prefix`. Raises ValueError."""
+    check_trainer(config.trainer, f"{prefix}trainer")
+    if config.data.source != "addition":
+        raise ValueError(
+            f"{prefix}data.source={config.data.source}: `sft` generates demonstrations of the "
+            "addition task only"
+        )
+    if config.batch_size % config.trainer.data_parallel:
+        raise ValueError(
+            f"{prefix}batch_size={config.batch_size} is not a multiple of "
+            f"{prefix}trainer.data_parallel={config.trainer.data_parallel}"
+        )
+
+
+def check_cluster(config: SlurmConfig) -> None:
+    """Check the settings of a Slurm job. Raises ValueError."""
+    cluster, sync = config.cluster, config.sync
+    if cluster.container != "none" and not cluster.image:
+        raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
+    if config.debug != "off":
+        raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
+    if cluster.nodes == 1:
+        return
+    if config.server.host in LOOPBACK:
+        raise ValueError(
+            f"server.host={config.server.host}: other nodes cannot reach that, use node"
+        )
+    if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
+        raise ValueError(
+            f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
         )

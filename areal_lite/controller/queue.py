@@ -39,8 +39,6 @@ class GroupQueue:
 
     def __init__(self, max_staleness: int | None, overdue: str):
         """`max_staleness=None`: nothing is overdue."""
-        if overdue not in ("mask", "drop"):
-            raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
         self._max_staleness, self._overdue = (
             _NO_BOUND if max_staleness is None else max_staleness,
             overdue,

@@ -1,4 +1,4 @@
-"""`-m`: several runs of one command line, in which `key=a,b` stands for each of its values in turn, as in Hydra's `--multirun`."""
+"""Sweeps: with `-m`, `key=a,b` stands for each of its values in turn, as in Hydra's `--multirun`."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from hydra.core.override_parser.types import Override
 
 
 def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
-    """The overrides of each run, the last key's values varying fastest. Run i gets run_dir=<run_dir>/i, of the override or else the one given.
+    """Return the overrides of each run; the values of the last key vary fastest.
 
-    Also understood: choice(), range(), glob(*). Raises ValueError when nothing varies, or a run directory does.
+    Run i gets run_dir=<base>/i, where the base is the overrides' own run_dir or else `run_dir`. With
+    None for both, no run directory is set. choice(), range() and glob(*) are understood too.
+    Raises ValueError when nothing varies, or when run_dir does.
     """
     parsed = OverridesParser.create().parse_overrides(overrides)
     own = [override for override in parsed if override.key_or_group == "run_dir"]
     if any(override.is_sweep_override() for override in own):
-        raise ValueError("-m: each run gets a folder of its own in run_dir: give one run_dir")
+        raise ValueError("-m: each run gets its own folder in run_dir: give one run_dir")
     if not any(override.is_sweep_override() for override in parsed):
         raise ValueError("-m: no setting has several values: write key=a,b")
-    combinations = itertools.product(
-        *(_values(override) for override in parsed if override not in own)
-    )
+    varied = (_alternatives(override) for override in parsed if override not in own)
+    runs = [list(combination) for combination in itertools.product(*varied)]
     if run_dir is None:
-        return [list(combination) for combination in combinations]
+        return runs
     base = own[-1].value() if own else run_dir
-    return [
-        [*combination, f"run_dir={base}/{number}"]
-        for number, combination in enumerate(combinations)
-    ]
+    return [[*run, f"run_dir={base}/{number}"] for number, run in enumerate(runs)]
 
 
-def _values(override: Override) -> list[str]:
+def _alternatives(override: Override) -> list[str]:
+    """Return the overrides, one for each value, that `override` stands for."""
     if not override.is_sweep_override():
-        return [override.input_line]
+        return [override.input_line or ""]
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]

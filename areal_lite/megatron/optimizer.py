@@ -43,14 +43,8 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
     * constant: lr
     * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017, arXiv:1608.03983)
     * wsd: lr until the last `lr_decay_steps` updates, which go down in a straight line to min_lr at k = n (Hu et al., 2024, arXiv:2404.06395)
-
-    Raises ValueError for another schedule.
     """
     styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
-    if config.lr_schedule not in styles:
-        raise ValueError(
-            f"trainer.lr_schedule={config.lr_schedule}: use one of {', '.join(styles)}"
-        )
     updates = config.steps * config.minibatches
     return OptimizerParamScheduler(
         optimizer,

@@ -32,7 +32,6 @@ STEP_KEYS = {
     "ess": "effective sample size of the behavior weights, as a share of 1",
     "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
 }
-WANDB_MODES = ("off", "offline", "online")
 _TAIL_BYTES = 8192  # a few lines
 
 
@@ -44,10 +43,6 @@ class MetricsLog:
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
-        if config.wandb not in WANDB_MODES:
-            raise ValueError(
-                f"logger.wandb is {config.wandb!r}: choose one of {', '.join(WANDB_MODES)}"
-            )
         self._file = _open_for_append(Path(run_dir) / "metrics.jsonl")
         self._wandb = None
         if config.wandb != "off":

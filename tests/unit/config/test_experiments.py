@@ -1,4 +1,4 @@
-"""Every experiment and task that ships composes, is valid and has a plan; a sweep is a list of runs; a wrong name gets the right one."""
+"""Every shipped experiment and task is valid and has a plan; sweeps; wrong names get a hint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from areal_lite.launch.sweep import sweep
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))
-CLUSTERS = {
-    "areal": 16,
-    "olmorl": 9,
-    "pipelinerl": 2,
-}  # nodes that the file says it is for; the others are for one
+# Nodes that the file says it is for; the others are for one.
+CLUSTERS = {"areal": 16, "olmorl": 9, "pipelinerl": 2}
 QWEN = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=512, intermediate_size=512, num_hidden_layers=4,
             num_attention_heads=8, num_key_value_heads=4, vocab_size=1024, tie_word_embeddings=False)  # fmt: skip
 
@@ -140,14 +137,19 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             "unknown key rollout.workflow_arg; did you mean rollout.workflow_args?",
         ),
         (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
-        (["train", "server.args.a"], "Error parsing override 'server.args.a'"),
-        (["train", "server.args=3"], "override server.args=3 Cannot assign int"),
+        (["train", "server.args.a"], "server.args.a has no value: write server.args.a=…"),
+        (["train", "server.args=3"], "server.args=3: Cannot assign int"),
         (
             ["slurm", "cluster.container=docker"],
             "cluster.container=docker: choose one of none, pyxis, apptainer",
         ),
         (["slurm", "cluster.container=pyxis"], "set cluster.image"),
         (["slurm", "server.host=127.0.0.1", "cluster.nodes=2"], "other nodes cannot reach that"),
+        (["train", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        (
+            ["make-model", "architecture=gpt2", "out=x"],
+            "architecture=gpt2: choose one of qwen3, qwen2",
+        ),
         (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),
         (["train", "--print"], "--print is for `areal-lite slurm`"),
         (["train", "-m"], "no setting has several values"),

@@ -92,11 +92,6 @@ def test_an_unequal_deal_is_refused_and_loses_nothing() -> None:
     assert len(queue) == 3
 
 
-def test_bad_setting_is_refused() -> None:
-    with pytest.raises(ValueError, match="buffer.overdue"):
-        GroupQueue(1, "maybe")
-
-
 def test_stats() -> None:
     groups = [
         group(0, [2, 2, 3, 3], [3, 3], rewards=[1.0, 0.0]),

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from areal_lite.megatron.architectures import ARCHITECTURES, layout, padded_vocab
-from areal_lite.quickstart.make_model import ARCHITECTURES as MADE
 
 EXPERT = 3
 
@@ -198,7 +197,3 @@ def test_shapes_that_do_not_fit_are_refused():
 )
 def test_vocabulary_is_padded_to_a_multiple_of_the_ranks(vocab, ranks, rows):
     assert padded_vocab(AutoConfig.for_model("llama", vocab_size=vocab), ranks) == rows
-
-
-def test_make_model_makes_what_the_trainer_knows():
-    assert set(MADE) == set(ARCHITECTURES)

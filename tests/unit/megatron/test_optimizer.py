@@ -65,11 +65,6 @@ def test_wsd_decays_over_a_tenth_unless_told_otherwise():
     assert found[-4:] == pytest.approx([LEAST + (LR - LEAST) * left / 4 for left in (3, 2, 1, 0)])
 
 
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="trainer.lr_schedule=sawtooth"):
-        scheduler("sawtooth")
-
-
 def test_a_run_ends_after_steps_in_a_row_that_were_skipped():
     skips = SkippedSteps(3)
     for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0), 1):

@@ -108,11 +108,6 @@ def test_write_json_replaces_whole_files_and_keeps_the_old_one_on_failure(tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_unknown_wandb_mode_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="logger.wandb"):
-        MetricsLog(tmp_path, LoggerConfig(wandb="sometimes"), {})
-
-
 def test_logging_without_wandb_imports_neither_wandb_nor_torch(tmp_path):
     code = """
 import sys

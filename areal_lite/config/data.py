@@ -1,0 +1,71 @@
+"""Settings of the prompts, of their rewards and of the held-out problems."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_lite.config.fields import setting
+
+
+@dataclass
+class DataConfig:
+    """The prompts."""
+
+    source: str = setting(
+        "addition",
+        "Kind of data set: generated additions, a .jsonl file, or one in Hugging Face format.",
+        choices=("addition", "jsonl", "hf"),
+    )
+    path: str | None = setting(None, "jsonl: the file. hf: a name on the hub, or a folder.")
+    name: str | None = setting(None, "hf: name of the data set's configuration.")
+    split: str = setting("train", "hf: split to train on.")
+    eval_path: str | None = setting(
+        None, "Held-out problems. jsonl: the file. hf: a name or folder; null is data.path."
+    )
+    eval_split: str = setting("test", "hf: split of the held-out problems.")
+    prompt_key: str = setting("question", "Field of a row with the prompt.")
+    answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
+    chat: bool = setting(
+        True, "Apply the tokenizer's chat template to the prompt. Ignored by addition."
+    )
+    system_prompt: str | None = setting(None, "System message in front of each prompt.")
+    max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", minimum=1)
+    max_digits: int = setting(8, "addition: digits of the longest operand.", minimum=1)
+    shuffle: bool = setting(True, "Draw the prompts in a new random order in each epoch.")
+    seed: int = setting(1, "Seed of that order, and of generated problems.")
+
+
+@dataclass
+class RewardConfig:
+    """The rewards of completions."""
+
+    function: str = setting(
+        "areal_lite.quickstart.reward:addition_reward",
+        "module:function, called as f(completion: str, answer: str) -> float. It may be async.",
+    )
+    workers: int = setting(1, "Processes that run the function.", minimum=1)
+    timeout_s: float = setting(15.0, "Longest time for one reward, in seconds.", above=0)
+    on_failure: str = setting(
+        "drop",
+        "After an error or a timeout: drop the trajectory, or give it reward zero.",
+        choices=("drop", "zero"),
+    )
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on held-out problems, on the same servers, while training goes on."""
+
+    problems: int = setting(200, "Problems of each set. 0 turns evaluation off.", minimum=0)
+    every: int = setting(
+        0, "Steps between evaluations. 0: only before and after training.", minimum=0
+    )
+    samples: int = setting(
+        1,
+        "Completions of each problem sampled at rollout.temperature, besides a greedy one.",
+        minimum=0,
+    )
+    sets: list[str] = setting(
+        [],
+        "More sets of held-out problems: .jsonl files, or names and folders as in data.path.",
+    )

@@ -1,0 +1,94 @@
+"""Settings of generation, and of the buffer between generation and training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lite.config.fields import setting
+
+
+@dataclass
+class RolloutConfig:
+    """Generation: how prompts become trajectories."""
+
+    group_size: int = setting(8, "Trajectories of each prompt, G.", minimum=1)
+    max_new_tokens: int = setting(512, "Longest completion, in tokens.", minimum=1)
+    temperature: float = setting(
+        1.0, "Sampling temperature. Evaluation adds a greedy completion.", above=0
+    )
+    workflow: str = setting(
+        "areal_lite.rollout.workflows.single_turn:single_turn",
+        "module:name of what plays an episode; see docs/workflows.md.",
+    )
+    workflow_args: dict[str, Any] = setting(
+        {}, "Arguments of a workflow that is a class: rollout.workflow_args.KEY=VALUE."
+    )
+    interrupt: str = setting(
+        "in_place",
+        "What a push does to running requests. in_place: pause them and keep their KV cache. "
+        "retract: pause them and compute their KV cache again. abort: end them and continue them "
+        "with new requests. none: wait until they have finished.",
+        choices=("in_place", "retract", "abort", "none"),
+    )
+    max_concurrent: int = setting(256, "Trajectories in flight, over all servers.", minimum=1)
+    adapt_concurrency: bool = setting(
+        False, "Keep fewer in flight: as many as the servers report that they can run."
+    )
+    record_text: bool = setting(True, "Keep the text of prompts and completions in the store.")
+    active_sampling: bool = setting(
+        False, "Replace groups whose trajectories all got the same reward, until batches are full."
+    )
+    filters: list[str] = setting(
+        [],
+        "module:function, called as f(group): None keeps the group, a short reason leaves it out.",
+    )
+    retire_above: float | None = setting(
+        None,
+        "Stop asking a prompt once more than this share of its latest trajectories solve it.",
+        minimum=0,
+        below=1,
+    )
+
+
+@dataclass
+class ReplayConfig:
+    """The replay buffer: batches from trajectories of all versions. Needs algo.loss=tb."""
+
+    capacity: int = setting(0, "Trajectories kept of each prompt. 0: no replay.", minimum=0)
+    max_prompts: int = setting(10_000, "Prompts kept.")
+    recency_probability: float = setting(
+        0.5,
+        "Probability that a group of the batch is the newest one. Otherwise it is drawn from all.",
+        minimum=0,
+        maximum=1,
+    )
+    by: str = setting(
+        "reward",
+        "How it is drawn: with probabilities softmax(reward / temperature), or uniformly.",
+        choices=("reward", "uniform"),
+    )
+    temperature: float = setting(1.0, "Temperature of that softmax.", above=0)
+
+
+@dataclass
+class BufferConfig:
+    """The buffer: how stale a trajectory may be when it is trained on."""
+
+    max_staleness: int = setting(
+        4,
+        "Largest staleness of a token, in versions (eta). 0: generation and training take turns.",
+        minimum=0,
+    )
+    overdue: str = setting(
+        "mask",
+        "Tokens that are staler when a batch is made: mask them, or drop the group and ask its "
+        "prompt again.",
+        choices=("mask", "drop"),
+    )
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    fixed_lag: bool = setting(
+        False,
+        "For experiments: train only when all that max_staleness admits is generated, so that "
+        "every token is exactly that stale.",
+    )

@@ -1,0 +1,90 @@
+"""Settings of the SGLang servers, and of the pushes that bring new weights to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lite.config.fields import setting
+
+
+@dataclass
+class ServerConfig:
+    """The SGLang servers."""
+
+    count: int = setting(1, "Number of servers.", minimum=1)
+    device: str = setting(
+        "auto",
+        "Where to compute. auto is cuda if the machine has a GPU, else cpu.",
+        choices=("auto", "cpu", "cuda"),
+    )
+    tensor_parallel: int = setting(1, "GPUs of each server.", minimum=1)
+    dtype: str = setting(
+        "auto",
+        "Type of the weights. auto is bfloat16 on a GPU and float32 without one.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on. `node` is this machine's own address, which the controller then "
+        "uses too: for runs on several machines.",
+    )
+    port: int = setting(
+        0, "Port of the first server. 0 picks free ports.", minimum=0, maximum=65535
+    )
+    api_key: str | None = setting(None, "Required unless server.host is a loopback address.")
+    mem_fraction: float | None = setting(
+        None,
+        "Share of the GPU's memory for weights and KV cache. null: SGLang decides.",
+        above=0,
+        maximum=1,
+    )
+    max_total_tokens: int | None = setting(
+        None, "Tokens in the KV cache. null: SGLang decides, or 65536 without a GPU.", minimum=1
+    )
+    max_running_requests: int | None = setting(
+        None, "Requests that one server runs at a time. null: SGLang decides.", minimum=1
+    )
+    context_length: int | None = setting(
+        None, "Longest sequence, in tokens. null: that of the model.", minimum=1
+    )
+    threads: int = setting(1, "CPU threads of a server without a GPU.", minimum=1)
+    start_timeout_s: float = setting(
+        600.0, "Longest time that a server may take to start, in seconds.", above=0
+    )
+    max_restarts: int = setting(
+        5, "Restarts of each failed server. After these the run goes on without it.", minimum=0
+    )
+    health_interval_s: float = setting(10.0, "Seconds between two health checks.", above=0)
+    health_timeout_s: float = setting(
+        60.0,
+        "A server that does not answer for this many seconds has failed. One without a GPU may "
+        "compute for many seconds before it answers.",
+        above=0,
+    )
+    args: dict[str, Any] = setting(
+        {},
+        "More options of SGLang: {chunked_prefill_size: 2048} is --chunked-prefill-size 2048.",
+    )
+
+
+@dataclass
+class SyncConfig:
+    """The pushes of new weights to the servers."""
+
+    transport: str = setting(
+        "distributed",
+        "distributed: an NCCL or Gloo broadcast. disk: files in a folder.",
+        choices=("distributed", "disk"),
+    )
+    bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1)
+    disk_path: str | None = setting(
+        None,
+        "disk: a folder that the servers see too; a tmpfs is fastest. null: RUN_DIR/weights.",
+    )
+    verify: bool = setting(
+        False, "Read weights back from the servers after each push and compare checksums."
+    )
+    timeout_s: float = setting(
+        120.0, "Longest time for an answer of a server or the controller, in seconds.", above=0
+    )

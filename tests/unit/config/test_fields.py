@@ -1,0 +1,98 @@
+"""Every setting has its help, its bounds are checked, and the reference page is up to date."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from areal_lite import cli
+from areal_lite.algo import correction, kl, reduction
+from areal_lite.config import (
+    COMMANDS,
+    AlgoConfig,
+    CorrectionConfig,
+    DataConfig,
+    KLConfig,
+    MakeModelConfig,
+    QuickstartConfig,
+    TrainConfig,
+    check_fields,
+    compose_config,
+    settings_of,
+)
+from areal_lite.config.reference import help_text, page
+from areal_lite.data.prompts import SOURCES
+from areal_lite.megatron.architectures import ARCHITECTURES
+
+
+def schemas(schema: type) -> set[type]:
+    """The dataclass and its sections."""
+    parts = {hint for hint in get_type_hints(schema).values() if is_dataclass(hint)}
+    return {schema}.union(*map(schemas, parts))
+
+
+ALL = sorted(set().union(*map(schemas, COMMANDS.values())), key=lambda schema: schema.__name__)
+
+
+@pytest.mark.parametrize("schema", ALL)
+def test_every_setting_has_help_and_a_default_that_is_allowed(schema):
+    settings, default = settings_of(schema), schema()
+    for item in fields(schema):
+        if is_dataclass(getattr(default, item.name)):
+            continue
+        setting = settings[item.name]
+        assert setting.help.endswith(".") and setting.help[-2] != "."
+        assert (value := getattr(default, item.name)) is None or setting.accepts(value)
+
+
+def test_sections_of_sections_are_checked_and_named():
+    check_fields(QuickstartConfig())
+    config = QuickstartConfig()
+    config.sft.trainer.lr = 0.0
+    with pytest.raises(ValueError, match="^sft.trainer.lr=0.0: must be more than 0$"):
+        check_fields(config)
+    config = TrainConfig()
+    config.buffer.replay.by = "age"
+    with pytest.raises(ValueError, match="buffer.replay.by=age: choose one of reward, uniform"):
+        check_fields(config)
+
+
+def test_instances_do_not_share_lists_and_dicts():
+    one, other = TrainConfig(), TrainConfig()
+    one.rollout.filters.append("a:b")
+    one.server.args["a"] = 1
+    assert other.rollout.filters == [] and other.server.args == {}
+
+
+def test_choices_are_those_of_the_code_that_reads_them():
+    correction_settings = settings_of(CorrectionConfig)
+    assert correction_settings["mode"].choices == correction.MODES
+    assert correction_settings["level"].choices == correction.LEVELS
+    assert settings_of(AlgoConfig)["reduction"].choices == reduction.REDUCTIONS
+    assert settings_of(KLConfig)["estimator"].choices == kl.ESTIMATORS
+    assert set(settings_of(DataConfig)["source"].choices) == set(SOURCES)
+    assert set(settings_of(MakeModelConfig)["architecture"].choices) == set(ARCHITECTURES)
+
+
+def test_every_command_can_be_run():
+    assert set(COMMANDS) == set(cli._COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_every_setting_and_fits_the_terminal(command):
+    text = help_text(command, compose_config(command, []))
+    for name in settings_of(COMMANDS[command]):
+        assert f"\n  {name}" in f"\n{text}"
+    assert "\0" not in text
+    wide = [line for line in text.splitlines() if len(line) > 100]
+    assert all("=" in line and line.startswith("  ") for line in wide), "only a long value may"
+
+
+def test_the_reference_page_is_up_to_date():
+    committed = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert committed.read_text() == page(), (
+        "run: python -m areal_lite.config.reference > docs/configuration.md"
+    )
