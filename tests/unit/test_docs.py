@@ -1,0 +1,177 @@
+"""The pages for readers: what they link to and name exists, and their commands compose."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from areal_lite.config import COMMANDS
+from areal_lite.config.compose import compose_config
+from areal_lite.launch.sweep import sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FOLDERS = "areal_lite|benchmarks|conf|docs|examples|tests"
+# A path that starts at the root of the checkout, and a module or an object of it.
+PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*<>-]*\w(?:::\w+)?")
+MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+)?")
+KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
+FLAGS = ("--dry-run", "--print", "--help", "--cfg", "job")
+# These paths are examples of what a reader creates, or of what a run writes.
+EXAMPLES = ("areal_lite/algo/my_", "conf/algo/my_", "tests/unit/<room>")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of every `areal-lite …` command line, in code blocks and in sentences."""
+    blocks = FENCED.findall(text)
+    lines = [line for _, body in blocks for line in body.replace("\\\n", " ").splitlines()]
+    for line in [*lines, *re.findall(r"`([^`\n]+)`", FENCED.sub("", text))]:
+        words = shlex.split(line, comments=True) if "areal-lite " in line or "bash " in line else []
+        if words[:2] == ["bash", "examples/quickstart.sh"]:
+            yield ["quickstart", *words[2:]]
+        elif words[:1] == ["areal-lite"] and words[1] in COMMANDS:
+            yield words[1:]
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """List every key of every command's settings, with its sections."""
+
+    def walk(node: object, prefix: str) -> Iterator[str]:
+        for key, value in node.items() if isinstance(node, dict) else ():
+            yield prefix + key
+            yield from walk(value, f"{prefix}{key}.")
+
+    settings = (OmegaConf.to_container(OmegaConf.structured(c)) for c in COMMANDS.values())
+    return frozenset(key for command in settings for key in walk(command, ""))
+
+
+def free_keys() -> set[str]:
+    """List the settings under which any key may be new."""
+    return {"rollout.workflow_args", "server.args", "cluster.options"}
+
+
+def defined(source: Path) -> set[str]:
+    """List the names at the top level of a Python file."""
+    names: set[str] = set()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return names
+
+
+def anchors(page: Path) -> set[str]:
+    """List the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", page.read_text())):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pages
+def test_every_path_exists(page: Path) -> None:
+    for name in PATH.findall(page.read_text()):
+        if name.startswith(EXAMPLES):
+            continue
+        path, _, test = name.partition("::")
+        assert any(ROOT.glob(path)), f"{page.name}: {name}"
+        assert not test or test in defined(ROOT / path), f"{page.name}: {name}"
+
+
+@pages
+def test_every_module_and_its_objects_exist(page: Path) -> None:
+    for name in MODULE.findall(page.read_text()):
+        module, _, attribute = name.partition(":")
+        owner, last = module.rpartition(".")[::2]
+        if (ROOT / (module.replace(".", "/"))).is_dir():
+            continue
+        spec = importlib.util.find_spec(module) if not attribute_of(owner, last) else None
+        assert attribute_of(owner, last) or (spec and spec.origin), f"{page.name}: {name}"
+        if attribute:
+            assert attribute in defined(Path(spec.origin)), f"{page.name}: {name}"
+
+
+def attribute_of(module: str, name: str) -> bool:
+    """Whether `name` is defined in the file of `module`."""
+    source = ROOT / (module.replace(".", "/") + ".py")
+    return source.is_file() and name in defined(source)
+
+
+@pages
+def test_every_setting_exists(page: Path) -> None:
+    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
+    for key in KEY.findall(page.read_text()):
+        if key.partition(".")[0] in sections and not key.endswith((".yaml", ".json", ".jsonl")):
+            free = any(key.startswith(f"{prefix}.") for prefix in free_keys())
+            assert free or key in known_keys(), f"{page.name}: {key}"
+
+
+@pages
+def test_every_command_composes(page: Path) -> None:
+    for command, *words in commands(page.read_text()):
+        overrides = [word.replace("…", "somewhere") for word in words if word not in ("…", *FLAGS)]
+        if overrides[:1] == ["-m"]:
+            runs = sweep(overrides[1:], None)
+        else:
+            runs = [overrides]
+        for run in runs:
+            compose_config(command, run)
+
+
+def test_the_commands_are_found() -> None:
+    found = [words for page in PAGES for words in commands(page.read_text())]
+    assert len(found) >= 20
+    assert {"train", "quickstart", "slurm"} <= {words[0] for words in found}
+
+
+def test_the_table_of_rooms_is_in_the_order_of_the_layers() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## Layers")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`([\w./]+)`", row)[0] for row in re.findall(r"^\| `.*$", section, re.M)]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    floor = {
+        room.strip().removeprefix("areal_lite."): number
+        for number, layer in enumerate(layers)
+        for room in layer.split("|")
+    }
+    rooms = [row.removesuffix("/").removesuffix(".py") for row in rows]
+    floors = [floor[room] for room in rooms]
+    # cli.py and __main__.py share a row.
+    assert floors == sorted(floors) and set(floor) - set(rooms) == {"__main__"}
+    for row in rows:
+        assert (ROOT / "areal_lite" / row).exists()
+    starts = re.findall(r"^\| `([\w.]+/?)`.*`([\w.]+)` \|$", section, re.M)
+    for room, start in starts:
+        folder = ROOT / "areal_lite" / room if room.endswith("/") else ROOT / "areal_lite"
+        assert (folder / start).exists(), f"{room}: {start}"
+
+
+def test_the_glossary_is_in_alphabetical_order() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    terms = re.findall(r"^\| ([a-z][^|]*?) \|", text, re.MULTILINE)[1:]
+    assert terms == sorted(terms) and len(terms) > 30
