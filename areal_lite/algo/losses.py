@@ -46,6 +46,7 @@ class LossInputs:
     mask: Tensor
     sequence_ids: Tensor | None = None
     weights: Tensor | None = None
+    corrected: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass
@@ -167,7 +168,7 @@ def _ratio_and_weight(
     mask = finite_mask(inputs.mask, inputs.behavior)
     if decoupled:
         anchor = inputs.prox
-        weight, kept = behavior_weight(
+        weight, kept = inputs.corrected or behavior_weight(
             anchor, inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction)
         )
     else:

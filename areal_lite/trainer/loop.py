@@ -20,19 +20,17 @@ import torch.distributed as dist
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
-from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
 from areal_lite.megatron.parallel import data_parallel_rank, shutdown
-from areal_lite.megatron.policy import Policy
-from areal_lite.megatron.reference import CachedReference, Reference
 from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested, withdraw_stop
 from areal_lite.servers.control import in_thread
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent
-from areal_lite.trainer.objective import needs_reference
-from areal_lite.trainer.step import Models, policy_step
+from areal_lite.trainer.models import build_models
+from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.step import policy_step
 from areal_lite.trajectory import TrainBatch
 from areal_lite.weights.agreement import Probe
 from areal_lite.weights.push import WeightPusher
@@ -42,7 +40,8 @@ log = logging.getLogger(__name__)
 
 def train(config: TrainConfig, run_dir: Path) -> None:
     """The whole run of one rank."""
-    models = build_models(config)
+    objective = build_objective(config)
+    models = build_models(config, objective)
     engine, trainer = models.policy, config.trainer
     checkpoints = Checkpoints(
         run_dir / CHECKPOINTS, models.trained, trainer.keep_checkpoints, trainer.milestone_every
@@ -59,19 +58,15 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     )
     if pusher and start:
         pusher.servers = []  # they start with version 0, not ours
-    if trainer.offload:
-        models.offload()
+    models.leave_device()
     for step in range(start, trainer.steps):
         times = [time.time()]
         batch, info = controller.batch(
             step, rank, trainer.data_parallel, lambda: pusher and pusher.push(step)
         )
         times.append(time.time())
-        if trainer.offload:
-            models.onload()
-        result = policy_step(models, batch, config, step)
-        if trainer.offload:
-            models.offload()
+        with models.on_device():
+            result = policy_step(models, objective, batch, config, step)
         _look_at_skipped(
             skipped,
             result.metrics["skipped"] + result.metrics.get("critic_skipped", 0.0),
@@ -121,26 +116,6 @@ def _look_at_skipped(
             batch, run_dir / "bad_batches" / f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
         )
     skipped.record(step + 1, updates)
-
-
-def build_models(config: TrainConfig) -> Models:
-    """The policy, and what its objective needs beside it. The critic starts as the policy does, and its learning rate has the same shape."""
-    trainer, algo = config.trainer, config.algo
-    models = Models(Policy(trainer, Path(config.model), config.seed))
-    if needs_reference(algo):
-        reference = Reference(trainer, Path(algo.reference))
-        models.reference = (
-            CachedReference(reference) if config.buffer.replay.capacity else reference
-        )
-    if algo.advantage.estimator == "gae":
-        critic = replace(
-            trainer,
-            lr=algo.critic.lr,
-            min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
-            clip_grad=algo.critic.clip_grad,
-        )
-        models.critic = Critic(critic, Path(config.model), config.seed)
-    return models
 
 
 def _patience_s(config: TrainConfig) -> float:

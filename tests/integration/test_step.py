@@ -22,8 +22,9 @@ from areal_lite.config import (
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.make_model import run as make_model
-from areal_lite.trainer.loop import build_models
-from areal_lite.trainer.step import Models, policy_step
+from areal_lite.trainer.models import Models, build_models
+from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.step import policy_step
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 
@@ -69,7 +70,7 @@ def step(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **train
     )
     engine = Policy(settings, model, 1)
     before = engine.logprobs(make_microbatches(data, settings.tokens_per_microbatch), 0.9)
-    result = policy_step(Models(engine), data, config, 3)
+    result = policy_step(Models(engine), build_objective(config), data, config, 3)
     weights = {
         name: tensor.clone() for bucket in engine.hf_weights(2**30) for name, tensor in bucket
     }
@@ -183,8 +184,9 @@ def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trai
         algo=algo,
         trainer=TrainerConfig(steps=10, lr=1e-3, adam_eps=1e-5, **trainer),
     )
-    models = build_models(config)
-    metrics = [policy_step(models, data, config, version).metrics for version in (3, 4)]
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    metrics = [policy_step(models, objective, data, config, version).metrics for version in (3, 4)]
     return metrics, {
         name: tensor.clone()
         for bucket in models.policy.hf_weights(2**30)
@@ -199,8 +201,11 @@ def test_a_critic_learns_the_reward(model):
     )
     config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=40, lr=1e-9))
     data = replace(batch(), rewards=np.full(12, 0.75, np.float32))
-    models = build_models(config)
-    errors = [policy_step(models, data, config, 3).metrics["value_error"] for _ in range(40)]
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    errors = [
+        policy_step(models, objective, data, config, 3).metrics["value_error"] for _ in range(40)
+    ]
     assert errors[0] == pytest.approx(0.75**2, rel=1e-4), "a new critic says 0"
     assert errors[-1] < 0.01
 
@@ -215,7 +220,9 @@ def test_tokens_that_are_left_out_are_counted_with_the_reason(model):
     data.truncated[0] = True
     algo = AlgoConfig(shaping=ShapingConfig(mask_truncated=True))
     config = TrainConfig(model=str(model), algo=algo, trainer=TrainerConfig(steps=10))
-    metrics = policy_step(build_models(config), data, config, 6).metrics
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    metrics = policy_step(models, objective, data, config, 6).metrics
     of_first = data.sequence_ids == 0
     sampled = data.versions >= 0
     assert metrics["masked_truncated"] == (sampled & of_first).sum()

@@ -48,7 +48,8 @@ GROUPS = {1: [[0, 2, 1, 3]], 2: [[0, 1], [2, 3]]}
 
 
 def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> None:
-    from areal_lite.trainer.loop import build_models
+    from areal_lite.trainer.models import build_models
+    from areal_lite.trainer.objective import build_objective
     from areal_lite.trainer.step import policy_step
 
     os.environ |= {
@@ -80,8 +81,11 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
         config = TrainConfig(
             model=model_path, algo=replace(algo, reference=model_path), trainer=trainer
         )
-        models = build_models(config)
-        metrics = [policy_step(models, share, config, version).metrics for version in (3, 4)]
+        objective = build_objective(config)
+        models = build_models(config, objective)
+        metrics = [
+            policy_step(models, objective, share, config, version).metrics for version in (3, 4)
+        ]
         if models.policy.weights.takes_part:
             weights = {
                 key: tensor.clone()

@@ -9,6 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lite.algo.objectives.balance import BalanceObjective
+from areal_lite.algo.objectives.base import FlatBatch, Minibatch, denominator
+from areal_lite.algo.objectives.critic import critic_loss
 from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
@@ -19,8 +22,8 @@ from areal_lite.config import (
     TrainConfig,
 )
 from areal_lite.megatron.packing import make_microbatches
-from areal_lite.trainer import objective
-from areal_lite.trainer.objective import Minibatch, StepTensors
+from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.step import flat_batch
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 VERSION = 5
@@ -52,50 +55,44 @@ def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
     return batch
 
 
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """Sum over data-parallel ranks: there is one."""
+    return x
+
+
 def tensors_of(
     batch: TrainBatch, config: TrainConfig, seed: int
-) -> tuple[StepTensors, torch.Tensor, torch.Tensor]:
-    """The tensors of a step in float64, current log-probs with gradient, entropy."""
-    t = StepTensors.of(batch, config, torch.device("cpu"))
+) -> tuple[FlatBatch, torch.Tensor, torch.Tensor]:
+    """Return the tensors of a step in float64, current log-probs with gradient, and entropy."""
+    t = flat_batch(batch, VERSION, torch.device("cpu"))
+    t.mask = build_objective(config).mask(t)
     t.behavior, t.rewards = t.behavior.double(), t.rewards.double()
     generator = torch.Generator().manual_seed(seed)
 
     def near(x: torch.Tensor) -> torch.Tensor:
         return x + 0.3 * torch.randn(len(x), generator=generator, dtype=torch.float64)
 
-    t.prox, t.reference, t.values = (
-        near(t.behavior),
-        near(t.behavior),
-        near(torch.zeros_like(t.behavior)),
-    )
+    t.prox = near(t.behavior)
+    t.reference = near(t.behavior)
+    t.values = near(torch.zeros_like(t.behavior))
     return t, near(t.prox).requires_grad_(), near(torch.ones_like(t.behavior)).abs()
 
 
 def loss_in_parts(
-    t: StepTensors,
-    batch: TrainBatch,
-    logprobs,
-    entropy,
-    config: TrainConfig,
-    budget: int,
-    num: int = 1,
+    t: FlatBatch, batch: TrainBatch, logprobs, entropy, config: TrainConfig, budget: int, num=1
 ):
-    """The sum over minibatches of the loss, computed microbatch by microbatch; and the sums of its metrics."""
-    objective.set_advantages(t, config, lambda x: x)
+    """Sum the loss over minibatches and microbatches, and its metrics."""
+    objective = build_objective(config)
+    objective.set_targets(t, summed)
     total, metrics = torch.zeros((), dtype=torch.float64), {}
     for indices in batch.minibatches(num):
-        where = torch.from_numpy(batch.token_indices(indices))
-        mode = "sequence" if config.algo.loss == "tb" else config.algo.reduction
-        minibatch = Minibatch(where, objective.denominator(t, where, mode, lambda x: x))
-        if config.algo.loss == "tb":
-            minibatch.log_z = objective.log_z(t, logprobs.detach(), config.algo, VERSION)
+        token_index = torch.from_numpy(batch.token_indices(indices))
+        minibatch = objective.minibatch(t, token_index, logprobs.detach, summed)
         for mb in make_microbatches(batch.select(indices), budget):
-            at = where[mb.token_index]
-            share, sums = objective.policy_loss(
-                t, minibatch, logprobs[at], entropy[at], mb, config, VERSION
-            )
-            total = total + share
-            for name, value in sums.items():
+            at = token_index[mb.token_index]
+            output = objective.loss(t, minibatch, at, logprobs[at], entropy[at])
+            total = total + output.loss
+            for name, value in output.metrics.items():
                 metrics[name] = (
                     max(metrics.get(name, -math.inf), float(value))
                     if name.endswith("_max")
@@ -108,7 +105,7 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def plain_loss(t: StepTensors, logprobs, entropy, algo: AlgoConfig, max_new_tokens: int) -> float:
+def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens: int) -> float:
     """The same loss of one minibatch, as loops. Advantages are taken from `t`."""
     sequences: dict[int, list[int]] = {}
     for i, s in enumerate(t.sequence_ids.tolist()):
@@ -251,10 +248,16 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
 
 def test_beta_falls_in_a_straight_line_and_stays():
     falling = AlgoConfig(tb_beta=0.014, tb_beta_end=0.004, tb_beta_steps=500)
-    assert [objective.tb_beta(falling, v) for v in (0, 250, 500, 700)] == pytest.approx(
+    assert [beta_of(falling, v) for v in (0, 250, 500, 700)] == pytest.approx(
         [0.014, 0.009, 0.004, 0.004]
     )
-    assert objective.tb_beta(AlgoConfig(tb_beta=0.1), 100) == 0.1
+    assert beta_of(AlgoConfig(tb_beta=0.1), 100) == 0.1
+
+
+def beta_of(algo: AlgoConfig, version: int) -> float:
+    objective = build_objective(TrainConfig(model="", algo=replace(algo, loss="tb")))
+    assert isinstance(objective, BalanceObjective)
+    return objective.beta(version)
 
 
 def test_kl_in_the_reward_of_groups():
@@ -264,7 +267,7 @@ def test_kl_in_the_reward_of_groups():
     )
     batch = make_batch(4)
     t, _, _ = tensors_of(batch, config, 2)
-    objective.set_advantages(t, config, lambda x: x)
+    build_objective(config).set_targets(t, summed)
     reward = [
         float(batch.rewards[s])
         - 0.1 * float((t.prox - t.reference)[(t.sequence_ids == s) & t.mask].sum())
@@ -284,7 +287,7 @@ def test_shaped_rewards_count_the_sampled_tokens():
     )
     batch = make_batch(5)
     t, _, _ = tensors_of(batch, config, 0)
-    for s, got in enumerate(objective.shaped_rewards(t, config).tolist()):
+    for s, got in enumerate(build_objective(config).shaping.rewards(t).tolist()):
         length = int(((batch.sequence_ids == s) & (batch.versions >= 0)).sum())
         expected = clip(2.0 * (batch.rewards[s] - 0.5), -0.6, 0.6) + clip(
             (5 - 2 - length) / 2, -1.0, 0.0
@@ -307,7 +310,7 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
         model="", algo=AlgoConfig(advantage=AdvantageConfig("gae", whiten=True, gamma=0.9, lam=0.8))
     )
     t, _, _ = tensors_of(make_batch(7), config, 0)
-    objective.set_advantages(t, config, lambda x: x)
+    build_objective(config).set_targets(t, summed)
     assert float(t.advantages[t.mask].mean()) == pytest.approx(0, abs=1e-9)
     assert float(t.advantages[t.mask].std()) == pytest.approx(1, abs=1e-6)
     assert not t.advantages[~t.mask].any()
@@ -317,15 +320,15 @@ def test_a_critic_regresses_on_returns():
     config = TrainConfig(model="", algo=AlgoConfig(advantage=AdvantageConfig("gae")))
     batch = make_batch(8)
     t, _, _ = tensors_of(batch, config, 0)
-    objective.set_advantages(t, config, lambda x: x)
-    where = torch.arange(len(t.mask))
-    minibatch = Minibatch(where, objective.denominator(t, where, "token", lambda x: x))
+    build_objective(config).set_targets(t, summed)
+    tokens = torch.arange(len(t.mask))
+    minibatch = Minibatch(denominator=denominator(t, tokens, mode="token", reduce=summed))
     values = (t.values + 0.5).requires_grad_()
-    shares = [
-        objective.critic_loss(t, minibatch, values[mb.token_index], mb, config)
+    outputs = [
+        critic_loss(t, minibatch, mb.token_index, values[mb.token_index], clip=0.2)
         for mb in make_microbatches(batch, 9)
     ]
-    loss = sum(share for share, _ in shares)
+    loss = torch.stack([output.loss for output in outputs]).sum()
     expected = [
         max((v + 0.5 - r) ** 2, (v + 0.2 - r) ** 2) / 2
         for v, r, m in zip(t.values.tolist(), t.returns.tolist(), t.mask.tolist())
@@ -337,17 +340,12 @@ def test_a_critic_regresses_on_returns():
         for v, r, m in zip(t.values.tolist(), t.returns.tolist(), t.mask.tolist())
         if m
     ]
-    assert sum(metrics["value_clip_fraction"] for _, metrics in shares) == sum(
+    assert sum(output.metrics["value_clip_fraction"] for output in outputs) == sum(
         bounded**2 > free**2 for free, bounded in pairs
     )
-    unmoved = objective.critic_loss(
-        t, Minibatch(where, 1.0), t.values * (1 + 1e-15), make_microbatches(batch, 10**6)[0], config
-    )[1]
-    assert unmoved["value_clip_fraction"] == 0, (
-        "what has not moved is not clipped, whatever rounding says"
-    )
-    for s in range(
-        batch.num_sequences
-    ):  # gamma = lambda = 1: the return is the reward, at every token
+    unmoved = critic_loss(t, minibatch, tokens, t.values * (1 + 1e-15), clip=0.2)
+    assert unmoved.metrics["value_clip_fraction"] == 0, "rounding is not a move"
+    # gamma = lambda = 1: the return is the reward, at every token.
+    for s in range(batch.num_sequences):
         for value in t.returns[(t.sequence_ids == s) & t.mask]:
             assert float(value) == pytest.approx(float(batch.rewards[s]), abs=1e-9)

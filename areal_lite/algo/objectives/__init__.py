@@ -1,0 +1,1 @@
+"""Objectives: the losses of areal_lite/algo, assembled into what a training step calls. Pure torch."""

@@ -1,0 +1,178 @@
+"""The interface between a training step and an objective.
+
+A step makes these calls, in this order:
+
+    mask         -> which tokens count
+    (forward passes of the policy, the reference policy and the critic fill prox, reference, values)
+    set_targets  -> rewards become advantages and returns
+    minibatch    -> totals of one optimizer update, over all data-parallel ranks
+    loss         -> one microbatch's share of that update's loss
+
+T is the number of tokens and n the number of sequences in a rank's batch; t is the number of tokens
+in a microbatch. A token index is an int64 index into the T tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.losses import LossOutput
+from areal_lite.algo.metrics import entropy_sum
+from areal_lite.algo.reduction import reduction_count
+
+# Sums a tensor over the data-parallel ranks. Every rank calls it.
+Reduce = Callable[[Tensor], Tensor]
+
+_PER_TOKEN = {
+    *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox"),
+    *("reference", "values", "advantages", "returns"),
+}
+
+
+@dataclass(kw_only=True)
+class FlatBatch:
+    """The whole groups of one rank as flat tensors on its device.
+
+    The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
+    uses them. `prox` is written before the first update, or by the loss if `recompute_prox` is false.
+    """
+
+    version: int
+    """The trainer's version at the start of the step."""
+    sampled: Tensor
+    """bool [T]: the policy sampled this token."""
+    mask: Tensor
+    """bool [T]: the token counts in the loss; a subset of `sampled`."""
+    behavior: Tensor
+    """float32 [T]: log-probs under the weights that sampled the token."""
+    versions: Tensor
+    """int [T]: the version of those weights; -1 where the token was not sampled."""
+    sequence_ids: Tensor
+    """int64 [T]: the index of the token's sequence."""
+    prox: Tensor
+    """float32 [T]: log-probs under the weights before the step."""
+    reference: Tensor = field(init=False)
+    """float32 [T]: log-probs under the reference policy."""
+    values: Tensor = field(init=False)
+    """float32 [T]: the critic's values before the step."""
+    advantages: Tensor = field(init=False)
+    """float32 [T]."""
+    returns: Tensor = field(init=False)
+    """float32 [T]: the targets of the critic."""
+    rewards: Tensor
+    """float32 [n]."""
+    group_ids: Tensor
+    """int64 [n]: sequences of one prompt share an id."""
+    truncated: Tensor
+    """bool [n]: the sequence ended at the token limit."""
+
+    def at(self, token_index: Tensor) -> FlatBatch:
+        """Select tokens. Per-sequence tensors stay whole, so that sequence ids stay valid."""
+        part = copy.copy(self)
+        for name in vars(self).keys() & _PER_TOKEN:
+            setattr(part, name, getattr(self, name)[token_index])
+        return part
+
+
+@dataclass(kw_only=True)
+class Minibatch:
+    """What the loss of a microbatch needs to know about the whole optimizer update."""
+
+    denominator: float
+    """Tokens or sequences over all ranks, as the reduction counts them; at least 1."""
+    log_z: Tensor | None = None
+    """float [n]: Trajectory Balance's log-partition of each sequence's group."""
+
+
+class Objective(Protocol):
+    """What is optimized: the calls of a training step, in the order given above."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the step computes log-probs under a reference policy."""
+        ...
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the step computes values and trains the critic on the returns."""
+        ...
+
+    @property
+    def recompute_prox(self) -> bool:
+        """Whether `prox` takes a forward pass before the first update; otherwise `loss` writes it."""
+        ...
+
+    def mask(self, batch: FlatBatch) -> Tensor:
+        """Return the tokens that count, bool [T]. On entry `batch.mask` marks the usable ones."""
+        ...
+
+    def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
+        """Turn the rewards of `batch` into the targets that the loss reads."""
+        ...
+
+    def minibatch(
+        self,
+        batch: FlatBatch,
+        token_index: Tensor,
+        current_logprobs: Callable[[], Tensor],
+        reduce: Reduce,
+    ) -> Minibatch:
+        """Compute the totals of one optimizer update. Every rank calls it.
+
+        Args:
+            batch: the batch of the step
+            token_index: int64, the tokens of this update
+            current_logprobs: computes log-probs under the present weights, valid at `token_index`;
+                call it only if needed, since it can cost a forward pass
+            reduce: the sum over data-parallel ranks
+        """
+        ...
+
+    def loss(
+        self,
+        batch: FlatBatch,
+        minibatch: Minibatch,
+        token_index: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> LossOutput:
+        """Compute one microbatch's share of the loss, and metrics that add up over microbatches.
+
+        Args:
+            batch: the batch of the step
+            minibatch: the totals of the update that the microbatch belongs to
+            token_index: int64 [t], the tokens of the microbatch, in whole sequences
+            logprobs: float [t], under the weights being trained, with gradient
+            entropy: float [t], of the next-token distribution, with gradient
+        """
+        ...
+
+
+def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
+    """Count the tokens or sequences of an update over all ranks, as reduction `mode` does; at least 1."""
+    count = reduction_count(batch.mask[token_index], batch.sequence_ids[token_index], mode=mode)
+    device = token_index.device
+    total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))
+    return max(1.0, float(total))
+
+
+@torch.no_grad()
+def token_metrics(
+    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, with_reference: bool
+) -> dict[str, Tensor]:
+    """Sum, over a microbatch's unmasked tokens, what every objective reports."""
+    metrics = {
+        "entropy": entropy_sum(entropy, tokens.mask).float(),
+        "trained_tokens": tokens.mask.sum().float(),
+    }
+    if with_reference:
+        divergence = kl_estimate(logprobs, tokens.reference, tokens.mask, estimator="k3")
+        metrics["reference_kl"] = divergence.sum().float()
+    return metrics

@@ -1,0 +1,75 @@
+"""Advantages of a flat batch, by the estimator that was chosen; the formulas are in algo/advantages.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from areal_lite.algo import advantages
+from areal_lite.algo.objectives.base import FlatBatch, Reduce
+from areal_lite.algo.objectives.rewards import KLTerm
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    """From shaped rewards to advantages, and with `gae` to the critic's targets.
+
+    estimator: `grpo` and `rloo` give all tokens of a sequence one advantage; `reinforce_pp` and `gae`
+    give each token its own. mean, std (`group`, `batch`; std also `off`) and leave_one_out belong to
+    `grpo`, gamma to `reinforce_pp` and `gae`, lam to `gae`. whiten: normalize over the batch's tokens.
+    """
+
+    estimator: str = "grpo"
+    mean: str = "group"
+    std: str = "group"
+    leave_one_out: bool = False
+    whiten: bool = False
+    gamma: float = 1.0
+    lam: float = 1.0
+
+    def set_advantages(self, batch: FlatBatch, rewards: Tensor, kl: KLTerm, reduce: Reduce) -> None:
+        """Set `batch.advantages`, and with `gae` `batch.returns`, from shaped rewards, float [n]."""
+        mask, sequence_ids = batch.mask, batch.sequence_ids
+        match self.estimator:
+            case "grpo" | "rloo":
+                penalized = kl.sequence_rewards(rewards, batch)
+                by_sequence = self._relative_to_group(penalized, batch.group_ids, reduce)
+                batch.advantages = by_sequence[sequence_ids]
+            case "reinforce_pp":
+                batch.advantages = advantages.reinforce_plus_plus(
+                    kl.token_rewards(rewards, batch),
+                    mask,
+                    sequence_ids,
+                    gamma=self.gamma,
+                    reduce=reduce,
+                )
+            case "gae":
+                batch.advantages, batch.returns = advantages.gae(
+                    kl.token_rewards(rewards, batch),
+                    batch.values,
+                    mask,
+                    sequence_ids,
+                    gamma=self.gamma,
+                    lam=self.lam,
+                )
+            case unknown:
+                raise ValueError(
+                    f"algo.advantage.estimator={unknown}: use grpo, rloo, reinforce_pp or gae"
+                )
+        if self.whiten:
+            stats = advantages.moments(batch.advantages, mask, reduce=reduce)
+            batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
+
+    def _relative_to_group(self, rewards: Tensor, group_ids: Tensor, reduce: Reduce) -> Tensor:
+        if self.estimator == "rloo":
+            return advantages.rloo(rewards, group_ids)
+        whole_batch = advantages.moments(rewards, reduce=reduce)
+        return advantages.grpo(
+            rewards,
+            group_ids,
+            divide_by_std=self.std != "off",
+            leave_one_out=self.leave_one_out,
+            batch_mean=whole_batch if self.mean == "batch" else None,
+            batch_std=whole_batch if self.std == "batch" else None,
+        )

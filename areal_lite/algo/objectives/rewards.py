@@ -1,0 +1,82 @@
+"""Rewards of a flat batch: shaping, and the KL divergence from a reference policy as a penalty."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo import shaping
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.objectives.base import FlatBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardShaping:
+    """The reward that is trained on, scale (r + bias), clipped, less a penalty for length; algo/shaping.py."""
+
+    scale: float = 1.0
+    bias: float = 0.0
+    clip: float | None = None
+    overlong_margin: int = 0
+    mask_truncated: bool = False
+    max_new_tokens: int
+
+    def rewards(self, batch: FlatBatch) -> Tensor:
+        """Shape the rewards of sequences, float [n]. Masked sampled tokens count in the length."""
+        rewards = shaping.scale_and_clip(
+            batch.rewards, scale=self.scale, bias=self.bias, clip=self.clip
+        )
+        if not self.overlong_margin:
+            return rewards
+        lengths = torch.bincount(batch.sequence_ids[batch.sampled], minlength=len(rewards))
+        return rewards + shaping.overlong_penalty(
+            lengths, max_length=self.max_new_tokens, margin=self.overlong_margin
+        )
+
+    def mask(self, mask: Tensor, batch: FlatBatch) -> Tensor:
+        """Remove truncated sequences from `mask`, bool [T], if `mask_truncated`."""
+        return mask & ~batch.truncated[batch.sequence_ids] if self.mask_truncated else mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTerm:
+    """`coef` times the divergence from the reference policy, in the loss or in the reward; algo/kl.py."""
+
+    coef: float = 0.0
+    estimator: str = "k3"
+    into: str = "loss"
+
+    @property
+    def in_loss(self) -> bool:
+        return self.coef != 0 and self.into == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coef != 0 and self.into == "reward"
+
+    def sequence_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
+        """Subtract each sequence's penalty from its reward: float [n] -> float [n]."""
+        if not self.in_reward:
+            return rewards
+        return shaping.kl_in_reward(
+            rewards,
+            batch.prox,
+            batch.reference,
+            batch.mask,
+            batch.sequence_ids,
+            beta=self.coef,
+            estimator=self.estimator,
+        )
+
+    def token_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
+        """Place each reward at its sequence's last token and penalties at all: float [n] -> float [T]."""
+        divergence = None
+        if self.in_reward:
+            divergence = kl_estimate(
+                batch.prox, batch.reference, batch.mask, estimator=self.estimator
+            )
+        return shaping.token_rewards(
+            rewards, batch.mask, batch.sequence_ids, divergence=divergence, beta=self.coef
+        )

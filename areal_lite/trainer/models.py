@@ -1,0 +1,72 @@
+"""The models of a training step on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_lite.algo.objectives.base import Objective
+from areal_lite.config import TrainConfig
+from areal_lite.megatron.critic import Critic
+from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.reference import CachedReference, Reference
+from areal_lite.megatron.trainable import TrainableModel
+
+
+@dataclass
+class Models:
+    """The policy, and the models that its objective needs.
+
+    offload: between updates, what only updates need waits in host memory and leaves the device to servers.
+    """
+
+    policy: Policy
+    reference: Reference | CachedReference | None = None
+    critic: Critic | None = None
+    offload: bool = False
+
+    @property
+    def trained(self) -> dict[str, TrainableModel]:
+        """The models that a checkpoint holds, by name."""
+        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+
+    def leave_device(self) -> None:
+        """Move what only updates need to host memory, if `offload`."""
+        if self.offload:
+            for model in self.trained.values():
+                model.offload()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep what updates need on the device inside the block."""
+        if self.offload:
+            for model in self.trained.values():
+                model.onload()
+        yield
+        self.leave_device()
+
+
+def build_models(config: TrainConfig, objective: Objective) -> Models:
+    """Load the models that `objective` needs.
+
+    The critic starts from the policy's weights; its learning-rate schedule has the policy's shape.
+    """
+    trainer, algo = config.trainer, config.algo
+    models = Models(Policy(trainer, Path(config.model), config.seed), offload=trainer.offload)
+    if objective.needs_reference:
+        # Validation refuses such an objective without a reference.
+        assert algo.reference is not None
+        models.reference = Reference(trainer, Path(algo.reference))
+        if config.buffer.replay.capacity:
+            models.reference = CachedReference(models.reference)
+    if objective.needs_critic:
+        settings = replace(
+            trainer,
+            lr=algo.critic.lr,
+            min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
+            clip_grad=algo.critic.clip_grad,
+        )
+        models.critic = Critic(settings, Path(config.model), config.seed)
+    return models
