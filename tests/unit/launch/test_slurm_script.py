@@ -1,21 +1,27 @@
-"""The job of `areal-lite slurm`: which nodes do what, and the text, which bash must be able to read and, in part, to run."""
+"""The job of `areal-lite slurm`: the nodes of each role, and the text, run by bash with stand-ins."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from areal_lite.config import ClusterConfig, ServerConfig, SlurmConfig, TrainerConfig, load_config
 from areal_lite.launch.prepare import write
-from areal_lite.launch.slurm import layout, script
+from areal_lite.launch.slurm import layout, render
 from areal_lite.run_dir.resume import MARKER
 from areal_lite.system.gpus import deal
 
 RUN, WORK = Path("/shared/runs/it's one"), Path("/shared/code")
+PYXIS = {"container": "pyxis", "image": "a b.sqsh", "mounts": ["/data", "/x:/y"]}
+APPTAINER = {"container": "apptainer", "image": "i.sif", "mounts": ["/data"]}
+# The body of a stand-in for srun in which the servers outlive all other steps.
+SERVERS_STAY = '[[ "$*" == *launch.server_pool* ]] && sleep 1; exit 0'
 
 
 def config(nodes: int, ranks: int, servers: int, size: int = 1, **cluster) -> SlurmConfig:
@@ -27,25 +33,30 @@ def config(nodes: int, ranks: int, servers: int, size: int = 1, **cluster) -> Sl
     )
 
 
-def run_by_bash(text: str, tmp_path: Path) -> list[list[str]]:
-    """The arguments of each srun, when the job is run with an srun that only notes them."""
-    tools = {
-        "srun": f'printf "%s\\0" "$@" > "$(mktemp {tmp_path}/call.XXXX)"; [[ "$*" == *launch.server_pool* ]] && sleep 1; exit 0',
-        "scontrol": "printf 'first\\nsecond\\n'",
-    }
+def run_by_bash(text: str, folder: Path, srun: str) -> int:
+    """Run a job with stand-ins for Slurm's commands and return its exit status.
+
+    `srun` is the body of a shell script. A requeue writes the arguments of scontrol to `requeued`.
+    """
+    requeue = f'[ "$1" = requeue ] && echo "$@" > {folder}/requeued'
+    tools = {"srun": srun, "scontrol": f"{requeue}\nprintf 'first\\nsecond\\n'"}
     for name, body in tools.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
     environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "x",
     }
-    subprocess.run(["bash", "-c", text], env=environment, check=True, timeout=20)
-    return [file.read_text().split("\0")[:-1] for file in tmp_path.glob("call.*")]
+    command = ["bash", "-c", text]
+    return subprocess.run(command, env=environment, capture_output=True, timeout=20).returncode
 
 
-def by_name(calls: list[list[str]]) -> dict[str, list[str]]:
+def steps_of(text: str, folder: Path) -> dict[str, list[str]]:
+    """Run a job to its end and return the arguments of srun by the name of the step."""
+    note = f'printf "%s\\0" "$@" > "$(mktemp {folder}/call.XXXX)"'
+    assert run_by_bash(text, folder, f"{note}\n{SERVERS_STAY}") == 0
+    calls = [file.read_text().split("\0")[:-1] for file in folder.glob("call.*")]
     return {
         next(a for a in call if a.startswith("--job-name")).split("=")[1]: call for call in calls
     }
@@ -60,100 +71,64 @@ def by_name(calls: list[list[str]]) -> dict[str, list[str]]:
     ],
 )
 def test_steps_on_their_nodes(tmp_path, nodes, ranks, servers, size, steps):
-    text = script(config(nodes, ranks, servers, size), RUN, WORK)
-    assert (
-        f"#SBATCH --nodes={nodes}\n" in text
-        and "#SBATCH --gpus-per-node=8\n" in text
-        and "secret" not in text
-    )
-    calls = by_name(run_by_bash(text, tmp_path))
-    assert set(calls) == {*steps, "begin", "end"}, "a run that ended well has its summary written"
+    text = render(config(nodes, ranks, servers, size), RUN, WORK)
+    assert f"#SBATCH --nodes={nodes}\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+    assert "secret" not in text
+    calls = steps_of(text, tmp_path)
+    assert set(calls) == {*steps, "begin", "end"}, "a run that ended well gets its summary"
     for name, (first, count) in steps.items():
         assert f"--relative={first}" in calls[name] and f"--nodes={count}" in calls[name]
         assert f"--output={RUN}/logs/{name}-%N.log" in calls[name]
     trainer = calls["trainer"]
+    trainer_nodes = int(steps["trainer"][1])
     assert "--rdzv-endpoint=first:20007" in trainer and trainer[-1] == str(RUN)
-    assert (
-        f"--nnodes={steps['trainer'][1]}" in trainer
-        and f"--nproc-per-node={ranks // int(steps['trainer'][1])}" in trainer
-    )
+    assert f"--nnodes={trainer_nodes}" in trainer
+    assert f"--nproc-per-node={ranks // trainer_nodes}" in trainer
     assert f"SLURM_PROCID * {servers // int(steps['servers'][1])}))" in " ".join(calls["servers"])
 
 
 def test_a_stopped_run_goes_back_to_the_queue(tmp_path):
-    """SIGUSR1 comes while steps run: the file `stop`, no end of the wait, and at the end of the trainer a requeue."""
-    text = script(config(2, 8, 8), run := tmp_path / "run", WORK)
-    assert "#SBATCH --signal=B:USR1@600\n" in text and "#SBATCH --requeue\n" in text
+    """SIGUSR1 during the steps makes the file `stop`. The job waits on, and requeues at the end."""
+    run = tmp_path / "run"
     run.mkdir()
+    text = render(config(2, 8, 8), run, WORK)
+    assert "#SBATCH --signal=B:USR1@600\n" in text and "#SBATCH --requeue\n" in text
     wait = f"kill -USR1 $TOP; while [ ! -e {run}/stop ]; do sleep 0.02; done"
-    (tmp_path / "srun").write_text(
-        f'#!/bin/bash\n[[ "$*" == *loop* ]] && {{ {wait}; }}\n[[ "$*" == *launch.server_pool* ]] && sleep 1\nexit 0\n'
-    )
-    (tmp_path / "scontrol").write_text(
-        f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n'
-    )
-    for tool in ("srun", "scontrol"):
-        (tmp_path / tool).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "x",
-    }
-    subprocess.run(
-        ["bash", "-c", "export TOP=$$\n" + text], env=environment, check=True, timeout=20
-    )
+    srun = f'[[ "$*" == *trainer.loop* ]] && {{ {wait}; }}\n{SERVERS_STAY}'
+    assert run_by_bash("export TOP=$$\n" + text, tmp_path, srun) == 0
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
 def test_a_chain_does_not_requeue():
-    chain = script(config(2, 8, 8, chain=3), RUN, WORK)
-    assert (
-        "scontrol requeue" not in chain
-        and "#SBATCH --no-requeue\n" in chain
-        and "USR1@600" in chain
-    )
-    assert "USR1" not in script(config(2, 8, 8, stop_before_s=0), RUN, WORK).replace(
-        "138 says that SIGUSR1 came", ""
-    )
+    chain = render(config(2, 8, 8, chain=3), RUN, WORK)
+    assert "scontrol requeue" not in chain and "#SBATCH --no-requeue\n" in chain
+    assert "USR1@600" in chain
+    without_stop = render(config(2, 8, 8, stop_before_s=0), RUN, WORK)
+    assert "--signal" not in without_stop and "trap" not in without_stop
 
 
 def test_one_node_shares_its_gpus():
-    text = script(config(1, 2, 3, 2), RUN, WORK)
-    assert (
-        "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text
-        and "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
-    )
-    assert "CUDA_VISIBLE_DEVICES" not in script(config(2, 8, 8), RUN, WORK)
+    text = render(config(1, 2, 3, 2), RUN, WORK)
+    assert "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text
+    assert "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
+    assert "CUDA_VISIBLE_DEVICES" not in render(config(2, 8, 8), RUN, WORK)
 
 
-@pytest.mark.parametrize("further", [False, True])
-def test_a_failed_step_fails_the_job_or_starts_it_again_when_it_came_further(tmp_path, further):
-    text = script(config(2, 8, 8), run := tmp_path / "run", WORK)
+@pytest.mark.parametrize("new_checkpoint", [False, True])
+def test_a_failed_job_is_requeued_if_it_saved_a_checkpoint(tmp_path, new_checkpoint):
+    run = tmp_path / "run"
     old, new = (run / "checkpoints" / f"step-{step}" for step in (9, 10))
     old.mkdir(parents=True)
     (old / MARKER).touch()
-    save = (
-        f"mkdir {new}; touch {new / MARKER}; " if further else f"mkdir {new}; "
-    )  # without its marker it is not complete
-    fails = f'[[ "$*" == *prepare* ]] && exit 0; [[ "$*" == *controller* ]] && {{ {save}exit 3; }}'
-    (tmp_path / "srun").write_text(f"#!/bin/bash\n{fails}\nsleep 1\n")
-    (tmp_path / "scontrol").write_text(
-        f'#!/bin/bash\n[ "$1" = requeue ] && echo "$@" > {tmp_path}/requeued; echo first\n'
+    # A folder without its marker is not complete.
+    save = f"mkdir {new}; touch {new / MARKER}; " if new_checkpoint else f"mkdir {new}; "
+    srun = (
+        '[[ "$*" == *prepare* ]] && exit 0\n'
+        f'[[ "$*" == *controller* ]] && {{ {save}exit 3; }}\n'
+        "sleep 1"
     )
-    for tool in ("srun", "scontrol"):
-        (tmp_path / tool).chmod(0o755)
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "x",
-    }
-    assert (
-        subprocess.run(
-            ["bash", "-c", text], env=environment, capture_output=True, timeout=20
-        ).returncode
-        == 3
-    )
-    assert (tmp_path / "requeued").exists() == further
+    assert run_by_bash(render(config(2, 8, 8), run, WORK), tmp_path, srun) == 3
+    assert (tmp_path / "requeued").exists() == new_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -169,68 +144,65 @@ def test_a_failed_step_fails_the_job_or_starts_it_again_when_it_came_further(tmp
     ],
 )
 def test_roles_fill_whole_nodes(bad, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         layout(bad)
 
 
 def test_nodes_without_gpus():
-    plan = layout(config(4, 4, 4, gpus_per_node=0, trainer_nodes=2))
-    assert (plan.trainer_nodes, plan.ranks_per_node, plan.server_nodes, plan.servers_per_node) == (
-        2,
-        2,
-        2,
-        2,
-    )
-    assert "gpus-per-node" not in script(
-        config(4, 4, 4, gpus_per_node=0, trainer_nodes=2), RUN, WORK
-    )
+    without = config(4, 4, 4, gpus_per_node=0, trainer_nodes=2)
+    nodes = layout(without)
+    assert (nodes.trainer_nodes, nodes.ranks_per_node) == (2, 2)
+    assert (nodes.server_nodes, nodes.servers_per_node) == (2, 2)
+    assert "gpus-per-node" not in render(without, RUN, WORK)
 
 
-def test_the_site_says_what_is_its_own():
-    text = script(
-        config(
-            2,
-            8,
-            8,
-            options={"partition": "big", "mem_per_gpu": "8G", "exclusive": False},
-            setup=["module load x"],
-        ),
-        RUN,
-        WORK,
-    )
-    assert (
-        "#SBATCH --partition=big\n#SBATCH --mem-per-gpu=8G\n" in text
-        and "--exclusive" not in text
-        and "\nmodule load x\n" in text
-    )
-    assert "--mem=" not in text and "#SBATCH --mem=0\n" in script(config(2, 8, 8), RUN, WORK), (
-        "one or the other"
-    )
-    assert f"#SBATCH --job-name={shlex.quote(f'areal_lite:{RUN}')}\n" in text, (
-        "sbatch reads it as a shell does"
-    )
+def test_options_and_setup_of_a_site():
+    options = {"partition": "big", "mem_per_gpu": "8G", "exclusive": False}
+    text = render(config(2, 8, 8, options=options, setup=["module load x"]), RUN, WORK)
+    assert "#SBATCH --partition=big\n#SBATCH --mem-per-gpu=8G\n" in text
+    assert "--exclusive" not in text and "\nmodule load x\n" in text
+    assert "--mem=" not in text, "--mem and --mem-per-gpu exclude each other"
+    assert "#SBATCH --mem=0\n" in render(config(2, 8, 8), RUN, WORK)
+    name = shlex.quote(f"areal_lite:{RUN}")
+    assert f"#SBATCH --job-name={name}\n" in text, "sbatch reads its options as a shell does"
 
 
-def test_containers(tmp_path):
-    pyxis = script(
-        config(2, 8, 8, container="pyxis", image="a b.sqsh", mounts=["/data", "/x:/y"]), RUN, WORK
-    )
-    call = by_name(run_by_bash(pyxis, tmp_path))["controller"]
-    assert (
-        "--container-image=a b.sqsh" in call
-        and f"--container-mounts={WORK}:{WORK},/data:/data,/x:/y" in call
-    )
-    for noted in tmp_path.glob("call.*"):
-        noted.unlink()
-    apptainer = script(
-        config(2, 8, 8, container="apptainer", image="i.sif", mounts=["/data"]), RUN, WORK
-    )
-    call = by_name(run_by_bash(apptainer, tmp_path))["controller"]
-    inside = f"apptainer exec --nv --bind {WORK}:{WORK} --bind /data:/data --pwd {WORK} i.sif python3".split()
+def test_pyxis(tmp_path):
+    call = steps_of(render(config(2, 8, 8, **PYXIS), RUN, WORK), tmp_path)["controller"]
+    assert "--container-image=a b.sqsh" in call
+    assert f"--container-mounts={WORK}:{WORK},/data:/data,/x:/y" in call
+
+
+def test_apptainer(tmp_path):
+    call = steps_of(render(config(2, 8, 8, **APPTAINER), RUN, WORK), tmp_path)["controller"]
+    inside = (
+        f"apptainer exec --nv --bind {WORK}:{WORK} --bind /data:/data --pwd {WORK} i.sif python3"
+    ).split()
     assert call[call.index("apptainer") :][: len(inside)] == inside
 
 
-def test_the_run_directory_is_one_of_training(tmp_path):
+@pytest.mark.parametrize(
+    "job",
+    [
+        config(1, 2, 3, 2),
+        config(2, 8, 8),
+        config(4, 4, 4, gpus_per_node=0, trainer_nodes=2, setup=["module load x"]),
+        config(2, 8, 8, chain=2),
+        config(2, 8, 8, stop_before_s=0),
+        config(2, 8, 8, **PYXIS),
+        config(2, 8, 8, **APPTAINER),
+    ],
+)
+def test_shellcheck_finds_nothing(tmp_path, job):
+    """The run directory has no apostrophe, which shellcheck takes for a mistake."""
+    script = tmp_path / "job.sh"
+    script.write_text(render(job, Path("/shared/runs/one run"), WORK))
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_run_directory_has_the_configuration_of_training(tmp_path):
     made = config(2, 8, 8)
     made.run_dir = str(tmp_path / "run")
     assert write(made) == tmp_path / "run"
