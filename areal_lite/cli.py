@@ -1,8 +1,8 @@
 """`areal-lite COMMAND [Hydra overrides]`, the same as `python -m areal_lite`.
 
-Exit statuses: 0 for success, 1 for a run that failed, 2 for a mistake in the command line, 130 for an
-interrupted run. The configuration is composed and checked before anything heavy is imported, and a
-mistake is one line on stderr.
+Exit statuses: 0 for success, 1 for a run that failed, 2 for a mistake in the command line, 130 for
+an interrupted run. The configuration is composed and checked before anything heavy is imported, and
+a mistake is one line on stderr.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
-    """Compose the configuration of `command`, complete and valid. Raises ValueError for a mistake."""
+    """Compose the configuration of `command`, complete and valid.
+
+    Raises ValueError for a broken rule, and an error of Hydra or OmegaConf for a bad override.
+    """
     composed = compose_config(command, overrides)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(

@@ -1,8 +1,8 @@
 """The configuration of every command: typed sections, and the file of a run.
 
-Each section of the settings has its module. fields.py declares a setting with its allowed values and
-help, rules.py holds the rules over several settings, compose.py reads conf/ and the command line.
-Nothing here imports torch.
+Each part of the settings has its module. fields.py declares one setting with its allowed values
+and help, rules.py holds the rules over several, compose.py reads conf/ and the command line, and
+reference.py makes the help and docs/configuration.md. Nothing here imports torch.
 """
 
 from areal_lite.config.algo import (

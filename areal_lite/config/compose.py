@@ -1,7 +1,7 @@
 """Composition of a command's settings from its schema, conf/ and the command line, by Hydra.
 
-Hydra's errors take several lines and quote its own terms. `explain` turns them into one line that names
-the key or the option that was probably meant.
+Hydra's errors take several lines and use its own terms. `explain` turns them into one line that
+names the key or the option that was probably meant.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The default, the allowed values and the help of a setting, kept together as metadata of its field.
+"""Settings: the default, the allowed values and the help of a key, in its dataclass field.
 
     @dataclass
     class TrainerConfig:
         lr: float = setting(1e-4, "Learning rate.", above=0)
 
-`check_fields`, `areal-lite COMMAND --help` and docs/configuration.md read this metadata and nothing else.
+`check_fields`, `areal-lite COMMAND --help` and docs/configuration.md all read this metadata.
 `null` (None) is allowed where the field's type says so. Rules over several fields are in rules.py.
 """
 

@@ -48,7 +48,8 @@ def check_server(server: ServerConfig) -> None:
     """Check that servers that other machines can reach need a key. Raises ValueError."""
     if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(
-            f"server.host={server.host} is reachable from outside: set server.api_key, or use 127.0.0.1"
+            f"server.host={server.host} is reachable from outside: "
+            "set server.api_key, or use 127.0.0.1"
         )
 
 

@@ -1,8 +1,8 @@
 """Checks of a configuration before anything starts: its values, its rules and the world around it.
 
-Each problem is a ValueError of one line that names the key, its value and the remedy. Rules that need
-nothing but the settings are in config/rules.py; here are model folders, data files, ports, GPUs,
-functions given by name and runs that exist already. Nothing here imports torch.
+Each problem is a ValueError of one line that names the key, its value and the remedy. Rules that
+need nothing but the settings are in config/rules.py. Here are the checks of model folders, data
+files, ports, GPUs, functions given by name, and runs that exist already. Nothing imports torch.
 """
 
 from __future__ import annotations

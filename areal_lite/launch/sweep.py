@@ -1,4 +1,4 @@
-"""Sweeps: with `-m`, `key=a,b` stands for each of its values in turn, as in Hydra's `--multirun`."""
+"""Sweeps: with `-m`, `key=a,b` stands for each of its values in turn, as Hydra's `--multirun`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hydra.core.override_parser.types import Override
 def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
     """Return the overrides of each run; the values of the last key vary fastest.
 
-    Run i gets run_dir=<base>/i, where the base is the overrides' own run_dir or else `run_dir`. With
-    None for both, no run directory is set. choice(), range() and glob(*) are understood too.
+    Run i gets run_dir=<base>/i, where the base is the overrides' own run_dir or else `run_dir`. If
+    that is None, no run directory is set. choice(), range() and glob(*) are understood too.
     Raises ValueError when nothing varies, or when run_dir does.
     """
     parsed = OverridesParser.create().parse_overrides(overrides)

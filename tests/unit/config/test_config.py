@@ -253,6 +253,9 @@ def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(
 
 def test_a_mistake_shows_before_torch_is_imported():
     """The command line answers at once: nothing heavy is imported for it."""
-    code = "import sys; from areal_lite.cli import main; status = main(['train', 'trainer.lr=x']); sys.exit(100 + ('torch' in sys.modules) + status)"
+    code = (
+        "import sys; from areal_lite.cli import main; status = main(['train', 'trainer.lr=x']); "
+        "sys.exit(100 + ('torch' in sys.modules) + status)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 102, done.stderr

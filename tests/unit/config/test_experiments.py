@@ -16,8 +16,17 @@ EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*
 TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))
 # Nodes that the file says it is for; the others are for one.
 CLUSTERS = {"areal": 16, "olmorl": 9, "pipelinerl": 2}
-QWEN = dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"], hidden_size=512, intermediate_size=512, num_hidden_layers=4,
-            num_attention_heads=8, num_key_value_heads=4, vocab_size=1024, tie_word_embeddings=False)  # fmt: skip
+QWEN = dict(
+    model_type="qwen2",
+    architectures=["Qwen2ForCausalLM"],
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=1024,
+    tie_word_embeddings=False,
+)
 
 
 @pytest.fixture
@@ -146,10 +155,6 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["slurm", "cluster.container=pyxis"], "set cluster.image"),
         (["slurm", "server.host=127.0.0.1", "cluster.nodes=2"], "other nodes cannot reach that"),
         (["train", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
-        (
-            ["make-model", "architecture=gpt2", "out=x"],
-            "architecture=gpt2: choose one of qwen3, qwen2",
-        ),
         (["eval", "--dry-run"], "--dry-run is for `areal-lite train`"),
         (["train", "--print"], "--print is for `areal-lite slurm`"),
         (["train", "-m"], "no setting has several values"),

@@ -54,6 +54,8 @@ def test_sections_of_sections_are_checked_and_named():
     config.sft.trainer.lr = 0.0
     with pytest.raises(ValueError, match="^sft.trainer.lr=0.0: must be more than 0$"):
         check_fields(config)
+    with pytest.raises(ValueError, match="^architecture=gpt2: choose one of qwen3, qwen2"):
+        check_fields(MakeModelConfig(architecture="gpt2"))
     config = TrainConfig()
     config.buffer.replay.by = "age"
     with pytest.raises(ValueError, match="buffer.replay.by=age: choose one of reward, uniform"):
