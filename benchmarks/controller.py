@@ -31,7 +31,7 @@ from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
-from areal_lite.servers.control import post
+from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo, announce_server, announced_servers
 from areal_lite.system.processes import die_with_parent, dying_with_me
 

@@ -130,7 +130,7 @@ async def measure(
         if all(task.done() for task in tasks):
             break
         version += 1
-        pauses.append((await asyncio.to_thread(pusher.push, version)).pause_s)
+        pauses.append((await asyncio.to_thread(pusher.push_all, version)).pause_s)
     if every_s and len(pauses) < 2:
         raise RuntimeError("the requests were over before two pushes: give more --tokens")
     done: list[Completion] = await asyncio.gather(*tasks)

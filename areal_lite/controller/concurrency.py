@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from areal_lite.servers.client import ServerLoad
+from areal_lite.servers.answers import ServerLoad
 
 _SHARE = 0.1  # queue target of what runs, and growth of the limit
 

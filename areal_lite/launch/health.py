@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from areal_lite.servers.control import answers
+from areal_lite.servers.blocking import is_reachable
 from areal_lite.servers.registry import announced_servers
 
 _PATIENCE_S = 10.0
@@ -13,7 +13,7 @@ _PATIENCE_S = 10.0
 
 def healthy(run_dir: Path) -> bool:
     servers = announced_servers(run_dir)
-    return bool(servers) and all(answers(server, _PATIENCE_S) for server in servers)
+    return bool(servers) and all(is_reachable(server, _PATIENCE_S) for server in servers)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,65 @@
-"""TODO docstring."""
+"""The HTTP client of SGLang servers, and the errors that calls to servers raise.
+
+    ServerError
+    ├── ServerNotReady       the server takes no requests now; nothing is wrong with it
+    ├── ServerRefused        it answered, and rejects this call: another server would too
+    └── ServerFailed         it is broken; the request can continue on another server
+        └── ServerUnreachable    no answer in time, or no connection
+
+    ServersFailed            an operation of several servers failed because of some of them
+
+`SGLangClient` is the only code that talks HTTP to a server. `servers/blocking.py` offers the same
+calls to threads that have no event loop.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
 from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from areal_lite.servers.answers import ServerLoad, parse_generation, parse_load, parse_version
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 
 
-class ServerFailed(RuntimeError):
-    """A server is gone, does not answer in time or cannot go on: the request can continue on another one."""
+class ServerError(RuntimeError):
+    """A call to `server` did not succeed."""
 
     def __init__(self, server: ServerInfo, reason: str):
         super().__init__(f"server {server.name} ({server.url}): {reason}")
         self.server = server
 
 
-class NotReady(ServerFailed):
-    """A server takes no requests now, and nothing is wrong with it."""
+class ServerNotReady(ServerError):
+    """The server takes no requests now, and nothing is wrong with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """Of one server: requests that run, requests that wait, and the used share of its KV cache."""
+class ServerRefused(ServerError):
+    """The server answered and rejected the call: status 4xx, or `success: false`."""
 
-    running: int
-    waiting: int
-    cache_used: float
+
+class ServerFailed(ServerError):
+    """The server cannot go on. The request can continue on another server."""
+
+
+class ServerUnreachable(ServerFailed):
+    """The server did not answer in time, or not at all."""
+
+
+class ServersFailed(RuntimeError):
+    """A collective operation of servers failed because of the servers in `errors`."""
+
+    def __init__(self, errors: list[ServerError]):
+        super().__init__("; ".join(str(error) for error in errors))
+        self.errors = errors
 
 
 class Client(Protocol):
-    """One request to one server. SGLangClient is the real one; a simulator brings its own."""
+    """The calls that the fleet makes. A simulator can provide its own implementation."""
 
     async def generate(
         self,
@@ -45,111 +69,58 @@ class Client(Protocol):
         rid: str,
         cache_key: str,
     ) -> GenerationChunk:
-        """Requests share cached prefixes only with those of the same `cache_key`.
+        """Continue `input_ids` (int32 [n]) and return the new tokens.
 
-        Raises ServerFailed, or ValueError when the server refuses the request itself."""
+        Requests share cached prefixes only with requests of the same `cache_key`. Raises
+        ServerFailed, ServerRefused, or ValueError for an answer that breaks the contract.
+        """
+        ...
 
     async def weight_version(self, server: ServerInfo) -> int:
-        """Raises ServerFailed."""
+        """Return the version of the server's weights. Raises ServerError."""
+        ...
 
     async def check_health(self, server: ServerInfo) -> None:
-        """Returns if all of the server works, busy or not; raises ServerFailed otherwise, in bounded time."""
+        """Return if every part of the server works, busy or idle. Raises ServerError in time."""
+        ...
 
     async def load(self, server: ServerInfo) -> ServerLoad:
-        """How busy the server is. Raises ServerFailed."""
+        """Return how busy the server is. Raises ServerError."""
+        ...
 
     async def abort_all(self, server: ServerInfo) -> None:
-        """Ends whatever runs on the server. Raises ServerFailed."""
+        """End all requests of the server. Raises ServerError."""
+        ...
 
-    async def close(self) -> None: ...
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Finish(msgspec.Struct):
-    type: str
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _Finish
-    weight_version: str
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
-    weight_versions: list[_Span] | None = None
-
-
-class _Answer(msgspec.Struct):
-    meta_info: _Meta
-
-
-_ANSWER = msgspec.json.Decoder(_Answer)
-
-
-class _Load(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    token_usage: float
-
-
-class _Loads(msgspec.Struct):
-    loads: list[_Load]  # one, as there is one data-parallel rank in a server
-
-
-_LOADS = msgspec.json.Decoder(_Loads)
-
-
-def parse_answer(raw: bytes) -> GenerationChunk:
-    """The body of a 200 from POST /generate with `return_logprob`. Raises ValueError for anything that is not exactly what we expect."""
-    meta = _ANSWER.decode(raw).meta_info
-    count = len(meta.output_token_logprobs)
-    spans = meta.weight_versions
-    if spans is None:  # a server before 0.5.19: then one version a request is the only truth
-        spans = [_Span(meta.weight_version, 0, count)]
-    versions = np.empty(count, np.int32)
-    end = 0
-    for span in spans:
-        if span.start != end or span.end < span.start:
-            raise ValueError(
-                f"weight version spans with a gap or overlap: {[(s.version, s.start, s.end) for s in spans]}"
-            )
-        if not span.version.isdecimal():
-            raise ValueError(
-                f"weight version {span.version!r} is not a step number: start the server with --weight-version 0"
-            )
-        versions[span.start : span.end] = int(span.version)
-        end = span.end
-    if end != count:
-        raise ValueError(f"{count} log-probs but weight version spans over {end} tokens")
-    if meta.finish_reason.type not in ("stop", "length", "abort"):
-        raise ValueError(f"unknown finish reason {meta.finish_reason.type!r}")
-    return GenerationChunk(
-        tokens=np.array([token for _, token, _ in meta.output_token_logprobs], np.int32),
-        logprobs=np.array(
-            [np.nan if p is None else p for p, _, _ in meta.output_token_logprobs], np.float32
-        ),  # JSON has no NaN
-        versions=versions,
-        finish_reason=meta.finish_reason.type,
-    )
+    async def close(self) -> None:
+        """Close the connections."""
+        ...
 
 
 class SGLangClient:
-    """HTTP client of SGLang servers, all over one aiohttp session. `await close()` it.
+    """The HTTP client of all SGLang servers, over one aiohttp session: close it after use.
 
-    A completion takes the time that it takes; everything else that is asked of a server has `timeout_s`.
+    A completion may take any time. All other calls end within `timeout_s`. Servers are addressed
+    directly: proxies in the environment are for other traffic.
     """
 
     def __init__(self, timeout_s: float):
-        # uvicorn closes a connection idle for 5 s, perhaps just as we send on it: give them up earlier ourselves.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
         self._timeout_s = timeout_s
         self._bounded = aiohttp.ClientTimeout(total=timeout_s)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
+        self._unbounded = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
+        # uvicorn closes a connection after 5 idle seconds, perhaps just as a request is sent on
+        # it. The client closes idle connections earlier.
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
         )
+
+    async def __aenter__(self) -> SGLangClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         await self._session.close()
@@ -175,76 +146,84 @@ class SGLangClient:
             "return_logprob": True,
             "extra_key": cache_key,
         }
-        raw = await self._call("POST", server, "/generate", body)
+        raw = await self._send(server, "/generate", body, self._unbounded)
         try:
-            chunk = parse_answer(raw)
+            chunk = parse_generation(raw)
         except (ValueError, msgspec.MsgspecError) as error:
             raise ValueError(
-                f"server {server.name} ({server.url}) answered request {rid} with {error}; it began {raw[:200]!r}"
+                f"server {server.name} ({server.url}): the answer to request {rid} is invalid:"
+                f" {error}; it begins with {raw[:200]!r}"
             ) from error
         if len(chunk.tokens) > params.max_new_tokens:
             raise ValueError(
-                f"server {server.name}: {len(chunk.tokens)} tokens for request {rid}, asked for {params.max_new_tokens}"
+                f"server {server.name} ({server.url}): {len(chunk.tokens)} tokens for request"
+                f" {rid}, which asked for at most {params.max_new_tokens}"
             )
         return chunk
 
     async def weight_version(self, server: ServerInfo) -> int:
-        version = msgspec.json.decode(
-            await self._call("GET", server, "/model_info", timeout=self._bounded)
-        )["weight_version"]
-        if not version.isdecimal():
-            raise ValueError(
-                f"server {server.name}: weight version {version!r} is not a step number: start it with --weight-version 0"
-            )
-        return int(version)
+        answer = msgspec.json.decode(await self._send(server, "/model_info"))
+        try:
+            return parse_version(answer["weight_version"])
+        except ValueError as error:
+            raise ValueError(f"server {server.name} ({server.url}): {error}") from error
+
+    async def check_reachable(self, server: ServerInfo) -> None:
+        """Return if the HTTP process of the server works. Raises ServerError."""
+        await self._send(server, "/health")
 
     async def check_health(self, server: ServerInfo) -> None:
-        # The one question without a side effect that the scheduler process answers too, between two steps, whatever else it has to do:
-        # /health and /model_info are answered in front of a scheduler that hangs.
-        await self._call("GET", server, "/server_info", timeout=self._bounded)
+        # /health and /model_info are answered even when the scheduler hangs. /server_info is the
+        # only call without side effects that the scheduler answers between any two steps.
+        await self._send(server, "/server_info")
 
     async def load(self, server: ServerInfo) -> ServerLoad:
-        (load,) = _LOADS.decode(
-            await self._call("GET", server, "/v1/loads?include=core", timeout=self._bounded)
-        ).loads
-        return ServerLoad(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
+        return parse_load(await self._send(server, "/v1/loads?include=core"))
 
     async def abort_all(self, server: ServerInfo) -> None:
-        await self._call("POST", server, "/abort_request", {"abort_all": True}, self._bounded)
+        await self.post(server, "/abort_request", {"abort_all": True})
 
-    async def _call(
+    async def post(self, server: ServerInfo, path: str, body: dict[str, Any]) -> Any:
+        """POST `body` as JSON and return the decoded answer (None if it is empty).
+
+        Raises ServerError unless the status is 200 and the answer does not say `success: false`.
+        """
+        raw = await self._send(server, path, body)
+        try:
+            answer = json.loads(raw) if raw else None
+        except ValueError:
+            return raw.decode(errors="replace")
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise ServerRefused(server, f"{path}: {answer.get('message')}")
+        return answer
+
+    async def _send(
         self,
-        method: str,
         server: ServerInfo,
         path: str,
         body: dict[str, Any] | None = None,
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> bytes:
+        """POST `body`, or GET without one, and return the body of a 200. Raises ServerError."""
         headers = {"Content-Type": "application/json"}
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
-        data = msgspec.json.encode(body) if body is not None else None
         try:
             async with self._session.request(
-                method,
+                "GET" if body is None else "POST",
                 server.url + path,
-                data=data,
+                data=None if body is None else msgspec.json.encode(body),
                 headers=headers,
-                timeout=timeout or self._session.timeout,
+                timeout=timeout or self._bounded,
             ) as response:
                 raw = await response.read()
         except TimeoutError as error:
-            raise ServerFailed(
-                server, f"no answer to {path} within {self._timeout_s:g} s"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise ServerFailed(server, f"{path}: {type(error).__name__} {error}") from error
-        if response.status >= 500:
-            raise ServerFailed(
-                server, f"{path} answered {response.status}: {raw[:300].decode(errors='replace')}"
-            )
-        if response.status != 200:
-            raise ValueError(
-                f"server {server.name} refused {path} with {response.status}: {raw[:300].decode(errors='replace')}"
-            )
-        return raw
+            reason = f"no answer to {path} within {self._timeout_s:g} s"
+            raise ServerUnreachable(server, reason) from error
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"{path}: {type(error).__name__} {error}"
+            raise ServerUnreachable(server, reason) from error
+        if response.status == 200:
+            return raw
+        reason = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
+        raise (ServerFailed if response.status >= 500 else ServerRefused)(server, reason)

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The data of generation: sampling parameters, the tokens of one request, a whole completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy. `stop_token_ids`: the model's end tokens; the one that stops a sequence is part of it, with a log-prob."""
+    """How to sample a completion.
+
+    Args:
+        max_new_tokens: the budget of tokens.
+        temperature: 0 is greedy.
+        stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
+            sequence and has a log-probability.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -28,9 +35,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:
-    """What one request brought: tokens int32 [n], logprobs float32 [n] (NaN where the server had none), versions int32 [n].
+    """The tokens that one request generated.
 
-    `kv_version`: the version under which it was sent, the oldest whose cached prefixes may serve it."""
+    Args:
+        tokens: int32 [n].
+        logprobs: float32 [n], NaN where the server had none.
+        versions: int32 [n], the weight version that sampled each token.
+        finish_reason: `stop`, `length` or `abort`.
+        kv_version: the version when the request was sent: the oldest whose cached prefixes it
+            may have used.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -41,7 +55,10 @@ class GenerationChunk:
 
 @dataclass(slots=True)
 class Completion:
-    """A completion in the making: the chunks so far. `finish_reason` is `abort` until it has ended with `stop` or `length`."""
+    """A completion in progress: its chunks, and the number of requests that were sent for it.
+
+    `finish_reason` is `abort` until the completion has ended with `stop` or `length`.
+    """
 
     chunks: list[GenerationChunk] = field(default_factory=list)
     requests: int = 0
@@ -50,14 +67,14 @@ class Completion:
     @property
     def tokens(self) -> np.ndarray:
         """int32 [n]"""
-        return np.concatenate([np.empty(0, np.int32), *(p.tokens for p in self.chunks)])
+        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
 
     @property
     def logprobs(self) -> np.ndarray:
         """float32 [n]"""
-        return np.concatenate([np.empty(0, np.float32), *(p.logprobs for p in self.chunks)])
+        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
 
     @property
     def versions(self) -> np.ndarray:
         """int32 [n]"""
-        return np.concatenate([np.empty(0, np.int32), *(p.versions for p in self.chunks)])
+        return np.concatenate([np.empty(0, np.int32), *(c.versions for c in self.chunks)])

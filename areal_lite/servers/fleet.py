@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.servers.client import Client, NotReady, ServerFailed
+from areal_lite.servers.client import Client, ServerFailed, ServerNotReady
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
@@ -156,7 +156,7 @@ class Fleet:
                     completion,
                     self._dispatching,
                 )
-            except NotReady:
+            except ServerNotReady:
                 self.counts["retries"] += 1
             except ServerFailed as error:
                 self.counts["retries"] += 1
@@ -174,7 +174,7 @@ class Fleet:
         self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str
     ) -> GenerationChunk:
         if not self.router.is_ready(server):
-            raise NotReady(server, "was withdrawn or has other weights than the trainer")
+            raise ServerNotReady(server, "was withdrawn or has other weights than the trainer")
         self.counts["requests"] += 1
         self.in_flight += 1
         self._idle.clear()

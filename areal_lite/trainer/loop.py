@@ -25,15 +25,15 @@ from areal_lite.megatron.parallel import data_parallel_rank, shutdown
 from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested, withdraw_stop
-from areal_lite.servers.control import in_thread
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent
+from areal_lite.system.threads import start_daemon
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import policy_step
 from areal_lite.trajectory import TrainBatch
-from areal_lite.weights.agreement import Probe
-from areal_lite.weights.push import WeightPusher
+from areal_lite.weights.agreement import LogprobAgreement
+from areal_lite.weights.push import make_pusher
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,14 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     controller = ControllerClient(run_dir, _patience_s(config))
     rank = data_parallel_rank()
     lead = _Lead(config, run_dir, controller, start) if dist.get_rank() == 0 else None
-    pusher = (
-        WeightPusher(engine, controller if lead else None, config, run_dir)
-        if engine.weights.takes_part
-        else None
+    pusher = make_pusher(
+        engine, controller if lead else None, config, run_dir, servers_stale=start > 0
     )
-    if pusher and start:
-        pusher.servers = []  # they start with version 0, not ours
     models.leave_device()
     for step in range(start, trainer.steps):
         times = [time.time()]
         batch, info = controller.batch(
-            step, rank, trainer.data_parallel, lambda: pusher and pusher.push(step)
+            step, rank, trainer.data_parallel, lambda: pusher.push_stale(step)
         )
         times.append(time.time())
         with models.on_device():
@@ -77,7 +73,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         times.append(time.time())
         if lead:
             lead.before_push(step, batch, result.prox, pusher.servers)
-        report = pusher.push(step + 1) if pusher else None
+        report = pusher.push_all(step + 1)
         times.append(time.time())
         if lead:
             wait_s, train_s, push_s = (later - earlier for earlier, later in zip(times, times[1:]))
@@ -100,8 +96,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
         checkpoints.save(done, {"step": done})
         engine.export_hf(run_dir / CHECKPOINTS / "hf")
     checkpoints.wait()
-    if pusher:
-        pusher.close()
+    pusher.close()
     if lead:
         lead.finish()
     shutdown()
@@ -136,7 +131,7 @@ class _Lead:
             config.logger,
             asdict(replace(config, server=replace(config.server, api_key=None))),
         )
-        self.probe = Probe(run_dir, config)
+        self.probe = LogprobAgreement(run_dir, config)
         self.last = time.time()
         self.evaluations: list[Future] = (
             [self._evaluate(0)]
@@ -196,7 +191,7 @@ class _Lead:
             finally:
                 client.close()
 
-        return in_thread(evaluate)
+        return start_daemon(evaluate)
 
     def _collect(self, only_done: bool = False) -> None:
         """Write down evaluations in the order in which they were started."""

@@ -1,1 +1,1 @@
-"""Weights -> servers: pause, push, resume. The requests in flight stay where they are and go on with the new weights."""
+"""Weights from the trainer to the servers, and proofs that both have the same."""

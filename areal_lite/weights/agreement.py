@@ -1,12 +1,14 @@
-"""Do server and trainer agree? Log-probs of the same tokens under the same weights, from both, every step.
+"""Whether server and trainer agree: log-probs of the same tokens under the same weights.
 
-Two comparisons, each a mean absolute difference in nats:
+Every step makes up to two comparisons. Each is a mean absolute difference in nats.
 
-* `logprob_diff_sampled`: the behavior log-probs of the sequences in the batch that were sampled wholly from the trainer's present version.
-  There may be none: then it is None. Sequences that lived through a push in mode `in_place`, be it in a server's queue, are left out:
-  their KV cache is of older weights.
-* `logprob_diff_scored`: a server scores a few sequences of the batch as prompts, under the version that the trainer has too. Always there
-  at temperature 1 (a prompt's log-probs are not scaled by the temperature).
+* `logprob_diff_sampled` compares the behavior log-probs of sequences in the batch that the
+  trainer's current version sampled from beginning to end. There may be none: then it is None.
+  Sequences that were in progress during a push in mode `in_place`, even in a server's queue, are
+  left out: older weights computed their KV cache.
+* `logprob_diff_scored` lets a server score a few sequences of the batch as prompts, under the
+  version that the trainer has too. It needs temperature 1, because the log-probs of a prompt are
+  not scaled by the temperature.
 
 `logprob_diff` is the larger of the two.
 """
@@ -14,98 +16,116 @@ Two comparisons, each a mean absolute difference in nats:
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from areal_lite.config import TrainConfig
-from areal_lite.servers.control import ServerError, in_thread, post
+from areal_lite.servers.blocking import start_post
+from areal_lite.servers.client import ServerError
 from areal_lite.servers.registry import ServerInfo, announced_servers
+from areal_lite.trajectory import TrainBatch
 
 NUM_SCORED = 4
-TIMEOUT_S = 10.0  # a full server may have better things to do
+# A busy server may have more important work.
+TIMEOUT_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
-class Probe:
+class LogprobAgreement:
+    """The comparison of the servers' log-probs with the trainer's."""
+
     def __init__(self, run_dir: Path, config: TrainConfig):
-        self.run_dir, self.config = run_dir, config
+        self._run_dir = run_dir
+        self._config = config
 
     def compare(
-        self, batch, prox: torch.Tensor, version: int, servers: list[ServerInfo] | None
+        self,
+        batch: TrainBatch,
+        prox: torch.Tensor,
+        version: int,
+        servers: list[ServerInfo] | None,
     ) -> dict[str, float | None]:
-        """`prox` float32 [T]: the trainer's log-probs of the batch under `version`, which `servers` have too (None: all announced)."""
+        """Compare the log-probs of `batch` and return the differences by metric name.
+
+        Args:
+            batch: the batch of this step, with T tokens.
+            prox: float32 [T], the trainer's log-probs under `version`.
+            version: the version that the trainer has.
+            servers: the servers that have `version`; None means all announced servers.
+        """
         own = prox.numpy()
         sampled = difference_of_fresh(batch, own, version)
-        scored = (
-            self._scored(batch, own, servers)
-            if self.config.rollout.temperature == 1.0 and self.config.algo.prox != "loglinear"
-            else None
-        )
-        known = [d for d in (sampled, scored) if d is not None]
+        scored = None
+        if self._config.rollout.temperature == 1.0 and self._config.algo.prox != "loglinear":
+            scored = self._score_prompts(batch, own, servers)
+        known = [difference for difference in (sampled, scored) if difference is not None]
         return {
             "logprob_diff_sampled": sampled,
             "logprob_diff_scored": scored,
             "logprob_diff": max(known) if known else None,
         }
 
-    def _scored(self, batch, own: np.ndarray, servers: list[ServerInfo] | None) -> float | None:
-        servers = announced_servers(self.run_dir) if servers is None else servers
-        spans = [
-            (int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1]))
-            for i in range(min(NUM_SCORED, batch.num_sequences))
-        ]
+    def _score_prompts(
+        self, batch: TrainBatch, own: np.ndarray, servers: list[ServerInfo] | None
+    ) -> float | None:
+        """Return the mean difference over a few sequences that servers score as prompts."""
+        servers = announced_servers(self._run_dir) if servers is None else servers
         if not servers:
             return None
+        ends = batch.cu_seqlens[: min(NUM_SCORED, batch.num_sequences) + 1].tolist()
+        spans = list(zip(ends, ends[1:]))
         calls = [
-            in_thread(self._score, servers[i % len(servers)], batch.tokens[a:b].tolist())
-            for i, (a, b) in enumerate(spans)
+            _start_scoring(servers[i % len(servers)], batch.tokens[start:end].tolist())
+            for i, (start, end) in enumerate(spans)
         ]
         differences = []
-        for call, (a, b) in zip(calls, spans):
-            error = call.exception()
-            if error is None:
-                differences.append(np.abs(call.result() - own[a + 1 : b]))
-            elif not isinstance(
-                error, ServerError
-            ):  # a server that died is for the controller and the next push to deal with
-                raise error
+        for call, (start, end) in zip(calls, spans):
+            try:
+                scored = _prompt_logprobs(call.result())
+            except ServerError:
+                continue  # the controller and the next push deal with a server that died
+            differences.append(np.abs(scored - own[start + 1 : end]))
         if not differences:
             log.warning(
-                "no server scored a sequence within %.0f s: log-probs are not compared at this step",
+                "no server scored a sequence within %.0f s:"
+                " log-probs are not compared at this step",
                 TIMEOUT_S,
             )
-        return float(np.concatenate(differences).mean()) if differences else None
-
-    def _score(self, server: ServerInfo, tokens: list[int]) -> np.ndarray:
-        """float32 [n - 1]: the server's log-probs of all tokens but the first."""
-        sampling = {"max_new_tokens": 1, "temperature": 1.0}
-        body = {
-            "input_ids": tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answer = post(server, "/generate", body, TIMEOUT_S)
-        return np.array(
-            [p for p, _, _ in answer["meta_info"]["input_token_logprobs"][1:]], np.float32
-        )
+            return None
+        return float(np.concatenate(differences).mean())
 
 
-def difference_of_fresh(batch, own: np.ndarray, version: int) -> float | None:
-    """Mean |behavior - own| over the sampled tokens of sequences that are wholly of `version`, KV cache included; None without one."""
-    stale = (
-        np.bincount(
-            batch.sequence_ids, batch.loss_mask & (batch.versions != version), batch.num_sequences
-        )
-        > 0
-    )
+def _start_scoring(server: ServerInfo, tokens: list[int]) -> Future[Any]:
+    body = {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    return start_post(server, "/generate", body, TIMEOUT_S)
+
+
+def _prompt_logprobs(answer: dict[str, Any]) -> np.ndarray:
+    """float32 [n - 1]: the server's log-probs of all tokens but the first."""
+    logprobs = answer["meta_info"]["input_token_logprobs"]
+    return np.array([logprob for logprob, _, _ in logprobs[1:]], np.float32)
+
+
+def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:
+    """Return the mean |behavior - own| over sequences that are wholly of `version`.
+
+    Only sampled tokens count. The KV cache of the sequence must be of `version` too. None without
+    such a sequence.
+    """
+    older_tokens = batch.loss_mask & (batch.versions != version)
+    stale = np.bincount(batch.sequence_ids, older_tokens, batch.num_sequences) > 0
     stale |= batch.kv_versions != version
     chosen = batch.loss_mask & ~stale[batch.sequence_ids]
-    return (
-        float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean())
-        if chosen.any()
-        else None
-    )
+    if not chosen.any():
+        return None
+    return float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean())

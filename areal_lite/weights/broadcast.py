@@ -1,15 +1,20 @@
-"""The `distributed` transport: a process group of trainer rank 0 and every server rank, over which buckets of weights are broadcast.
+"""The `distributed` transport: buckets of weights are broadcast over a process group.
 
-A server joins and receives when an HTTP request tells it to. That request and the collective wait for each other, so the collective runs on
-a thread of its own and the HTTP answers are watched meanwhile: a server that refuses would otherwise leave rank 0 in the broadcast for ever.
+The group has trainer rank 0 as rank 0 and every rank of every server after it. A server joins and
+receives when an HTTP request tells it to. The request and the collective wait for each other, so
+the collective runs on a thread of its own while the HTTP answers are watched. Otherwise a server
+that refuses would leave rank 0 in the broadcast without end.
 
-When one server fails in a collective the others fail with it. Only who caused it is to blame: those that gave no answer at all, if there are
-any. The others stay, in a group without the culprits.
+When one server fails in a collective, all others fail with it. Only the cause is to blame: the
+servers that gave no answer at all, if there are any. The others stay, in a new group without the
+culprits.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import socket
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -21,61 +26,94 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_lite.servers.control import (
+from areal_lite.servers.blocking import is_reachable, post_each, server_errors, start_post
+from areal_lite.servers.client import (
     ServerError,
+    ServerFailed,
     ServersFailed,
-    answers,
-    in_thread,
-    post,
-    post_each,
+    ServerUnreachable,
 )
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import LOOPBACK
+from areal_lite.system.threads import start_daemon
 
 log = logging.getLogger(__name__)
-_GRACE_S = 3.0  # after the first failure, for the failures that tell its cause
-_PATIENCE_S = (
-    2 * _GRACE_S
-)  # an HTTP call waits for longer than the collective: giving up on it would look like its server's silence
+# How long to wait, after the first failure, for the failures that tell its cause.
+_GRACE_S = 3.0
+# An HTTP call waits longer than the collective: a call that is given up first would look as if
+# its server did not answer.
+_EXTRA_CALL_S = 2 * _GRACE_S
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Named tensors as one: `data` uint8 [bytes]; names, dtypes and shapes as SGLang wants them."""
+    """Named tensors in one.
 
-    described: dict[str, list]
+    Args:
+        description: names, dtypes and shapes, as SGLang wants them.
+        data: uint8 [bytes].
+    """
+
+    description: dict[str, list]
     data: torch.Tensor
 
 
 def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
-    described = {
+    """Concatenate the bytes of the tensors."""
+    tensors = [tensor for _, tensor in bucket]
+    description = {
         "names": [name for name, _ in bucket],
-        "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        "shapes": [list(tensor.shape) for _, tensor in bucket],
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
     }
-    return FlatBucket(
-        described,
-        torch.cat(
-            [tensor.detach().contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
-        ),
-    )
+    data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return FlatBucket(description, torch.cat(data))
+
+
+class BroadcastGroup:
+    """The current WeightGroup of the pusher, made anew whenever its servers change."""
+
+    def __init__(self, backend: str, timeout_s: float):
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._group: WeightGroup | None = None
+        # Random: the servers may still know groups of an earlier trainer.
+        self._names = (f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count())
+
+    def join(self, servers: list[ServerInfo]) -> WeightGroup:
+        """Return the group with exactly `servers`. Raises ServersFailed."""
+        if self._group is None or self._group.servers != servers:
+            self.leave(servers)
+            self._group = WeightGroup(servers, self._backend, self._timeout_s, next(self._names))
+        return self._group
+
+    def leave(self, survivors: list[ServerInfo]) -> None:
+        """Leave the group, if there is one, together with `survivors`. Raises ServersFailed."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abandon(survivors)
 
 
 class WeightGroup:
-    """Trainer rank 0 (rank 0) and the ranks of `servers` (1, 2, …). Broken by the first failure: make a new one without the culprits.
+    """A process group of trainer rank 0 (rank 0) and the ranks of `servers` (1, 2, …).
 
-    Joining and sending raise ServersFailed.
+    The first failure breaks the group: make a new one without the culprits. Joining and sending
+    raise ServersFailed.
     """
 
     def __init__(self, servers: list[ServerInfo], backend: str, timeout_s: float, name: str):
-        self.servers, self.timeout_s, self.name = servers, timeout_s, name
+        self.servers = servers
+        self._timeout_s = timeout_s
+        self._name = name
         world = 1 + sum(server.tensor_parallel for server in servers)
+        limit = timedelta(seconds=timeout_s)
+
+        # Step 1: open the store through which the members find each other. It listens on a socket
+        # that is bound here: left alone it would listen on every interface.
         address = _own_address(servers)
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
-        # The store listens on the socket we bound: left alone it would listen on every interface.
-        limit = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
+        self._store: dist.TCPStore | None = dist.TCPStore(
             address,
             port,
             is_master=True,
@@ -83,71 +121,70 @@ class WeightGroup:
             master_listen_fd=listener.detach(),
             timeout=limit,
         )
-        calls, offset = [], 1
-        for server in servers:
-            body = {
-                "master_address": address,
-                "master_port": port,
-                "rank_offset": offset,
-                "world_size": world,
-                "group_name": name,
-                "backend": backend,
-            }
-            calls.append(
-                in_thread(post, server, "/init_weights_update_group", body, timeout_s + _PATIENCE_S)
-            )
-            offset += server.tensor_parallel
-        # Through a connection of its own, as the servers do: closing the store then ends the wait of all who still join.
-        joined = in_thread(
-            _join,
-            dist.TCPStore(address, port, is_master=False, timeout=limit),
-            backend,
-            world,
-            name,
-            limit,
-        )
+
+        # Step 2: tell the servers to join.
+        calls = self._start_joining(address, port, world, backend)
+
+        # Step 3: join. The connection to the store is another one than above, as the servers' is:
+        # closing the store then ends the wait of all members that still join.
+        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        joined = start_daemon(_join, store, backend, world, name, limit)
         try:
-            self._group = _together(
-                joined, calls, servers, timeout_s, f"joining weight group {name}"
-            )
+            what = f"joining weight group {name}"
+            self._group = _wait_together(joined, calls, servers, timeout_s, what)
         except ServersFailed:
             self._store = None
             wait(calls, _GRACE_S)
             raise
 
+    def _start_joining(self, address: str, port: int, world: int, backend: str) -> list[Future]:
+        calls = []
+        rank = 1
+        for server in self.servers:
+            body = {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank,
+                "world_size": world,
+                "group_name": self._name,
+                "backend": backend,
+            }
+            limit_s = self._timeout_s + _EXTRA_CALL_S
+            calls.append(start_post(server, "/init_weights_update_group", body, limit_s))
+            rank += server.tensor_parallel
+        return calls
+
     def send(self, bucket: FlatBucket, *, version: str | None, flush_cache: bool) -> None:
-        """Broadcast one bucket. `version` marks the last bucket of a push."""
+        """Broadcast one bucket. `version` marks the last bucket of a push. Raises ServersFailed."""
         body = {
-            **bucket.described,
-            "group_name": self.name,
+            **bucket.description,
+            "group_name": self._name,
             "load_format": "flattened_bucket",
             "flush_cache": flush_cache,
             "weight_version": version,
         }
-        limit = self.timeout_s + _PATIENCE_S
+        limit_s = self._timeout_s + _EXTRA_CALL_S
         calls = [
-            in_thread(post, server, "/update_weights_from_distributed", body, limit)
+            start_post(server, "/update_weights_from_distributed", body, limit_s)
             for server in self.servers
         ]
-        sent = in_thread(_broadcast, bucket.data, self._group)
-        _together(
-            sent,
-            calls,
-            self.servers,
-            self.timeout_s,
-            f"broadcast of {len(bucket.described['names'])} tensors",
-        )
+        sent = start_daemon(_broadcast, bucket.data, self._group)
+        what = f"broadcast of {len(bucket.description['names'])} tensors"
+        _wait_together(sent, calls, self.servers, self._timeout_s, what)
 
     def abandon(self, survivors: list[ServerInfo]) -> None:
-        """Leave the group, and have those leave it that are still there. Raises ServersFailed: one that hangs in it is of no use any more."""
+        """Leave the group, and tell its members among `survivors` to leave it.
+
+        Raises ServersFailed for members that do not answer: a server that hangs in the group is
+        of no more use.
+        """
         remaining = [server for server in self.servers if server in survivors]
-        errors = post_each(
-            remaining, "/destroy_weights_update_group", {"group_name": self.name}, _PATIENCE_S
-        )
+        body = {"group_name": self._name}
+        errors = post_each(remaining, "/destroy_weights_update_group", body, _EXTRA_CALL_S)
         for error in errors:
-            log.warning("could not leave weight group %s: %s", self.name, error)
-        if silent := [error for error in errors if not error.answered]:
-            raise ServersFailed(silent)
+            log.warning("could not leave weight group %s: %s", self._name, error)
+        if unresponsive := _unreachable(errors):
+            raise ServersFailed(unresponsive)
         if remaining == self.servers and not errors:
             dist.destroy_process_group(self._group)
 
@@ -155,7 +192,8 @@ class WeightGroup:
 def _join(
     store: dist.Store, backend: str, world: int, name: str, limit: timedelta
 ) -> dist.ProcessGroup:
-    # torch has no public call for a second group with a store and members of its own; SGLang's side of it uses the same helper.
+    # torch has no public call for a second group with a store and members of its own. SGLang uses
+    # the same helper on its side.
     group, _ = c10d._new_process_group_helper(
         world,
         0,
@@ -169,47 +207,56 @@ def _join(
     return group
 
 
-def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(flat, src=0, group=group)
-    if flat.is_cuda:
+def _broadcast(data: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.broadcast(data, src=0, group=group)
+    if data.is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
-def _together(
+def _wait_together(
     collective: Future, calls: list[Future], servers: list[ServerInfo], timeout_s: float, what: str
 ) -> Any:
-    """The result of the collective, when all HTTP answers are there too. The first failure ends the wait. Raises ServersFailed."""
+    """Return the result of the collective when all HTTP calls have succeeded too.
+
+    The first failure ends the wait. Raises ServersFailed with the servers that caused it.
+    """
+    # Step 1: wait for everything, or for the first failure.
     done, pending = wait({collective, *calls}, timeout_s, FIRST_EXCEPTION)
     if not pending and all(future.exception() is None for future in done):
         return collective.result()
+
+    # Step 2: collect the failures that follow, and ask the servers that have not answered yet.
     wait(calls, _GRACE_S)
-    errors = [call.exception() for call in calls if call.done() and call.exception() is not None]
-    for error in errors:
-        if not isinstance(error, ServerError):
-            raise error
+    errors = server_errors(call for call in calls if call.done())
     late = [server for server, call in zip(servers, calls) if not call.done()]
-    mute = [server for server in late if not answers(server, _GRACE_S)]
-    unanswered = [error for error in errors if not error.answered] + [
-        ServerError(s, f"{what}: does not answer") for s in mute
+    unresponsive = [
+        ServerUnreachable(server, f"{what}: does not answer")
+        for server in late
+        if not is_reachable(server, _GRACE_S)
     ]
+
+    # Step 3: blame the servers that gave no answer, else those that gave an error, else the late.
     culprits = (
-        unanswered
+        [*_unreachable(errors), *unresponsive]
         or errors
-        or [ServerError(s, f"{what} took longer than {timeout_s:.0f} s") for s in late]
+        or [ServerFailed(server, f"{what} took longer than {timeout_s:.0f} s") for server in late]
     )
     if not culprits:
-        collective.result(0)  # it failed by itself
+        collective.result(0)  # the collective failed by itself
     raise ServersFailed(culprits)
 
 
+def _unreachable(errors: list[ServerError]) -> list[ServerError]:
+    return [error for error in errors if isinstance(error, ServerUnreachable)]
+
+
 def _own_address(servers: list[ServerInfo]) -> str:
-    """The address under which servers reach this process: loopback when they are all on it."""
+    """Return the address of this machine that the servers can reach."""
     hosts = [urlsplit(server.url).hostname for server in servers]
-    if all(host in LOOPBACK for host in hosts):
+    remote = [host for host in hosts if host not in LOOPBACK]
+    if not remote:
         return "127.0.0.1"
-    target = next(host for host in hosts if host not in LOOPBACK)
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as probe:  # picks the interface that routes there; sends nothing
-        probe.connect((target, 9))
+    # Connecting a UDP socket picks the interface that routes there, and sends nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))
         return probe.getsockname()[0]

@@ -1,230 +1,240 @@
-"""One push: pause all servers, give them the new weights and version, resume them whatever happens.
+"""Pushes of the trainer's weights to the servers.
 
-    begin_push (controller) -> pause -> begin -> buckets -> end -> resume -> pushed (controller: version bumped, admission reopens)
+    begin_push   the controller names the servers, and stops sending requests if the mode says so
+    pause        the servers stop generating: the pause window begins
+    transfer     the servers take the weights and their version
+    resume       the servers continue: the pause window ends
+    pushed       the controller learns who has the version, and opens admission for it
 
-What counts is the pause window, in which no server produces a token: what can be done before it is done before it (the first bucket is
-gathered and flattened, a `disk` checkpoint is written). A server that fails is left out, the bucket it failed at is sent again to the others, and the push
-goes on: a bucket received twice is the same bucket. At the end every server that is left holds exactly one version; there may be none
-left, then whoever comes back catches up: a push of the same version once more, to those servers only.
+* Only the pause window costs generation. Whatever can be done before it is done before it: the
+  first bucket is gathered and flattened, a `disk` checkpoint is written.
+* A server that fails leaves the push. The others take the same bucket again, which is harmless,
+  and the push goes on.
+* After a push every remaining server holds exactly one version. Perhaps no server remains. A
+  server that comes back is stale until `push_stale` brings it to the current version.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from areal_lite.config import TrainConfig
-from areal_lite.servers.control import ServerError, ServersFailed, post_each
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.weights.broadcast import WeightGroup, flatten
+from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.readback import Readback
+from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
 log = logging.getLogger(__name__)
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
-@dataclass
-class PushReport:
-    """What a push cost: seconds, wall-clock time of the pause, MiB sent. `failed` names the servers that were left out."""
+class Pusher(Protocol):
+    """What a trainer rank does for pushes. Every rank makes the same calls in the same order.
 
-    version: int
-    paused_at: float = 0.0
-    pause_s: float = 0.0
-    total_s: float = 0.0
-    megabytes: float = 0.0
-    drained: int = 0
-    verified: int = 0
-    failed: list[str] = field(default_factory=list)
+    `servers` are those that have the version of the last push; None before the first one, when
+    all announced servers have version 0.
+    """
+
+    servers: list[ServerInfo] | None
+
+    def push_all(self, version: int) -> PushReport | None:
+        """Push the current weights to every server, as `version`."""
+        ...
+
+    def push_stale(self, version: int) -> PushReport | None:
+        """Push the current weights again, only to servers that do not have `version` yet."""
+        ...
+
+    def close(self) -> None:
+        """Remove everything that was written for the servers."""
+        ...
+
+
+def make_pusher(
+    policy, controller, config: TrainConfig, run_dir: Path, *, servers_stale: bool
+) -> Pusher:
+    """Build the pusher of this rank.
+
+    Args:
+        policy: the Policy whose weights are pushed.
+        controller: the ControllerClient on rank 0, None on other ranks.
+        servers_stale: whether the trainer resumes at a later version than the servers start with.
+    """
+    if not policy.weights.takes_part:
+        return NullPusher()
+    if controller is None:
+        return WeightContributor(policy, config)
+    pusher = WeightPusher(policy, controller, config, run_dir)
+    if servers_stale:
+        pusher.servers = []
+    return pusher
+
+
+class NullPusher:
+    """The pusher of a rank that holds no part of the weights that are pushed."""
+
+    servers: list[ServerInfo] | None = None
+
+    def push_all(self, version: int) -> None:
+        pass
+
+    def push_stale(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class WeightContributor:
+    """The pusher of a rank that only gives its shards of the weights to rank 0."""
+
+    servers: list[ServerInfo] | None = None
+
+    def __init__(self, policy, config: TrainConfig):
+        self._policy = policy
+        self._bucket_bytes = config.sync.bucket_mb * 2**20
+
+    def contribute(self) -> None:
+        """Take part in gathering every bucket."""
+        for _ in self._policy.hf_weights(self._bucket_bytes):
+            pass
+
+    def push_all(self, version: int) -> None:
+        self.contribute()
+
+    def push_stale(self, version: int) -> None:
+        self.contribute()
+
+    def close(self) -> None:
+        pass
 
 
 class WeightPusher:
-    """Pushes from trainer rank 0; the other ranks that hold a part of the weights call `push` too, to take part in gathering them."""
+    """The pusher of trainer rank 0."""
 
-    def __init__(self, engine, controller, config: TrainConfig, run_dir: Path):
-        """`controller` is the ControllerClient of rank 0 and None elsewhere."""
-        self.engine, self.controller, self.config = engine, controller, config
-        self.timeout_s = config.sync.timeout_s
-        self.backend = "nccl" if engine.device.type == "cuda" else "gloo"
-        self.folder = WeightFolder(
+    def __init__(self, policy, controller, config: TrainConfig, run_dir: Path):
+        self.servers: list[ServerInfo] | None = None
+        self._policy = policy
+        self._controller = controller
+        self._config = config
+        self._timeout_s = config.sync.timeout_s
+        self._folder = WeightFolder(
             Path(config.sync.disk_path or run_dir / "weights"), Path(config.model)
         )
-        self.group: WeightGroup | None = None
-        self.servers: list[ServerInfo] | None = (
-            None  # those that have the version pushed last; None before the first push
-        )
-        self.version: int | None = None  # the one pushed last
-        self.names = (
-            f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count()
-        )  # servers may know groups of a trainer before us
+        self._backend = "nccl" if policy.device.type == "cuda" else "gloo"
+        self._group = BroadcastGroup(self._backend, self._timeout_s)
 
-    def push(self, version: int) -> PushReport | None:
-        """Bring all servers to `version`, or, if that was pushed last, those that are behind. None on ranks other than 0."""
-        buckets = self.engine.hf_weights(self.config.sync.bucket_mb * 2**20)
-        if self.controller is None:
-            for _ in buckets:
-                pass
-            return None
+    def push_all(self, version: int) -> PushReport:
+        """Push the current weights to every server, as `version`."""
         started = time.time()
-        answer = self.controller.begin_push(version)
-        report = PushReport(version=version, drained=answer.drained)
-        members = _Members(answer.servers, report, self.timeout_s)
-        readback = Readback()
-        buckets = readback.watch(_measured(buckets, report))
-        again = version == self.version
-        of_all, self.group = self.group, None if again else self.group
-        if self.config.sync.transport == "disk":
-            self._push_folder(members, buckets, report)
-        else:
-            self._push_broadcast(members, buckets, report)
-        if again:
-            members.each(self._leave_group)
-            self.group = of_all
-        if self.config.sync.verify:
-            report.verified = members.each_alone(
-                lambda server: readback.verify(server, self.timeout_s)
-            )
-        self.controller.pushed(version, report.failed)
-        self.servers = [*(self.servers if again else ()), *members.servers]
-        self.version = version
-        report.total_s = time.time() - started
-        if again or report.failed or not members.servers:
-            names = ", ".join(server.name for server in members.servers) or "no server"
-            log.warning(
-                "version %d was pushed %sto %s in %.1f s",
-                version,
-                "again, " if again else "",
-                names,
-                report.total_s,
-            )
-        return report
+        recipients = self._begin(version)
+        readback = self._transfer(recipients, self._group)
+        self._finish(recipients, readback, started)
+        self.servers = list(recipients.servers)
+        if recipients.report.failed or not recipients.servers:
+            log.warning("version %d was pushed to %s", version, recipients.names)
+        return recipients.report
+
+    def push_stale(self, version: int) -> PushReport:
+        """Push the current weights again, only to servers that do not have `version` yet."""
+        started = time.time()
+        recipients = self._begin(version)
+        # The group of the other servers stays as it is.
+        group = BroadcastGroup(self._backend, self._timeout_s)
+        readback = self._transfer(recipients, group)
+        recipients.run_together(group.leave)
+        self._finish(recipients, readback, started)
+        if self.servers is not None:
+            self.servers = [*self.servers, *recipients.servers]
+        log.warning(
+            "version %d was pushed to stale servers only: %s, in %.1f s",
+            version,
+            recipients.names,
+            recipients.report.total_s,
+        )
+        return recipients.report
 
     def close(self) -> None:
-        """Remove what was written for the servers."""
-        self.folder.close()
+        """Remove everything that was written for the servers."""
+        self._folder.close()
 
-    def _push_folder(
-        self, members: _Members, buckets: Iterable[Bucket], report: PushReport
-    ) -> None:
-        folder = self.folder.write(buckets, report.version)
-        with self._paused(members, report) as paused:
-            # Only because they are paused: otherwise this call would wait until every running request has finished.
+    def _begin(self, version: int) -> PushRecipients:
+        """Ask the controller which servers to push to."""
+        answer = self._controller.begin_push(version)
+        report = PushReport(version=version, drained=answer.drained)
+        return PushRecipients(answer.servers, report, self._timeout_s)
+
+    def _transfer(self, recipients: PushRecipients, group: BroadcastGroup) -> Readback:
+        """Give the weights to the servers. Returns the tensors to verify them with."""
+        readback = Readback()
+        buckets = self._policy.hf_weights(self._config.sync.bucket_mb * 2**20)
+        buckets = readback.watch(_measured(buckets, recipients.report))
+        if self._config.sync.transport == "disk":
+            self._transfer_folder(recipients, buckets)
+        else:
+            self._transfer_buckets(recipients, buckets, group)
+        return readback
+
+    def _transfer_folder(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
+        version = recipients.report.version
+        folder = self._folder.write(buckets, version)
+        with self._pause(recipients) as window:
+            # The servers are paused: otherwise this call would wait until every running request
+            # has finished.
             body = {
                 "model_path": str(folder),
-                "weight_version": str(report.version),
-                "flush_cache": paused.flush_cache,
+                "weight_version": str(version),
+                "flush_cache": window.flush_cache,
             }
-            members.post("/update_weights_from_disk", body)
-        self.folder.keep_only(folder)
+            recipients.post("/update_weights_from_disk", body)
+        self._folder.keep_only(folder)
 
-    def _push_broadcast(
-        self, members: _Members, buckets: Iterable[Bucket], report: PushReport
+    def _transfer_buckets(
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], group: BroadcastGroup
     ) -> None:
-        members.each(self._ensure_group)
-        stream = _with_last(map(flatten, buckets))
-        first = next(stream)
-        with self._paused(members, report) as paused:
-            members.post("/begin_weight_update", {})
-            for bucket, last in itertools.chain([first], stream):
-                version = str(report.version) if last else None
+        recipients.run_together(group.join)
+        stream = with_last(map(flatten, buckets))
+        first = next(stream)  # gathered and flattened before the pause
+        with self._pause(recipients) as window:
+            recipients.post("/begin_weight_update", {})
+            for bucket, last in chain([first], stream):
+                version = str(recipients.report.version) if last else None
+                flush_cache = window.flush_cache and last
 
                 def send(servers: list[ServerInfo]) -> None:
-                    self._ensure_group(servers)
-                    self.group.send(
-                        bucket, version=version, flush_cache=paused.flush_cache and last
-                    )
+                    group.join(servers).send(bucket, version=version, flush_cache=flush_cache)
 
-                members.each(send)
-            members.post("/end_weight_update", {})
+                recipients.run_together(send)
+            recipients.post("/end_weight_update", {})
 
-    def _paused(self, members: _Members, report: PushReport) -> _Paused:
-        # Before the pause a server has no excuse yet: one that hangs must not hold up the others for as long as a transfer may take.
-        return _Paused(
-            members,
-            self.config.rollout.interrupt,
-            report,
-            min(self.timeout_s, self.config.server.health_timeout_s),
-        )
+    def _pause(self, recipients: PushRecipients) -> PauseWindow:
+        # A server has no reason to be slow before the pause. One that hangs must not hold up the
+        # others for as long as a transfer may take.
+        timeout_s = min(self._timeout_s, self._config.server.health_timeout_s)
+        return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
 
-    def _ensure_group(self, servers: list[ServerInfo]) -> None:
-        if self.group is None or self.group.servers != servers:
-            self._leave_group(servers)
-            self.group = WeightGroup(servers, self.backend, self.timeout_s, next(self.names))
-
-    def _leave_group(self, survivors: list[ServerInfo]) -> None:
-        old, self.group = self.group, None
-        if old is not None:
-            old.abandon(survivors)
+    def _finish(self, recipients: PushRecipients, readback: Readback, started: float) -> None:
+        """Verify the weights on the servers if asked to, and tell the controller who has them."""
+        report = recipients.report
+        if self._config.sync.verify:
+            report.verified = recipients.sum_each(
+                lambda server: readback.verify(server, self._timeout_s)
+            )
+        self._controller.pushed(report.version, report.failed)
+        report.total_s = time.time() - started
 
 
-class _Members:
-    """The servers that take part in this push; one that fails leaves it, and stays paused: its weights may be half new."""
-
-    def __init__(self, servers: list[ServerInfo], report: PushReport, timeout_s: float):
-        self.servers, self.report, self.timeout_s = list(servers), report, timeout_s
-
-    def post(self, path: str, body: dict, timeout_s: float | None = None) -> None:
-        """POST once to each; exactly those that fail leave."""
-        self._leave(post_each(self.servers, path, body, timeout_s or self.timeout_s))
-
-    def each(self, action: Callable[[list[ServerInfo]], object]) -> None:
-        """Do `action`, which may be repeated, with all servers, and again without those that failed, until it succeeds or none is left."""
-        while self.servers:
-            try:
-                action(list(self.servers))
-                return
-            except ServersFailed as failed:
-                self._leave(failed.errors)
-
-    def each_alone(self, count: Callable[[ServerInfo], int]) -> int:
-        """The sum of `count` over the servers; one that fails leaves."""
-        total = 0
-        for server in list(self.servers):
-            try:
-                total += count(server)
-            except ServerError as error:
-                self._leave([error])
-        return total
-
-    def _leave(self, errors: list[ServerError]) -> None:
-        for error in errors:
-            log.warning("push of version %d goes on without %s", self.report.version, error)
-            self.report.failed.append(error.server.name)
-        self.servers = [server for server in self.servers if server.name not in self.report.failed]
-
-
-class _Paused:
-    """The pause window. Leaving it resumes every member, also after an error: a paused server holds its requests for ever."""
-
-    def __init__(self, members: _Members, interrupt: str, report: PushReport, timeout_s: float):
-        self.members, self.report, self.timeout_s = members, report, timeout_s
-        # With nothing in flight (`none`) the modes differ only in whether the prefix cache may be flushed.
-        self.mode = "retract" if interrupt == "none" else interrupt
-        self.flush_cache = (
-            self.mode != "in_place"
-        )  # flushing under running requests would kill the scheduler
-
-    def __enter__(self) -> _Paused:
-        self.report.paused_at = time.time()
-        self.members.post("/pause_generation", {"mode": self.mode}, self.timeout_s)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.members.post("/continue_generation", {}, self.timeout_s)
-        self.report.pause_s = time.time() - self.report.paused_at
-
-
-def _with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each bucket with whether it is the last one."""
+def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each bucket and whether it is the last one."""
     iterator = iter(buckets)
     current = next(iterator)
     for following in iterator:
@@ -234,8 +244,8 @@ def _with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 
 
 def _measured(buckets: Iterable[Bucket], report: PushReport) -> Iterator[Bucket]:
+    """Pass buckets on and add their sizes to `report.megabytes`."""
     for bucket in buckets:
-        report.megabytes += (
-            sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) / 2**20
-        )
+        size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
+        report.megabytes += size / 2**20
         yield bucket

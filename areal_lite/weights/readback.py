@@ -1,6 +1,7 @@
-"""Proof that a push arrived: a few tensors are read back from every server and compared with the trainer's, bit by bit.
+"""Proof that a push arrived: tensors are read back from every server and compared bit by bit.
 
-SGLang's `/get_weights_by_name` answers for some architectures only; the plugin in areal_lite/servers/readback_plugin.py makes it answer for all.
+SGLang answers `/get_weights_by_name` for some architectures only. The plugin in
+areal_lite/servers/readback_plugin.py makes it answer for all.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from areal_lite.servers.control import post
+from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
+
+# Tensors with the same name on both sides: norms, and a projection that SGLang does not fuse.
+_SAME_NAME = ("norm.weight", "0.mlp.down_proj.weight")
 
 
 class Readback:
-    """Keeps the tensors to compare while buckets pass by, then compares them."""
+    """A few tensors of a push, kept to compare them with the servers' afterwards."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -24,32 +28,27 @@ class Readback:
     def watch(
         self, buckets: Iterable[list[tuple[str, torch.Tensor]]]
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Pass buckets on. Kept are the tensors with the same name on both sides: norms, and the projections that SGLang does not fuse."""
+        """Pass buckets on, and keep the tensors to compare."""
         for bucket in buckets:
-            self.tensors.update(
-                (name, tensor)
-                for name, tensor in bucket
-                if name.endswith(("norm.weight", "0.mlp.down_proj.weight"))
-            )
+            self.tensors.update((name, t) for name, t in bucket if name.endswith(_SAME_NAME))
             yield bucket
 
     def verify(self, server: ServerInfo, timeout_s: float) -> int:
-        """Compare checksums on `server`; returns how many tensors were compared.
+        """Compare the tensors with those on `server`, and return how many were compared.
 
-        Raises ServerError if it does not answer, ValueError if it has other weights or cannot tell."""
+        Raises ServerError if the server does not answer, ValueError if it has other weights or
+        cannot read them.
+        """
         compared = 0
         for name, tensor in self.tensors.items():
             if tensor.dim() > 1 and server.tensor_parallel > 1:
-                continue  # the server's ranks hold slices of it
-            answer = post(
-                server,
-                "/get_weights_by_name",
-                {"name": name, "truncate_size": tensor.shape[0]},
-                timeout_s,
-            )
+                continue  # each rank of the server holds a slice
+            body = {"name": name, "truncate_size": tensor.shape[0]}
+            answer = post(server, "/get_weights_by_name", body, timeout_s)
             if answer is None:
                 raise ValueError(
-                    f"server {server.name} cannot read {name} back: sync.verify needs servers started with AREAL_LITE_READBACK=1"
+                    f"server {server.name} cannot read {name} back:"
+                    " sync.verify needs servers started with AREAL_LITE_READBACK=1"
                 )
             theirs = torch.from_numpy(np.asarray(answer, np.float32)).to(tensor.dtype)
             if checksum(theirs) != checksum(tensor):
@@ -61,7 +60,6 @@ class Readback:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's bytes."""
-    return hashlib.sha256(
-        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    """Return the SHA-256 of a tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()

@@ -11,7 +11,7 @@ from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.messages import PushTargets
 from areal_lite.run_dir.store import Store
-from areal_lite.servers.control import post
+from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me
 from areal_lite.trajectory import TrainBatch
 from tests.fake_sglang import completion

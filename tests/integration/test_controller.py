@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ReplayConfig
-from areal_lite.servers.control import post
+from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo, announced_servers
 from tests.integration.controller_run import (
     GROUPS,

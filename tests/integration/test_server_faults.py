@@ -19,7 +19,8 @@ import torch
 from areal_lite.config import ServerConfig, load_config
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool
-from areal_lite.servers.control import ServersFailed, post
+from areal_lite.servers.blocking import post
+from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system.network import free_port
@@ -261,21 +262,21 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     config.model = str(r.path)
     pusher = WeightPusher(Engine(), client, config, r.path)
     client.batch(0, 0, 1)
-    assert pusher.push(1).failed == ["bad"]
-    batch, _ = client.batch(1, 0, 1, lambda: pusher.push(1))
+    assert pusher.push_all(1).failed == ["bad"]
+    batch, _ = client.batch(1, 0, 1, lambda: pusher.push_stale(1))
     assert_exact(batch)
     assert set(batch.versions[batch.loss_mask]) == {1}
     assert (r.path / "servers" / "bad.unhealthy").exists()
     # It comes back, and takes the next version with the other.
     r.start_server("bad")
     until(lambda: "server bad (http" in r.log() and "has version 0, not 1" in r.log())
-    assert pusher.push(2).failed == [] and len(pusher.servers) == 2
+    assert pusher.push_all(2).failed == [] and len(pusher.servers) == 2
     r.processes["good"].kill()
     r.processes["bad"].kill()
     # A push to nobody is no error: whoever comes back catches up. A server whose request breaks before the push begins is not asked at all.
-    assert set(pusher.push(3).failed) <= {"bad", "good"} and pusher.servers == []
+    assert set(pusher.push_all(3).failed) <= {"bad", "good"} and pusher.servers == []
     r.start_server("good")
-    batch, _ = client.batch(3, 0, 1, lambda: pusher.push(3))
+    batch, _ = client.batch(3, 0, 1, lambda: pusher.push_stale(3))
     assert_exact(batch)
     assert set(batch.versions[batch.loss_mask]) == {3} and [s.name for s in pusher.servers] == [
         "good"

@@ -29,6 +29,7 @@ from areal_lite.rollout.openai.messages import (
     same_messages,
 )
 from areal_lite.rollout.transcript import Transcript
+from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
 
 MODEL = "policy"
@@ -68,7 +69,7 @@ class Conversation:
             try:
                 transcript = self._extend(new, tools)
                 self._response = await _respond(transcript, max_tokens, stop, bool(tools))
-            except ValueError as error:  # the chat template or a server refuses
+            except (ValueError, ServerRefused) as error:  # the chat template or a server refuses
                 self._failure = f"the episode cannot go on: {error}"
                 raise RequestRefused(self._failure, "episode_failed") from error
             self._messages = [*messages, self._response["choices"][0]["message"]]

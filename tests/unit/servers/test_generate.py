@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from areal_lite.servers.client import ServerFailed, SGLangClient, parse_answer
+from areal_lite.servers.answers import parse_generation
+from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
@@ -66,7 +67,7 @@ def assert_exact(result: Completion, prompt: np.ndarray, max_new_tokens: int = 2
 
 
 async def control(client: SGLangClient, server: ServerInfo, path: str, **body) -> None:
-    await client._call("POST", server, path, body)
+    await client.post(server, path, body)
 
 
 async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int) -> None:
@@ -283,14 +284,14 @@ def span(version: str, start: int, end: int) -> dict:
 
 
 def test_versions_come_from_the_spans() -> None:
-    chunk = parse_answer(answer(weight_versions=[span("6", 0, 1), span("7", 1, 2)]))
+    chunk = parse_generation(answer(weight_versions=[span("6", 0, 1), span("7", 1, 2)]))
     assert chunk.versions.tolist() == [6, 7] and chunk.tokens.tolist() == [3, 4]
-    assert parse_answer(answer()).versions.tolist() == [7, 7]  # a server without spans
-    assert len(parse_answer(answer([], "abort", weight_versions=[span("6", 0, 0)])).tokens) == 0
+    assert parse_generation(answer()).versions.tolist() == [7, 7]  # a server without spans
+    assert len(parse_generation(answer([], "abort", weight_versions=[span("6", 0, 0)])).tokens) == 0
 
 
 def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
-    assert np.isnan(parse_answer(answer([(None, 3, None)])).logprobs).tolist() == [True]
+    assert np.isnan(parse_generation(answer([(None, 3, None)])).logprobs).tolist() == [True]
 
 
 @pytest.mark.parametrize(
@@ -307,14 +308,14 @@ def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
 )
 def test_an_answer_that_breaks_the_contract_is_refused(meta: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_answer(answer(**meta))
+        parse_generation(answer(**meta))
 
 
 def test_a_request_that_the_server_refuses_is_not_a_server_failure() -> None:
     async def run() -> None:
         async with serving() as (_, (server,), client):
-            with pytest.raises(ValueError, match="refused /nowhere with 404"):
-                await client._call("POST", server, "/nowhere", {})
+            with pytest.raises(ServerRefused, match="/nowhere answered 404"):
+                await client.post(server, "/nowhere", {})
 
     asyncio.run(run())
 

@@ -1,17 +1,21 @@
-"""A push among servers of which one misbehaves: exactly that one leaves, and whoever was paused goes on."""
+"""A push to servers of which one misbehaves: exactly that one leaves, and the others resume."""
 
 import json
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from areal_lite.servers.control import ServerError, ServersFailed, post, post_each
+from areal_lite.config import TrainConfig
+from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.disk import WeightFolder
-from areal_lite.weights.push import PushReport, _Members, _Paused, _with_last
+from areal_lite.weights.push import NullPusher, WeightContributor, make_pusher, with_last
+from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
 
 class Answers:
@@ -62,17 +66,17 @@ def answers():
         server.close()
 
 
-def members(*servers: Answers) -> _Members:
-    return _Members([s.info for s in servers], PushReport(version=1), timeout_s=5)
+def recipients(*servers: Answers) -> PushRecipients:
+    return PushRecipients([s.info for s in servers], PushReport(version=1), timeout_s=5)
 
 
-def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
+def test_the_server_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
     """A second /begin_weight_update would be refused by a server whose session is open."""
     good, bad = answers("good"), answers("bad", "/begin_weight_update")
-    group = members(good, bad)
-    with _Paused(group, "in_place", group.report, 5):
-        group.post("/begin_weight_update", {})
-    assert group.servers == [good.info] and group.report.failed == ["bad"]
+    push = recipients(good, bad)
+    with PauseWindow(push, "in_place", 5):
+        push.post("/begin_weight_update", {})
+    assert push.servers == [good.info] and push.report.failed == ["bad"]
     assert good.calls == {
         "/pause_generation": 1,
         "/begin_weight_update": 1,
@@ -83,51 +87,42 @@ def test_the_one_that_fails_leaves_and_the_others_are_not_asked_twice(answers):
 
 def test_servers_are_resumed_after_an_error(answers):
     server = answers("a")
-    group = members(server)
-    with pytest.raises(ZeroDivisionError), _Paused(group, "retract", group.report, 5):
+    push = recipients(server)
+    with pytest.raises(ZeroDivisionError), PauseWindow(push, "retract", 5):
         1 / 0  # noqa: B018
-    assert server.calls["/continue_generation"] == 1 and group.report.pause_s > 0
+    assert server.calls["/continue_generation"] == 1 and push.report.pause_s > 0
 
 
-def test_one_that_cannot_be_resumed_has_failed(answers):
+def test_a_server_that_cannot_be_resumed_has_failed(answers):
     good, bad = answers("good"), answers("bad", "/continue_generation")
-    group = members(good, bad)
-    with _Paused(group, "retract", group.report, 5):
+    push = recipients(good, bad)
+    with PauseWindow(push, "retract", 5):
         pass
-    assert group.report.failed == ["bad"]
+    assert push.report.failed == ["bad"]
 
 
-def test_each_repeats_without_the_one_that_failed(answers):
+def test_run_together_repeats_without_the_server_that_failed(answers):
     a, b = answers("a"), answers("b")
-    group, seen = members(a, b), []
+    push, seen = recipients(a, b), []
 
     def action(servers):
         seen.append([s.name for s in servers])
         if b.info in servers:
             raise ServersFailed([ServerError(b.info, "gone")])
 
-    group.each(action)
-    assert seen == [["a", "b"], ["a"]] and group.servers == [a.info]
+    push.run_together(action)
+    assert seen == [["a", "b"], ["a"]] and push.servers == [a.info]
 
 
-def test_post_ignores_proxies_and_reports_a_dead_server(answers, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    server = answers("a")
-    assert post(server.info, "/x", {}, 5)["success"] is True
-    server.close()
-    (error,) = post_each([server.info], "/x", {}, 5)
-    assert "server a" in str(error)
-
-
-def test_flush_only_when_nothing_runs_on_the_old_cache():
+def test_the_cache_is_flushed_only_when_nothing_runs_on_it():
     assert [
-        _Paused(None, mode, PushReport(version=1), 5).flush_cache
+        PauseWindow(recipients(), mode, 5).flush_cache
         for mode in ("in_place", "retract", "abort", "none")
     ] == [False, True, True, True]
 
 
 def test_last_bucket_is_marked():
-    assert [last for _, last in _with_last([[("a", None)], [("b", None)], [("c", None)]])] == [
+    assert [last for _, last in with_last([[("a", None)], [("b", None)], [("c", None)]])] == [
         False,
         False,
         True,
@@ -148,3 +143,24 @@ def test_weight_folder_touches_nothing_but_its_own(tmp_path):
     ]  # fmt: skip
     folder.close()
     assert sorted(p.name for p in root.iterdir()) == ["v0", "venv"]
+
+
+def test_each_rank_gets_the_pusher_for_its_part_of_the_weights():
+    gathered = []
+
+    def policy(takes_part: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            weights=SimpleNamespace(takes_part=takes_part),
+            device=torch.device("cpu"),
+            hf_weights=lambda size: map(gathered.append, range(3)),
+        )
+
+    def make(takes_part: bool, controller: object):
+        config = TrainConfig(model="m")
+        return make_pusher(policy(takes_part), controller, config, Path("r"), servers_stale=True)
+
+    null, contributor, pusher = make(False, None), make(True, None), make(True, object())
+    assert isinstance(null, NullPusher) and null.push_all(1) is None and gathered == []
+    assert isinstance(contributor, WeightContributor) and contributor.push_stale(1) is None
+    assert gathered == [0, 1, 2], "it took part in gathering every bucket"
+    assert pusher.servers == [], "no server has the version of a trainer that resumes"

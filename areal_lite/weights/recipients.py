@@ -1,0 +1,114 @@
+"""The servers that take part in one push, and the pause window in which they take the weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_lite.servers.blocking import post_each
+from areal_lite.servers.client import ServerError, ServersFailed
+from areal_lite.servers.registry import ServerInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PushReport:
+    """The cost of a push.
+
+    Args:
+        version: the version that was pushed.
+        paused_at: the wall-clock time at which the pause began, in seconds.
+        pause_s: the length of the pause window, in which no server produces a token.
+        total_s: the length of the whole push.
+        megabytes: the size of the weights in MiB.
+        drained: how many requests in flight the controller waited for (interrupt mode `none`).
+        verified: how many tensors were read back and compared.
+        failed: the names of the servers that left the push.
+    """
+
+    version: int
+    paused_at: float = 0.0
+    pause_s: float = 0.0
+    total_s: float = 0.0
+    megabytes: float = 0.0
+    drained: int = 0
+    verified: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+class PushRecipients:
+    """The servers that take part in a push.
+
+    A server that fails leaves the push and stays paused: its weights may be half new.
+    """
+
+    def __init__(self, servers: list[ServerInfo], report: PushReport, timeout_s: float):
+        self.servers = list(servers)
+        self.report = report
+        self.timeout_s = timeout_s
+
+    @property
+    def names(self) -> str:
+        return ", ".join(server.name for server in self.servers) or "no server"
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
+        """POST `body` once to every server; exactly the servers that fail leave."""
+        self._remove(post_each(self.servers, path, body, timeout_s or self.timeout_s))
+
+    def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
+        """Run `action` with all servers, and again without those that failed, until it succeeds.
+
+        `action` raises ServersFailed and may be repeated. Nothing runs without servers.
+        """
+        while self.servers:
+            try:
+                action(list(self.servers))
+                return
+            except ServersFailed as failed:
+                self._remove(failed.errors)
+
+    def sum_each(self, count: Callable[[ServerInfo], int]) -> int:
+        """Return the sum of `count` over the servers; a server that fails leaves."""
+        total = 0
+        for server in list(self.servers):
+            try:
+                total += count(server)
+            except ServerError as error:
+                self._remove([error])
+        return total
+
+    def _remove(self, errors: list[ServerError]) -> None:
+        for error in errors:
+            log.warning("the push of version %d continues without %s", self.report.version, error)
+            self.report.failed.append(error.server.name)
+        self.servers = [server for server in self.servers if server.name not in self.report.failed]
+
+
+class PauseWindow:
+    """The window of a push in which the servers are paused.
+
+    Leaving it resumes every remaining server, after an error too: a paused server would hold its
+    requests without end.
+    """
+
+    def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
+        self._recipients = recipients
+        self._timeout_s = timeout_s
+        # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
+        self._mode = "retract" if interrupt == "none" else interrupt
+        # A flush under running requests would kill the scheduler.
+        self.flush_cache = self._mode != "in_place"
+
+    def __enter__(self) -> PauseWindow:
+        self._recipients.report.paused_at = time.time()
+        self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._recipients.post("/continue_generation", {}, self._timeout_s)
+        report = self._recipients.report
+        report.pause_s = time.time() - report.paused_at
