@@ -40,6 +40,18 @@ class StepResult:
     prox: Tensor
 
 
+@dataclass(kw_only=True)
+class _Update:
+    """The tokens of one optimizer update; all token indices point into the batch of the step.
+
+    token_index: int64, on the device: all tokens of `microbatches`.
+    """
+
+    microbatches: list[Microbatch]
+    token_index: Tensor
+    first: bool
+
+
 def policy_step(
     models: Models, objective: Objective, batch: TrainBatch, config: TrainConfig, version: int
 ) -> StepResult:
@@ -50,13 +62,11 @@ def policy_step(
     _forward_passes(models, objective, batch, flat, temperature)
     objective.set_targets(flat, data_parallel_sum)
     updates, critic_updates = [], []
-    for microbatches in _minibatches(policy, batch, config.trainer.minibatches):
-        # Before the first update the policy is still the proximal one.
-        current = None if updates else flat.prox
-        updates.append(_update_policy(policy, objective, flat, microbatches, temperature, current))
+    for update in _updates(policy, batch, config.trainer.minibatches):
+        updates.append(_update_policy(policy, objective, flat, update, temperature))
         if models.critic:
             clip = config.algo.critic.clip_value
-            critic_updates.append(_update_critic(models.critic, flat, microbatches, clip))
+            critic_updates.append(_update_critic(models.critic, flat, update, clip))
     if not objective.recompute_prox:
         policy.from_last_stage(flat.prox)  # the loss has filled it in there
     metrics = {
@@ -101,28 +111,27 @@ def _forward_passes(
         flat.values = models.critic.values(microbatches)
 
 
-def _minibatches(policy: Policy, batch: TrainBatch, num: int) -> Iterator[list[Microbatch]]:
-    """Yield the microbatches of each of `num` updates; their token indices point into `batch`."""
-    for sequences in batch.minibatches(num):
+def _updates(policy: Policy, batch: TrainBatch, num: int) -> Iterator[_Update]:
+    """Yield `num` updates of equally many whole groups each."""
+    for number, sequences in enumerate(batch.minibatches(num)):
         token_index = torch.from_numpy(batch.token_indices(sequences))
-        yield [
+        microbatches = [
             replace(microbatch, token_index=token_index[microbatch.token_index])
             for microbatch in policy.microbatches(batch.select(sequences))
         ]
+        yield _Update(
+            microbatches=microbatches, token_index=token_index.to(policy.device), first=number == 0
+        )
 
 
 def _update_policy(
-    policy: Policy,
-    objective: Objective,
-    flat: FlatBatch,
-    microbatches: list[Microbatch],
-    temperature: float,
-    current: Tensor | None,
+    policy: Policy, objective: Objective, flat: FlatBatch, update: _Update, temperature: float
 ) -> dict[str, float]:
-    """Make one update. `current`: float [T], log-probs under the present weights, where known."""
-
     def current_logprobs() -> Tensor:
-        return policy.logprobs(microbatches, temperature) if current is None else current
+        # Before the first update the policy is the proximal one.
+        return flat.prox if update.first else policy.logprobs(update.microbatches, temperature)
+
+    minibatch = objective.minibatch(flat, update.token_index, current_logprobs, data_parallel_sum)
 
     def loss(
         logprobs: Tensor, entropy: Tensor, microbatch: Microbatch
@@ -130,24 +139,17 @@ def _update_policy(
         output = objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
         return output.loss, output.metrics
 
-    token_index = _token_index(microbatches, policy.device)
-    minibatch = objective.minibatch(flat, token_index, current_logprobs, data_parallel_sum)
-    return policy.update(microbatches, loss, temperature)
+    return policy.update(update.microbatches, loss, temperature)
 
 
 def _update_critic(
-    critic: Critic, flat: FlatBatch, microbatches: list[Microbatch], clip: float | None
+    critic: Critic, flat: FlatBatch, update: _Update, clip: float | None
 ) -> dict[str, float]:
-    token_index = _token_index(microbatches, critic.device)
-    tokens = denominator(flat, token_index, mode="token", reduce=data_parallel_sum)
+    tokens = denominator(flat, update.token_index, mode="token", reduce=data_parallel_sum)
     minibatch = Minibatch(denominator=tokens)
 
     def loss(values: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
         output = critic_loss(flat, minibatch, microbatch.token_index, values, clip=clip)
         return output.loss, output.metrics
 
-    return critic.update(microbatches, loss)
-
-
-def _token_index(microbatches: list[Microbatch], device: torch.device) -> Tensor:
-    return torch.cat([microbatch.token_index for microbatch in microbatches]).to(device)
+    return critic.update(update.microbatches, loss)
