@@ -1,8 +1,11 @@
-"""The trainer process: `python -m areal_lite.trainer.loop RUN_DIR`, one per rank, with torchrun's environment where there are several.
+"""The training loop of one rank: `python -m areal_lite.trainer.loop RUN_DIR`, started by torchrun.
 
-A step: pull the shard of batch k (k is also the trainer's version) -> M updates -> push version k + 1 -> metrics, checkpoint, evaluation.
-The controller reopens admission as soon as the push is over: what comes after it costs generation nothing. The first k is the step of the
-newest checkpoint, 0 without one; a stop that was asked for ends the run after a step (areal_lite/run_dir/resume.py).
+    pull the batch -> M updates -> push version k + 1 -> metrics, evaluation, checkpoint
+
+* The trainer's version k is the number of completed steps. The first k is that of the newest
+  checkpoint, or 0.
+* The controller reopens admission when a push ends, so the work after it does not delay generation.
+* A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
 
 from __future__ import annotations
@@ -10,10 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from concurrent.futures import Future
-from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -22,181 +23,109 @@ from areal_lite.controller.client import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
 from areal_lite.megatron.parallel import data_parallel_rank, shutdown
+from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.bad_batches import save_batch
-from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
-from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested, withdraw_stop
-from areal_lite.system.files import write_json
+from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested
 from areal_lite.system.processes import die_with_parent
-from areal_lite.system.threads import start_daemon
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.reporter import make_reporter, patience_s
+from areal_lite.trainer.step import StepResult, policy_step
 from areal_lite.trajectory import TrainBatch
-from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import make_pusher
 
 log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, run_dir: Path) -> None:
-    """The whole run of one rank."""
+    """Run the steps that are left, on this rank. Every rank calls it."""
+    settings = config.trainer
     objective = build_objective(config)
     models = build_models(config, objective)
-    engine, trainer = models.policy, config.trainer
     checkpoints = Checkpoints(
-        run_dir / CHECKPOINTS, models.trained, trainer.keep_checkpoints, trainer.milestone_every
+        run_dir / CHECKPOINTS, models.trained, settings.keep_checkpoints, settings.milestone_every
     )
     start = done = checkpoints.resume()
-    skipped = SkippedSteps(trainer.max_skipped_steps)
-    controller = ControllerClient(run_dir, _patience_s(config))
-    rank = data_parallel_rank()
-    lead = _Lead(config, run_dir, controller, start) if dist.get_rank() == 0 else None
+    controller = ControllerClient(run_dir, patience_s(config))
+    reporter = make_reporter(config, run_dir, controller, start)
     pusher = make_pusher(
-        engine, controller if lead else None, config, run_dir, servers_stale=start > 0
+        models.policy,
+        controller if dist.get_rank() == 0 else None,
+        config,
+        run_dir,
+        servers_stale=start > 0,
     )
+    skipped = SkippedSteps(settings.max_skipped_steps)
     models.leave_device()
-    for step in range(start, trainer.steps):
-        times = [time.time()]
+
+    for step in range(start, settings.steps):
+        watch = Stopwatch()
         batch, info = controller.batch(
-            step, rank, trainer.data_parallel, lambda: pusher.push_stale(step)
+            step, data_parallel_rank(), settings.data_parallel, partial(pusher.push_stale, step)
         )
-        times.append(time.time())
+        watch.lap("wait_s")
         with models.on_device():
             result = policy_step(models, objective, batch, config, step)
-        _look_at_skipped(
-            skipped,
-            result.metrics["skipped"] + result.metrics.get("critic_skipped", 0.0),
-            batch,
-            step,
-            run_dir,
-        )
-        times.append(time.time())
-        if lead:
-            lead.before_push(step, batch, result.prox, pusher.servers)
-        report = pusher.push_all(step + 1)
-        times.append(time.time())
-        if lead:
-            wait_s, train_s, push_s = (later - earlier for earlier, later in zip(times, times[1:]))
-            timing = {"wait_s": wait_s, "train_s": train_s, "push_s": push_s}
-            lead.after_push(step, {**info, **result.metrics, **timing}, asdict(report))
+        _record_skipped(skipped, result, batch, step, run_dir)
+        watch.lap("train_s")
+        reporter.before_push(step, batch, result.prox, pusher.servers)
+        push = pusher.push_all(step + 1)
+        watch.lap("push_s")
+        reporter.after_push(step, {**info, **result.metrics, **watch.seconds}, push)
         checkpoints.poll()
         done = step + 1
-        if done == trainer.steps:
+        if done < settings.steps and _save_and_stop(checkpoints, done, config, run_dir):
             break
-        stopping = on_every_rank(stop_requested(run_dir))
-        if stopping or (trainer.save_every and done % trainer.save_every == 0):
-            checkpoints.save(done, {"step": done})
-        if stopping:
-            break
-    if start < done == trainer.steps:
-        if lead:
-            lead.evaluate_last()
-            withdraw_stop(run_dir)
-        # Before anything that waits for the servers: what was learned must not depend on them.
-        checkpoints.save(done, {"step": done})
-        engine.export_hf(run_dir / CHECKPOINTS / "hf")
+
+    if start < done == settings.steps:
+        reporter.end_training()
+        _save_results(checkpoints, models.policy, done)
     checkpoints.wait()
     pusher.close()
-    if lead:
-        lead.finish()
+    reporter.finish()
     shutdown()
 
 
-def _look_at_skipped(
-    skipped: SkippedSteps, updates: float, batch: TrainBatch, step: int, run_dir: Path
-) -> None:
-    """Keep the batch of a step with an update that was skipped, for inspection. Raises FloatingPointError after too many in a row."""
-    if updates:
-        save_batch(
-            batch, run_dir / "bad_batches" / f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
-        )
-    skipped.record(step + 1, updates)
+class Stopwatch:
+    """The seconds that the phases of a step took, by name."""
 
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.time()
 
-def _patience_s(config: TrainConfig) -> float:
-    """How long to wait for the controller: a server may have to start, or to start again, before there can be an answer."""
-    return config.server.start_timeout_s + config.trainer.batch_timeout_s
-
-
-class _Lead:
-    """What rank 0 does beside training: metrics, evaluation, and the check of the servers' log-probs."""
-
-    def __init__(
-        self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
-    ):
-        self.config, self.run_dir, self.controller = config, run_dir, controller
-        forget_after(run_dir, start)
-        self.metrics = MetricsLog(
-            run_dir,
-            config.logger,
-            asdict(replace(config, server=replace(config.server, api_key=None))),
-        )
-        self.probe = LogprobAgreement(run_dir, config)
-        self.last = time.time()
-        self.evaluations: list[Future] = (
-            [self._evaluate(0)]
-            if config.eval.problems and not start and not read_events(run_dir, "evals")
-            else []
-        )
-        self.probed: dict[str, float | None] = {}
-
-    def before_push(self, step: int, batch, prox, servers) -> None:
-        """The servers still have the weights that the step started from."""
-        if step == 0:
-            self._collect()  # accuracy before training is of version 0 alone
-        self.probed = self.probe.compare(batch, prox, step, servers)
-
-    def after_push(self, step: int, metrics: dict[str, Any], report: dict[str, Any]) -> None:
+    def lap(self, name: str) -> None:
+        """End the phase `name`; the next one begins."""
         now = time.time()
-        record = {
-            "step": step + 1,
-            "version": step + 1,
-            "time_s": now - self.last,
-            **metrics,
-            **report,
-            **self.probed,
-        }
-        self.last = now
-        self.metrics.log(record)
-        self._collect(only_done=True)
-        log.info(
-            "step %d: reward %.3f, waited %.1f s, trained %.1f s",
-            step + 1,
-            record["reward_mean"],
-            record["wait_s"],
-            record["train_s"],
-        )
-        last = step + 1 == self.config.trainer.steps
-        every = self.config.eval.every
-        if self.config.eval.problems and not last and every and (step + 1) % every == 0:
-            self.evaluations.append(self._evaluate(step + 1))
+        self.seconds[name] = now - self._last
+        self._last = now
 
-    def evaluate_last(self) -> None:
-        """Start the evaluation of the final weights."""
-        if self.config.eval.problems:
-            self.evaluations.append(self._evaluate(self.config.trainer.steps))
 
-    def finish(self) -> None:
-        """Let the controller close its books."""
-        self._collect()
-        write_json(self.run_dir / "controller_totals.json", self.controller.finish())
-        self.metrics.close()
+def _record_skipped(
+    skipped: SkippedSteps, result: StepResult, batch: TrainBatch, step: int, run_dir: Path
+) -> None:
+    """Save the batch of a step with a skipped update.
 
-    def _evaluate(self, version: int) -> Future:
-        # On a connection of its own: an evaluation takes long and training goes on beside it.
-        def evaluate() -> dict[str, Any]:
-            client = ControllerClient(self.run_dir, _patience_s(self.config))
-            try:
-                return client.evaluate(version)
-            finally:
-                client.close()
+    Raises FloatingPointError after too many such steps in a row.
+    """
+    if result.skipped:
+        name = f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
+        save_batch(batch, run_dir / "bad_batches" / name)
+    skipped.record(step + 1, result.skipped)
 
-        return start_daemon(evaluate)
 
-    def _collect(self, only_done: bool = False) -> None:
-        """Write down evaluations in the order in which they were started."""
-        while self.evaluations and (self.evaluations[0].done() or not only_done):
-            append_event(self.run_dir, "evals", self.evaluations.pop(0).result())
+def _save_and_stop(checkpoints: Checkpoints, done: int, config: TrainConfig, run_dir: Path) -> bool:
+    """Save a checkpoint if one is due or a stop was requested; return whether to stop."""
+    stop = on_every_rank(stop_requested(run_dir))
+    every = config.trainer.save_every
+    if stop or (every and done % every == 0):
+        checkpoints.save(done, {"step": done})
+    return stop
+
+
+def _save_results(checkpoints: Checkpoints, policy: Policy, done: int) -> None:
+    """Save the last checkpoint and export the model, before any call that waits for servers."""
+    checkpoints.save(done, {"step": done})
+    policy.export_hf(checkpoints.folder / "hf")
 
 
 def main() -> int:

@@ -19,7 +19,8 @@ from areal_lite.megatron.trainable import TrainableModel
 class Models:
     """The policy, and the models that its objective needs.
 
-    offload: between updates, what only updates need waits in host memory and leaves the device to servers.
+    offload: between steps, what only updates need waits in host memory, so that servers can use the
+    device.
     """
 
     policy: Policy

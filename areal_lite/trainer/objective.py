@@ -1,4 +1,4 @@
-"""Build the objective that `algo` of the configuration describes, from areal_lite/algo/objectives."""
+"""Build an objective (areal_lite/algo/objectives) from `algo` of the configuration."""
 
 from __future__ import annotations
 

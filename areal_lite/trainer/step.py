@@ -1,12 +1,12 @@
 """One training step: a batch of trajectories becomes M optimizer updates.
 
-    forward passes (log-probs, values) -> targets (advantages) -> M updates of the policy (and the critic)
+    forward passes -> targets (advantages) -> M updates of the policy, and of the critic
 
-* Each update takes whole groups. A microbatch contributes its share of a mean over the whole update,
-  over all data-parallel ranks, so the result does not depend on how sequences were packed or spread.
+* An update takes whole groups. A microbatch contributes its share of a mean over the whole update,
+  on all data-parallel ranks, so the result does not depend on packing or on the number of ranks.
 * Every rank calls every function, in the same order: forward passes and updates are collective.
 
-The objective says what is computed (areal_lite/algo/objectives); this module says in which order.
+The objective (areal_lite/algo/objectives) decides what is computed; this module decides the order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from areal_lite.trajectory import TrainBatch
 
 @dataclass
 class StepResult:
-    """The outcome of a step: metrics for metrics.jsonl, and this rank's log-probs before the step.
+    """The outcome of a step.
 
-    prox: float32 [T], in CPU memory.
+    metrics: for metrics.jsonl; prox: float32 [T] in CPU memory, this rank's log-probs before the step;
+    skipped: the number of updates, of policy and critic, that were not finite.
     """
 
     metrics: dict[str, float | list[float]]
     prox: Tensor
+    skipped: float
 
 
 @dataclass(kw_only=True)
@@ -74,7 +76,8 @@ def policy_step(
         **batch_metrics(flat, config),
         **critic_metrics(critic_updates),
     }
-    return StepResult(metrics, flat.prox.float().cpu())
+    skipped = sum(update["skipped"] for update in [*updates, *critic_updates])
+    return StepResult(metrics, flat.prox.float().cpu(), skipped)
 
 
 def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBatch:

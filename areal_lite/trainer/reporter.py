@@ -1,0 +1,139 @@
+"""Reports of a run: metrics, evaluations, and how well servers and trainer agree on log-probs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller.client import ControllerClient
+from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
+from areal_lite.run_dir.resume import withdraw_stop
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.files import write_json
+from areal_lite.system.threads import start_daemon
+from areal_lite.trajectory import TrainBatch
+from areal_lite.weights.agreement import LogprobAgreement
+from areal_lite.weights.push import PushReport
+
+log = logging.getLogger(__name__)
+
+
+def patience_s(config: TrainConfig) -> float:
+    """Return how long to wait for the controller, whose answer may need a server to start first."""
+    return config.server.start_timeout_s + config.trainer.batch_timeout_s
+
+
+def make_reporter(
+    config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
+) -> Reporter:
+    """Build the reporter of this rank. `start`: the step from which the run goes on."""
+    if dist.get_rank() != 0:
+        return Reporter()
+    return RankZeroReporter(config, run_dir, controller, start)
+
+
+class Reporter:
+    """The calls of the training loop. This class is for ranks other than 0: it does nothing."""
+
+    def before_push(
+        self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
+    ) -> None:
+        """Compare log-probs with `servers`, which still have the weights that the step started from.
+
+        Args:
+            prox: float32 [T], the trainer's log-probs of `batch` under those weights
+            servers: None before the first push: all announced servers
+        """
+
+    def after_push(self, step: int, metrics: dict[str, Any], push: PushReport | None) -> None:
+        """Log the metrics of a step, and start an evaluation if one is due."""
+
+    def end_training(self) -> None:
+        """Start the evaluation of the final weights, and withdraw a request to stop."""
+
+    def finish(self) -> None:
+        """Wait for evaluations, end the controller and write its totals."""
+
+
+class RankZeroReporter(Reporter):
+    """The reporter of rank 0."""
+
+    def __init__(
+        self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
+    ):
+        self._config = config
+        self._run_dir = run_dir
+        self._controller = controller
+        forget_after(run_dir, start)
+        public = replace(config, server=replace(config.server, api_key=None))
+        self._metrics = MetricsLog(run_dir, config.logger, asdict(public))
+        self._agreement = LogprobAgreement(run_dir, config)
+        self._compared: dict[str, float | None] = {}
+        self._last_log = time.time()
+        self._evaluations: list[Future] = []
+        if not start and not read_events(run_dir, "evals"):
+            self._evaluate(0)
+
+    def before_push(
+        self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
+    ) -> None:
+        if step == 0:
+            # Version 0 alone must answer the evaluation before training.
+            self._collect()
+        self._compared = self._agreement.compare(batch, prox, step, servers)
+
+    def after_push(self, step: int, metrics: dict[str, Any], push: PushReport | None) -> None:
+        assert push is not None
+        done = step + 1
+        now = time.time()
+        time_s = now - self._last_log
+        self._last_log = now
+        record = {"step": done, "version": done, "time_s": time_s}
+        record |= {**metrics, **asdict(push), **self._compared}
+        self._metrics.log(record)
+        self._collect(only_done=True)
+        log.info(
+            "step %d: reward %.3f, waited %.1f s, trained %.1f s",
+            done,
+            record["reward_mean"],
+            record["wait_s"],
+            record["train_s"],
+        )
+        every = self._config.eval.every
+        if done < self._config.trainer.steps and every and done % every == 0:
+            self._evaluate(done)
+
+    def end_training(self) -> None:
+        self._evaluate(self._config.trainer.steps)
+        withdraw_stop(self._run_dir)
+
+    def finish(self) -> None:
+        self._collect()
+        write_json(self._run_dir / "controller_totals.json", self._controller.finish())
+        self._metrics.close()
+
+    def _evaluate(self, version: int) -> None:
+        """Start an evaluation on a connection of its own, since training goes on meanwhile."""
+
+        def evaluate() -> dict[str, Any]:
+            client = ControllerClient(self._run_dir, patience_s(self._config))
+            try:
+                return client.evaluate(version)
+            finally:
+                client.close()
+
+        if self._config.eval.problems:
+            self._evaluations.append(start_daemon(evaluate))
+
+    def _collect(self, only_done: bool = False) -> None:
+        """Log evaluations in the order in which they were started."""
+        while self._evaluations and (self._evaluations[0].done() or not only_done):
+            append_event(self._run_dir, "evals", self._evaluations.pop(0).result())
