@@ -79,7 +79,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
 
     if start < done == settings.steps:
         reporter.end_training()
-        _save_results(checkpoints, models.policy, done)
+        _save_results(checkpoints, models.policy, done, run_dir)
     checkpoints.wait()
     pusher.close()
     reporter.finish()
@@ -122,10 +122,10 @@ def _save_and_stop(checkpoints: Checkpoints, done: int, config: TrainConfig, run
     return stop
 
 
-def _save_results(checkpoints: Checkpoints, policy: Policy, done: int) -> None:
+def _save_results(checkpoints: Checkpoints, policy: Policy, done: int, run_dir: Path) -> None:
     """Save the last checkpoint and export the model, before any call that waits for servers."""
     checkpoints.save(done, {"step": done})
-    policy.export_hf(checkpoints.folder / "hf")
+    policy.export_hf(run_dir / CHECKPOINTS / "hf")
 
 
 def main() -> int:

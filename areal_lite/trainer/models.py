@@ -31,7 +31,10 @@ class Models:
     @property
     def trained(self) -> dict[str, TrainableModel]:
         """The models that a checkpoint holds, by name."""
-        return {"policy": self.policy} | ({"critic": self.critic} if self.critic else {})
+        models: dict[str, TrainableModel] = {"policy": self.policy}
+        if self.critic:
+            models["critic"] = self.critic
+        return models
 
     def leave_device(self) -> None:
         """Move what only updates need to host memory, if `offload`."""

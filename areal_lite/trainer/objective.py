@@ -71,5 +71,6 @@ def build_objective(config: TrainConfig) -> Objective:
 
 def correction(config: CorrectionConfig) -> Correction:
     """Convert the configuration of a behavior correction."""
-    settings = vars(config) | {"veto": tuple(config.veto) if config.veto else None}
+    settings: dict[str, Any] = {**vars(config)}
+    settings["veto"] = tuple(config.veto) if config.veto else None
     return Correction(**settings)

@@ -120,7 +120,7 @@ def _updates(policy: Policy, batch: TrainBatch, num: int) -> Iterator[_Update]:
         token_index = torch.from_numpy(batch.token_indices(sequences))
         microbatches = [
             replace(microbatch, token_index=token_index[microbatch.token_index])
-            for microbatch in policy.microbatches(batch.select(sequences))
+            for microbatch in policy.microbatches(batch.select(sequences.tolist()))
         ]
         yield _Update(
             microbatches=microbatches, token_index=token_index.to(policy.device), first=number == 0
