@@ -1,8 +1,12 @@
-"""Which server a request goes to: the least loaded one that works and has the trainer's weights.
+"""The choice of a server for a trajectory: the least loaded one that has the trainer's weights.
 
-A server takes requests while the version that it holds is the trainer's. One that joins late or comes back has older weights than the
-trajectories in flight: it is `stale` until a push brings it up. One that failed is left out until it is announced again as another
-process; one whose announcement is withdrawn gets nothing new. Pure: no clients, no clock.
+* A server is ready while the version that it holds is the trainer's.
+* A server that starts late or comes back has older weights than the trajectories in flight. It is
+  stale until a push brings it to the trainer's version.
+* A server that failed is left out until another process is announced under its name.
+* A server whose announcement is withdrawn gets no new requests.
+
+Pure: no client and no clock.
 """
 
 from __future__ import annotations
@@ -14,42 +18,51 @@ from areal_lite.servers.registry import ServerInfo
 
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:
-    """The server with the fewest trajectories in flight per tensor-parallel rank (then by name); None when there is none."""
+    """Return the server with the fewest trajectories in flight per tensor-parallel rank.
+
+    The name decides between equals. None without servers.
+    """
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
 
 
 class Router:
-    """Servers by name, the version that each one holds, and how many trajectories it has in flight. `version` is the trainer's."""
+    """The announced servers, the versions that they hold, and their trajectories in flight.
+
+    `version` is the trainer's. `servers` and `load` (trajectories in flight) are keyed by name.
+    """
 
     def __init__(self) -> None:
         self.version = 0
         self.servers: dict[str, ServerInfo] = {}
         self.load: Counter[str] = Counter()
-        self._versions: dict[ServerInfo, int] = {}  # those that said so, or took a push
+        # Only of servers that reported their version or took a push.
+        self._versions: dict[ServerInfo, int] = {}
         self._failed: set[ServerInfo] = set()
 
     def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
-        """Take over the list of announced servers, except processes that have failed. Returns the new ones: not ready yet."""
+        """Take over the announced servers, without processes that failed. Return the new ones.
+
+        A new server is not ready before its version is recorded.
+        """
         current = {s.name: s for s in announced if s not in self._failed}
         new = [s for name, s in current.items() if self.servers.get(name) != s]
         self.servers = current
-        self._versions = {
-            s: version for s, version in self._versions.items() if s in current.values()
-        }
+        announced_now = set(current.values())
+        self._versions = {s: v for s, v in self._versions.items() if s in announced_now}
         return new
 
     def record_version(self, server: ServerInfo, version: int) -> None:
-        """`server` says that it holds `version`. What a push has brought it to meanwhile counts more."""
+        """Record that `server` reported `version`. A push in the meantime takes precedence."""
         if self.servers.get(server.name) == server:
             self._versions.setdefault(server, version)
 
     def record_push(self, server: ServerInfo) -> None:
-        """`server` took the trainer's version."""
+        """Record that `server` took the trainer's version."""
         if self.servers.get(server.name) == server:
             self._versions[server] = self.version
 
     def mark_failed(self, server: ServerInfo) -> bool:
-        """Leave `server` out. True if that was news."""
+        """Leave `server` out. Return whether it was in use until now."""
         self._failed.add(server)
         if self.servers.get(server.name) != server:
             return False
@@ -59,23 +72,23 @@ class Router:
 
     @property
     def ready(self) -> set[str]:
-        """The names of those that may take requests."""
-        return {
-            server.name for server, version in self._versions.items() if version == self.version
-        }
+        """The names of the servers that may take requests."""
+        return {s.name for s, version in self._versions.items() if version == self.version}
 
     @property
     def stale(self) -> list[ServerInfo]:
-        """Those that need a push before they may take requests, by name."""
-        return sorted(
-            (s for s, version in self._versions.items() if version != self.version),
-            key=lambda s: s.name,
-        )
+        """The servers that need a push before they may take requests, by name."""
+        stale = (s for s, version in self._versions.items() if version != self.version)
+        return sorted(stale, key=lambda s: s.name)
 
     def is_ready(self, server: ServerInfo) -> bool:
+        """Return whether `server` may take requests."""
         return self._versions.get(server) == self.version
 
     def choose(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:
-        """The least loaded of those in `prefer` that work, which hold a prefix already, else of all."""
-        chosen = least_loaded(filter(self.is_ready, prefer), self.load)
-        return chosen or least_loaded(filter(self.is_ready, self._versions), self.load)
+        """Return the least loaded ready server among `prefer`, or else among all.
+
+        Servers in `prefer` hold a prefix of the request already.
+        """
+        preferred = least_loaded(filter(self.is_ready, prefer), self.load)
+        return preferred or least_loaded(filter(self.is_ready, self._versions), self.load)

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""A rollout's turns on the servers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from areal_lite.servers.registry import ServerInfo
 
 
 class RolloutSession:
-    """A trajectory's place on the servers: its turns go to the server that holds their prefix, as long as that one works.
+    """One trajectory on the servers.
 
-    It begins with a place reserved on `server`; `release()` gives back one that was never used.
+    Its turns go to the server that holds their prefix, as long as that server is ready. A session
+    starts with a reservation on `server`; `release` gives back a reservation that was never used.
+
+    Args:
+        fleet: the servers.
+        params: how to sample each turn.
+        tokenizer: encodes and finds the stop texts.
+        rid: the start of the requests' ids.
+        server: the server on which the first turn is reserved.
     """
 
     def __init__(
@@ -28,35 +36,33 @@ class RolloutSession:
         rid: str,
         server: ServerInfo,
     ):
-        self._fleet, self._params, self._tokenizer, self._rid, self._server = (
-            fleet,
-            params,
-            tokenizer,
-            rid,
-            server,
-        )
+        self._fleet = fleet
+        self._params = params
+        self._tokenizer = tokenizer
+        self._rid = rid
+        self._server = server
         self._reserved = True
         self._turns = 0
 
     async def complete(
         self, tokens: np.ndarray, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
-        """See Episode."""
-        params = (
-            self._params
-            if max_new_tokens is None
-            else replace(self._params, max_new_tokens=max_new_tokens)
-        )
-        # A server knows no text: a stop of several tokens is cut off afterwards, exactly where sampling would have ended.
-        ids = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop]
-        singles = tuple(i[0] for i in ids if len(i) == 1)
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *singles))
+        """Sample one turn after `tokens` (int32 [n]). See Episode.complete."""
+        params = self._params
+        if max_new_tokens is not None:
+            params = replace(params, max_new_tokens=max_new_tokens)
+        # A server knows no text. A stop text of one token ends the sampling; one of several
+        # tokens is cut off afterwards, exactly where sampling would have ended.
+        encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop]
+        single_tokens = tuple(ids[0] for ids in encoded if len(ids) == 1)
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *single_tokens))
         rid = f"{self._rid}-{self._turns}"
         self._turns += 1
-        completion = await self._fleet.complete(tokens, params, rid, await self._take())
-        return _cut(completion, stop, self._tokenizer) if stop else completion
+        completion = await self._fleet.complete(tokens, params, rid, await self._reserve())
+        return _cut_at_stop(completion, stop, self._tokenizer) if stop else completion
 
-    async def _take(self) -> ServerInfo:
+    async def _reserve(self) -> ServerInfo:
+        """Return the server of the next turn, with a reservation on it."""
         if self._reserved:
             self._reserved = False
         else:
@@ -64,28 +70,28 @@ class RolloutSession:
         return self._server
 
     def release(self) -> None:
+        """Give back the reservation of a session without a turn."""
         if self._reserved:
             self._reserved = False
-            self._fleet.router.load[self._server.name] -= 1
+            self._fleet.release(self._server)
 
 
-def _cut(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
-    """The completion up to the token with which it first holds one of the texts `stop`."""
+def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
+    """Cut `completion` after the token with which its text first contains one of `stop`."""
     tokens = completion.tokens
 
-    def holds(count: int) -> bool:
+    def has_stop(count: int) -> bool:
         text = tokenizer.decode(tokens[:count])
         return any(s in text for s in stop)
 
-    if not holds(len(tokens)):
+    if not has_stop(len(tokens)):
         return completion
-    end = bisect.bisect_left(range(len(tokens)), True, key=holds)
-    kv_version = min(chunk.kv_version for chunk in completion.chunks)
+    end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
     chunk = GenerationChunk(
         tokens=tokens[:end],
         logprobs=completion.logprobs[:end],
         versions=completion.versions[:end],
         finish_reason="stop",
-        kv_version=kv_version,
+        kv_version=min(chunk.kv_version for chunk in completion.chunks),
     )
     return Completion([chunk], completion.requests, "stop")

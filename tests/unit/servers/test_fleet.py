@@ -355,7 +355,7 @@ def test_the_members_of_a_group_move_to_one_server() -> None:
             tasks = [
                 asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), group)) for i in range(4)
             ]
-            await until(lambda: len(fleet._requests[C]) == 4)
+            await until(lambda: fleet.gate.in_flight_on(C) == 4)
             client.slow.clear()
             await asyncio.gather(*tasks)
             assert fleet.router.load == {"a": 2, "b": 0, "c": 0}

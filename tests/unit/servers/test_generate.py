@@ -1,9 +1,9 @@
-"""One completion out of many requests: no token lost, doubled or made from another prefix; versions as the server says."""
+"""One completion out of many requests: no token is lost, doubled or made from another prefix."""
 
 import asyncio
 import contextlib
 import json
-from functools import partial
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,11 +13,34 @@ from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.requests import RequestGate
+from areal_lite.servers.router import Router
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
 
 PROMPT = np.array([5, 6, 7], np.int32)
-OPEN = asyncio.Event()
-OPEN.set()
+SERVER = ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1)
+
+
+def gate_to(client, *servers: ServerInfo) -> RequestGate:
+    """An open gate to servers that are ready."""
+    router = Router()
+    router.update_servers(servers)
+    for server in servers:
+        router.record_version(server, 0)
+    return RequestGate(client, router, Counter())
+
+
+async def finished(
+    gate: RequestGate,
+    server: ServerInfo,
+    prompt: np.ndarray,
+    params: SamplingParams,
+    rid: str = "r",
+    so_far: Completion | None = None,
+) -> Completion:
+    so_far = so_far or Completion()
+    await generate(gate, server, prompt, params, rid, so_far)
+    return so_far
 
 
 @contextlib.asynccontextmanager
@@ -82,15 +105,7 @@ async def push(client: SGLangClient, server: ServerInfo, mode: str, version: int
 def test_an_undisturbed_request(budget: int) -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
-            result = await generate(
-                partial(client.generate, cache_key="0"),
-                server,
-                PROMPT,
-                params(budget),
-                "r",
-                Completion(),
-                OPEN,
-            )
+            result = await finished(gate_to(client, server), server, PROMPT, params(budget))
             assert_exact(result, PROMPT, budget)
             assert result.requests == 1 and set(result.versions) == {0}
             assert fakes[0].requests[0]["sampling_params"]["temperature"] == 1.0
@@ -103,18 +118,8 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
     async def run() -> None:
         async with serving(delay_s=0.001) as (fakes, (server,), client):
             prompts = [prompt_of_length(40), *(np.array([9, i], np.int32) for i in range(20))]
-            runs = [
-                generate(
-                    partial(client.generate, cache_key="0"),
-                    server,
-                    p,
-                    params(60),
-                    f"r{i}",
-                    Completion(),
-                    OPEN,
-                )
-                for i, p in enumerate(prompts)
-            ]
+            gate = gate_to(client, server)
+            runs = [finished(gate, server, p, params(60), f"r{i}") for i, p in enumerate(prompts)]
             tasks = [asyncio.create_task(run) for run in runs]
             for version in range(1, 5):
                 await asyncio.sleep(0.008)
@@ -136,17 +141,8 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
     async def run() -> None:
         async with serving(count=2, delay_s=0.002) as (fakes, servers, client):
             prompt, so_far = prompt_of_length(60), Completion()
-            task = asyncio.create_task(
-                generate(
-                    partial(client.generate, cache_key="0"),
-                    servers[0],
-                    prompt,
-                    params(),
-                    "r",
-                    so_far,
-                    OPEN,
-                )
-            )
+            gate = gate_to(client, *servers)
+            task = asyncio.create_task(finished(gate, servers[0], prompt, params(), so_far=so_far))
             await asyncio.sleep(0.03)
             await push(client, servers[0], "abort", 1)
             await asyncio.sleep(0.01)
@@ -156,18 +152,8 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
             known = len(so_far.tokens)
             assert known > 0
             fakes[1].weight_version = "1"
-            assert_exact(
-                await generate(
-                    partial(client.generate, cache_key="0"),
-                    servers[1],
-                    prompt,
-                    params(),
-                    "r",
-                    so_far,
-                    OPEN,
-                ),
-                prompt,
-            )
+            result = await finished(gate, servers[1], prompt, params(), so_far=so_far)
+            assert_exact(result, prompt)
             assert fakes[1].requests[0]["input_ids"] == [
                 *prompt.tolist(),
                 *completion(prompt.tolist(), known),
@@ -176,60 +162,51 @@ def test_it_continues_on_another_server_from_its_last_known_token() -> None:
     asyncio.run(run())
 
 
-def test_nothing_is_sent_while_held() -> None:
+def test_nothing_is_sent_while_the_gate_is_closed() -> None:
     async def run() -> None:
         async with serving() as (fakes, (server,), client):
-            resume = asyncio.Event()
-            task = asyncio.create_task(
-                generate(
-                    partial(client.generate, cache_key="0"),
-                    server,
-                    PROMPT,
-                    params(),
-                    "r",
-                    Completion(),
-                    resume,
-                )
-            )
+            gate = gate_to(client, server)
+            gate.close()
+            task = asyncio.create_task(finished(gate, server, PROMPT, params()))
             await asyncio.sleep(0.02)
             assert not fakes[0].requests
-            resume.set()
-            resume.clear()  # over before the waiter had its turn
+            gate.open()
+            gate.close()  # again, before the task had its turn
             await asyncio.sleep(0.02)
             assert not fakes[0].requests
-            resume.set()
+            gate.open()
             assert_exact(await task, PROMPT)
 
     asyncio.run(run())
 
 
-def test_barren_aborts_do_not_spin() -> None:
-    empty = GenerationChunk(
-        tokens=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
+class Stub:
+    """A client that answers with `chunks`, then raises InterruptedError."""
+
+    def __init__(self, *chunks: GenerationChunk):
+        self.chunks = list(chunks)
+
+    async def generate(self, *_: object) -> GenerationChunk:
+        if not self.chunks:
+            raise InterruptedError
+        return self.chunks.pop()
+
+
+def aborted(tokens: list[int]) -> GenerationChunk:
+    return GenerationChunk(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
         finish_reason="abort",
     )
 
+
+def test_empty_aborts_do_not_spin() -> None:
     async def run() -> None:
-        calls = 0
-
-        async def request(*_) -> GenerationChunk:
-            nonlocal calls
-            calls += 1
-            return empty
-
+        client = Stub(*[aborted([])] * 5)
         with pytest.raises(ServerFailed, match="before their first token"):
-            await generate(
-                request,
-                ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1),
-                PROMPT,
-                params(),
-                "r",
-                Completion(),
-                OPEN,
-            )
-        assert calls == 2
+            await finished(gate_to(client, SERVER), SERVER, PROMPT, params())
+        assert len(client.chunks) == 3, "two requests were sent"
 
     asyncio.run(run())
 
@@ -239,31 +216,10 @@ def test_barren_aborts_do_not_spin() -> None:
 )
 def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) -> None:
     async def run() -> None:
-        chunks = [
-            GenerationChunk(
-                tokens=np.array(tokens, np.int32),
-                logprobs=np.zeros(len(tokens), np.float32),
-                versions=np.zeros(len(tokens), np.int32),
-                finish_reason="abort",
-            )
-        ]
-
-        async def request(*_) -> GenerationChunk:
-            if not chunks:
-                raise InterruptedError
-            return chunks.pop()
-
         so_far = Completion()
+        gate = gate_to(Stub(aborted(tokens)), SERVER)
         with contextlib.suppress(InterruptedError):
-            await generate(
-                request,
-                ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1),
-                PROMPT,
-                params(3),
-                "r",
-                so_far,
-                OPEN,
-            )
+            await finished(gate, SERVER, PROMPT, params(3), so_far=so_far)
         assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
 
     asyncio.run(run())

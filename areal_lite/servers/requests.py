@@ -1,0 +1,115 @@
+"""The requests in flight: sent through one gate, counted, and cancelled when their server fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from areal_lite.servers.client import Client, ServerFailed, ServerNotReady
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.router import Router
+
+
+class RequestGate:
+    """The only way of a request to a server.
+
+    * Nothing is sent while the gate is closed, and nothing to a server that is not ready.
+    * When a server fails, all requests on it end at once: one of them, or a health check, finds
+      out for all.
+
+    `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
+    """
+
+    def __init__(self, client: Client, router: Router, counts: Counter[str]):
+        self._client = client
+        self._router = router
+        self._counts = counts
+        self.in_flight = 0
+        self.last_failure: ServerFailed | None = None
+        self._calls: defaultdict[ServerInfo, set[asyncio.Future[GenerationChunk]]] = defaultdict(
+            set
+        )
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        """Let no more requests pass until `open`. Requests in flight continue."""
+        self._open.clear()
+
+    async def drain(self) -> int:
+        """Wait until nothing is in flight, and return how many requests were. Close it first."""
+        drained = self.in_flight
+        await self._idle.wait()
+        return drained
+
+    async def send(
+        self, server: ServerInfo, input_ids: np.ndarray, params: SamplingParams, rid: str
+    ) -> GenerationChunk:
+        """Send one request when the gate is open, and return the tokens that it generated.
+
+        Raises ServerNotReady if `server` is not ready by then, and what Client.generate raises.
+        """
+        # In a loop: the gate may close again between the wake-up of this task and its turn.
+        while not self._open.is_set():
+            await self._open.wait()
+        if not self._router.is_ready(server):
+            raise ServerNotReady(server, "was withdrawn or has other weights than the trainer")
+        self._counts["requests"] += 1
+        self.in_flight += 1
+        self._idle.clear()
+        # After a push in mode `in_place` the cache still holds prefixes that older weights
+        # computed. The key keeps them from this request. A push that finds the request in the
+        # server's queue makes it start under the new weights, but over the old prefixes.
+        version = self._router.version
+        try:
+            call = self._client.generate(server, input_ids, params, rid, str(version))
+            chunk = await self._unless_failed(server, call)
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+        self._counts["aborts"] += chunk.finish_reason == "abort"
+        return replace(chunk, kv_version=version)
+
+    async def _unless_failed(
+        self, server: ServerInfo, call: Coroutine[Any, Any, GenerationChunk]
+    ) -> GenerationChunk:
+        """Return the result of `call`. Raises ServerFailed as soon as `server` is known to fail."""
+        request = asyncio.ensure_future(call)
+        self._calls[server].add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the caller was cancelled, not the request
+            raise ServerFailed(server, f"was left out: {self.last_failure}") from None
+        finally:
+            self._calls[server].discard(request)
+            if not self._calls[server]:
+                del self._calls[server]
+
+    def in_flight_on(self, server: ServerInfo) -> int:
+        """Return the number of requests in flight on `server`."""
+        return len(self._calls.get(server, ()))
+
+    def cancel(self, error: ServerFailed) -> None:
+        """End all requests on the server of `error`."""
+        self.last_failure = error
+        for request in self._calls.pop(error.server, ()):
+            request.cancel()
