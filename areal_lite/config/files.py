@@ -15,13 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_lite.config.commands import TrainConfig
 from areal_lite.system.files import write_atomically
 
+CONFIG_FILE = "config.yaml"
+
 
 def save_config(config: Any, run_dir: Path) -> Path:
     """Write the resolved configuration atomically as <run_dir>/config.yaml and return the path.
 
     A file that it replaces is kept as config-1.yaml, config-2.yaml, and so on.
     """
-    path = Path(run_dir) / "config.yaml"
+    path = Path(run_dir) / CONFIG_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         number = 1 + len(list(path.parent.glob("config-*.yaml")))
@@ -35,7 +37,7 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
 
     Raises ValueError when the file is missing or does not fit the schema.
     """
-    path = Path(run_dir) / "config.yaml"
+    path = Path(run_dir) / CONFIG_FILE
     try:
         return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path)))
     except (OSError, OmegaConfBaseException) as error:

@@ -12,7 +12,6 @@ import msgspec
 import zmq
 
 from areal_lite.controller.messages import (
-    ADDRESS_FILE,
     Address,
     BatchReady,
     BeginPush,
@@ -32,6 +31,7 @@ from areal_lite.controller.messages import (
     RunTotals,
     process_namespace,
 )
+from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.trajectory import TrainBatch
 
 R = TypeVar("R", bound=Response)
@@ -49,7 +49,7 @@ class ControllerClient:
 
     def __init__(self, run_dir: Path | str, timeout_s: float):
         self._timeout_s = timeout_s
-        self._address = _read_address(Path(run_dir) / ADDRESS_FILE, timeout_s)
+        self._address = _read_address(Path(run_dir) / CONTROLLER_FILE, timeout_s)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # An unread request must not keep this process from exiting.

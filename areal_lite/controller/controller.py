@@ -38,7 +38,7 @@ from areal_lite.controller.messages import (
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.run_dir.resume import CHECKPOINTS
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
@@ -271,7 +271,7 @@ class Controller:
                         f"the evaluation at version {version} is lost: no server is left that has the last weights"
                         f"{f' ({self.fleet.last_failure})' if self.fleet.last_failure else ''}, and after the last step they are pushed to no other. "
                         "Training is complete and its weights are saved: to evaluate them, "
-                        f"areal-lite eval model={Path(self.config.run_dir) / CHECKPOINTS / 'hf'}"
+                        f"areal-lite eval model={Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR}"
                     )
             return evaluating.result()
         finally:

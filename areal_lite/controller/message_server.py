@@ -15,7 +15,6 @@ import zmq
 import zmq.asyncio
 
 from areal_lite.controller.messages import (
-    ADDRESS_FILE,
     Address,
     Envelope,
     Failed,
@@ -25,6 +24,7 @@ from areal_lite.controller.messages import (
     Response,
     process_namespace,
 )
+from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.system.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class MessageServer:
         # set once `Finish` was answered
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self._file = run_dir / ADDRESS_FILE
+        self._file = run_dir / CONTROLLER_FILE
         address = Address(
             url=f"tcp://{host}:{port}",
             token=self._token,
@@ -68,7 +68,7 @@ class MessageServer:
                 if envelope is None:
                     continue
                 if not secrets.compare_digest(envelope.token.encode(), self._token.encode()):
-                    error = f"wrong token: read {ADDRESS_FILE} of this run again"
+                    error = f"wrong token: read {CONTROLLER_FILE} of this run again"
                     await self._send(client, envelope.id, Failed(error))
                     continue
                 self._pending.add((client, envelope.id))

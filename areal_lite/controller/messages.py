@@ -27,8 +27,6 @@ import msgspec
 
 from areal_lite.servers.registry import ServerInfo
 
-ADDRESS_FILE = "controller.json"
-
 
 class PullBatch(msgspec.Struct, tag="pull_batch", frozen=True):
     """Ask for one rank's shard of the batch that takes the trainer from `step` to `step + 1`.

@@ -20,8 +20,9 @@ from areal_lite.controller.message_server import MessageServer, run_until
 from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.resume import start_version
-from areal_lite.run_dir.store import STORE_FILE, Store
+from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import announced_servers, mark_unhealthy

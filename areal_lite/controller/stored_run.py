@@ -33,7 +33,8 @@ from areal_lite.controller.messages import (
     RunTotals,
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
-from areal_lite.run_dir.store import STORE_FILE, Store
+from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
+from areal_lite.run_dir.store import Store
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 def bound_of(run_dir: Path) -> int:
     """`buffer.max_staleness` of a stored run. Raises ValueError if its batches cannot be made again."""
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_FILE
     if not path.is_file() or not (run_dir / STORE_FILE).is_file():
         raise ValueError(
             f"debug_run={run_dir}: give the directory of a run, with its config.yaml and {STORE_FILE}"

@@ -17,7 +17,8 @@ from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
 from areal_lite.launch.server_pool import train_pool
 from areal_lite.report.progress import Progress
-from areal_lite.run_dir.store import STORE_FILE, Store
+from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
+from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
 
 _POLL_INTERVAL_S = 0.5
@@ -45,7 +46,7 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
                 time.sleep(_POLL_INTERVAL_S)
             progress.update(done)
         store.close()
-        write_json(run_dir / "controller_totals.json", client.finish())
+        write_json(run_dir / TOTALS_FILE, client.finish())
         client.close()
         roles.wait([controller])
 

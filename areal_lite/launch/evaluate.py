@@ -21,6 +21,7 @@ from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.runner import load_workflow, started
+from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -101,12 +102,12 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
         "pass_at_k": scores.pass_at_powers(),
         "failures": scores.failures,
     }
-    write_json(run_dir / "summary.json", result)
+    write_json(run_dir / SUMMARY_FILE, result)
     print(
         f"{len(scores.rewards)} held-out problems: greedy {scores.greedy:.3f}"
         + "".join(f", pass@{k} {p:.3f}" for k, p in result["pass_at_k"].items())
     )
-    print(run_dir / "summary.json")
+    print(run_dir / SUMMARY_FILE)
 
 
 async def _generate(config: GenerateConfig, run_dir: Path) -> None:

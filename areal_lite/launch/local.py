@@ -26,13 +26,14 @@ from areal_lite.report.progress import FollowedProgress
 from areal_lite.report.summary import build_summary
 from areal_lite.report.summary_table import summary_table
 from areal_lite.run_dir.metrics import forget_after, read_metrics
+from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (
     STOPPED,
-    forget_start,
-    sole_run,
+    clear_stop_request,
+    lock_run_dir,
+    remove_stale_files,
     start_version,
     stop_requested,
-    withdraw_stop,
 )
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import resolve_device, visible_gpus
@@ -46,7 +47,7 @@ def run(config: TrainConfig) -> int:
     the same directory.
     """
     run_dir = Path(config.run_dir)
-    with sole_run(run_dir):
+    with lock_run_dir(run_dir):
         print(f"run directory: {run_dir}", file=sys.stderr)
         if start_version(run_dir) >= config.trainer.steps:
             return _already_complete(config, run_dir)
@@ -60,10 +61,10 @@ def _already_complete(config: TrainConfig, run_dir: Path) -> int:
         f"and trainer.steps={config.trainer.steps}",
         file=sys.stderr,
     )
-    withdraw_stop(run_dir)
-    if not (run_dir / "summary.json").exists():
+    clear_stop_request(run_dir)
+    if not (run_dir / SUMMARY_FILE).exists():
         finish(config, run_dir, time.time())
-    print(run_dir / "summary.json")
+    print(run_dir / SUMMARY_FILE)
     return 0
 
 
@@ -85,7 +86,7 @@ def _train_and_report(config: TrainConfig, run_dir: Path) -> int:
             f"stopped as requested after step {start_version(run_dir)}: resume=auto continues",
             file=sys.stderr,
         )
-    print(run_dir / "summary.json")
+    print(run_dir / SUMMARY_FILE)
     return STOPPED if stopped else 0
 
 
@@ -94,7 +95,7 @@ def train(config: TrainConfig, run_dir: Path) -> None:
 
     Raises RoleFailed when a role fails.
     """
-    forget_start(run_dir)
+    remove_stale_files(run_dir)
     gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
     placement = place(gpus, config.trainer, config.server, config.sync.transport)
     if config.debug == "rollout_only":
@@ -159,7 +160,7 @@ def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
 
     summary = build_summary(run_dir, config, started_at, time.time())
     summary["report"] = str(write_report(run_dir))
-    write_json(run_dir / "summary.json", summary)
+    write_json(run_dir / SUMMARY_FILE, summary)
     console = Console(stderr=True)
     console.print(summary_table(summary))
     paths = f"run directory: {run_dir}\nreport: {summary['report']}"

@@ -31,10 +31,11 @@ from areal_lite.launch.placement import place
 from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.gpus import resolve_device, visible_gpus
 from areal_lite.system.network import NODE, listen_address
 
-_RUN_FILES = ("config.yaml", "metrics.jsonl", "trajectories.sqlite", "checkpoints")
+_RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 
 
 def check_config(config: Any) -> None:
@@ -126,7 +127,7 @@ def _resume(config: TrainConfig) -> None:
             "resume=auto: quickstart always starts anew; continue its run with "
             "`areal-lite train` and the same settings"
         )
-    path = Path(config.run_dir) / "config.yaml"
+    path = Path(config.run_dir) / CONFIG_FILE
     if not path.is_file():
         raise ValueError(
             f"run_dir={config.run_dir}: there is no config.yaml to continue from, "

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from areal_lite.config import TrainConfig, load_config, save_config
 from areal_lite.run_dir.metrics import forget_after
-from areal_lite.run_dir.resume import forget_start, start_version
+from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR
+from areal_lite.run_dir.resume import remove_stale_files, start_version
 
 COMPLETE = 10  # exit status of `begin`: there is nothing left to do
 
@@ -33,7 +34,7 @@ def run(config: TrainConfig) -> int:
 def write(config: TrainConfig) -> Path:
     """config.yaml, of what concerns training alone, and a folder for logs. Returns the run directory, absolute."""
     run_dir = Path(config.run_dir).resolve()
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
     save_config(
         TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)}),
         run_dir,
@@ -47,7 +48,7 @@ def begin(run_dir: Path) -> int:
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
         return COMPLETE
-    forget_start(run_dir)
+    remove_stale_files(run_dir)
     forget_after(run_dir, version)
     return 0
 
@@ -56,7 +57,7 @@ def end(run_dir: Path) -> int:
     """Write summary.json and report.png."""
     from areal_lite.launch.local import finish  # draws: slow to import
 
-    finish(load_config(run_dir), run_dir, (run_dir / "config.yaml").stat().st_mtime)
+    finish(load_config(run_dir), run_dir, (run_dir / CONFIG_FILE).stat().st_mtime)
     return 0
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
+from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.gpus import visible
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me, tail
@@ -52,7 +53,7 @@ class Roles:
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
-        self.logs = self.run_dir / "logs"
+        self.logs = self.run_dir / LOGS_DIR
         self.logs.mkdir(parents=True, exist_ok=True)
         self.roles: list[Role] = []
 

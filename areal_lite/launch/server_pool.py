@@ -22,6 +22,7 @@ from pathlib import Path
 
 from areal_lite.config import ServerConfig, TrainConfig, load_config
 from areal_lite.launch.roles import RoleFailed, interruptible
+from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
@@ -134,7 +135,7 @@ class ServerPool:
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        with open(self._run_dir / "logs" / LOG, "a") as log:
+        with open(self._run_dir / LOGS_DIR / LOG, "a") as log:
             log.write(f"{time.strftime('%F %T')} {text}\n")
 
 
@@ -158,11 +159,11 @@ def server_pool(
             name=f"server-{number}",
             port=config.port + number if config.port else free_port(config.host),
             seed=seed + number,
-            log_path=run_dir / "logs" / f"server-{number}.log",
+            log_path=run_dir / LOGS_DIR / f"server-{number}.log",
             environment={**visible(gpus[number]), **environment},
         )
 
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
     return ServerPool(
         run_dir,
         {f"server-{number}": lambda number=number: make(number) for number in gpus},

@@ -27,9 +27,8 @@ from typing import Any
 
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
-from areal_lite.run_dir.resume import CHECKPOINTS, MARKER
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, SLURM_JOB_FILE
 
-JOB_FILE = "job.sbatch"
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 
 
@@ -117,7 +116,7 @@ def run(config: SlurmConfig) -> int:
             "scancel it first or choose another folder"
         )
     run_dir = write(config)
-    job = run_dir / JOB_FILE
+    job = run_dir / SLURM_JOB_FILE
     job.write_text(text)
     print(f"run directory: {run_dir}", file=sys.stderr)
     for _ in range(config.cluster.chain):
@@ -195,8 +194,8 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "run_dir": run_dir,
         "work_dir": work_dir,
         "threads": config.trainer.threads,
-        "checkpoints": CHECKPOINTS,
-        "marker": MARKER,
+        "checkpoints": CHECKPOINTS_DIR,
+        "marker": CHECKPOINT_MARKER,
         "complete_status": COMPLETE,
         "requeue": cluster.chain == 1,
         "server_node": 0 if nodes.shared else nodes.trainer_nodes,

@@ -31,7 +31,8 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint import CheckpointException
 
 from areal_lite.megatron.optimizer import on_every_rank
-from areal_lite.run_dir.resume import MARKER, complete, latest
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER
+from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 
 _FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -137,8 +138,10 @@ class Checkpoints:
             saving, self.saving = self.saving, None
             saving.publish()
             if dist.get_rank() == 0:
-                for step in obsolete(complete(self.folder), self.keep, self.milestone_every):
-                    remove_unread(self.folder / f"step-{step}" / MARKER)
+                for step in obsolete(
+                    checkpoint_steps(self.folder), self.keep, self.milestone_every
+                ):
+                    remove_unread(self.folder / f"step-{step}" / CHECKPOINT_MARKER)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Take up `folder`; returns its `extra`. Raises ValueError when it is no checkpoint of the same parts."""
@@ -146,7 +149,7 @@ class Checkpoints:
 
     def resume(self) -> int:
         """Take up the newest complete one, if there is one; returns the step to go on from."""
-        newest = latest(self.folder)
+        newest = latest_checkpoint(self.folder)
         return self.load(newest)["step"] if newest else 0
 
 
@@ -162,9 +165,9 @@ def obsolete(steps: list[int], keep: int, milestone_every: int) -> list[int]:
 @torch.no_grad()
 def load_checkpoint(folder: Path, parts: dict[str, Part]) -> dict[str, Any]:
     """Take up the state in `folder`; return its `extra`. Raises ValueError when it is no checkpoint of the same parts. Every rank calls it."""
-    if not (folder / MARKER).is_file():
+    if not (folder / CHECKPOINT_MARKER).is_file():
         raise ValueError(f"{folder}: not a trainer checkpoint")
-    with reading(folder / MARKER):
+    with reading(folder / CHECKPOINT_MARKER):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         if missing := parts.keys() - common.keys():
             raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")

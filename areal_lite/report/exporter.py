@@ -37,6 +37,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from areal_lite.run_dir.metrics import STEP_KEYS, newest_event
+from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
 
@@ -75,7 +76,7 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
     facts = {
         "seconds_since_step": now - step["logged_at"] if step else None,
         "steps_planned": OmegaConf.select(_config(run_dir), "trainer.steps"),
-        "ended": (run_dir / "summary.json").exists(),
+        "ended": (run_dir / SUMMARY_FILE).exists(),
         "servers": len(announced_servers(run_dir)),
     }
     sources = (
@@ -113,7 +114,7 @@ def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _config(run_dir: Path) -> DictConfig:
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG_FILE
     config = OmegaConf.load(path) if path.exists() else OmegaConf.create()
     assert isinstance(config, DictConfig)
     return config

@@ -32,6 +32,7 @@ from areal_lite.report.style import (
 from areal_lite.report.summary import interrupted
 from areal_lite.report.text import duration, pause
 from areal_lite.report.timeline import draw_timeline
+from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
 
 # As many characters of 12.5 points fit on the page.
@@ -49,7 +50,7 @@ def write_report(run_dir: Path) -> Path:
         figure = Figure(figsize=(16, 12), dpi=100)
         _draw_page(figure, run)
         figure.savefig(picture)
-    path = run.run_dir / "report.png"
+    path = run.run_dir / REPORT_FILE
     write_atomically(path, picture.getvalue())
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal_lite.run_dir.metrics import read_events, read_metrics
+from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
 
 _COLUMNS = (
@@ -93,14 +94,14 @@ def load_run(run_dir: Path) -> RunData:
     run = RunData(
         run_dir=run_dir, metrics=read_metrics(run_dir), evals=read_events(run_dir, "evals")
     )
-    if (run_dir / "config.yaml").exists():
-        config = OmegaConf.load(run_dir / "config.yaml")
+    if (run_dir / CONFIG_FILE).exists():
+        config = OmegaConf.load(run_dir / CONFIG_FILE)
         replays = OmegaConf.select(config, "buffer.replay.capacity")
         run.staleness_bound = None if replays else OmegaConf.select(config, "buffer.max_staleness")
-    if (run_dir / "controller_totals.json").exists():
-        run.totals = json.loads((run_dir / "controller_totals.json").read_text())
-    if (run_dir / "trajectories.sqlite").exists():
-        _read_store(run, run_dir / "trajectories.sqlite")
+    if (run_dir / TOTALS_FILE).exists():
+        run.totals = json.loads((run_dir / TOTALS_FILE).read_text())
+    if (run_dir / STORE_FILE).exists():
+        _read_store(run, run_dir / STORE_FILE)
     return run
 
 

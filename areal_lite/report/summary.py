@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.report.run_data import RunData, load_run
+from areal_lite.run_dir.paths import REPORT_FILE
 
 
 def build_summary(
@@ -34,7 +35,7 @@ def build_summary(
     tokens = sum(t["sampled"] for t in used)
     return {
         "run_dir": str(run_dir),
-        "report": str(Path(run_dir) / "report.png"),
+        "report": str(Path(run_dir) / REPORT_FILE),
         "steps": len(run.metrics),
         "steps_planned": config.trainer.steps,
         "wall_s": finished_at - started_at,

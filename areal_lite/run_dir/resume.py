@@ -1,15 +1,21 @@
-"""Where a run that was killed or stopped goes on (`resume=auto` on the same run directory), and how it is stopped. Imports no torch.
+"""Resuming and stopping a run.
 
-Everything goes on from S, the step of the newest complete checkpoint, 0 without one, which is also a version of the weights:
+`resume=auto` on a run directory continues at step S, the step of the newest complete checkpoint
+(0 without one). S is also a version of the weights. What is recovered:
 
-* the trainer takes up the checkpoint: weights, optimizer, schedule, random state (trainer/loop.py); what was logged after S is cut off;
-* the store (`Store.recover`) gives back what finished and was not used before step S, if weights up to S sampled it; what is in flight, or was
-  sampled by weights that are lost, is dropped, and its prompts come again;
-* the controller goes on at version S with the prompt sampler, the counters and the waiting groups that the store tells of. Servers start with
-  version 0 and get no request before the trainer has caught them up.
+* Trainer: weights, optimizer, schedule and random state come from the checkpoint. Metrics and
+  evaluations after S are cut off (`run_dir/metrics.py`).
+* Store (`Store.recover`): a group that no step before S has used waits again if weights up to S
+  sampled it. A group that was in flight, or that lost weights sampled, is dropped, and its prompt
+  is drawn again.
+* Controller: prompt sampler, counters and waiting groups come from the store.
+* Servers start with version 0. They get no request until the trainer has pushed version S.
 
-A file `stop` in the run directory asks a run to end: the trainer finishes its step, saves a checkpoint and ends well. The file stays, to tell
-that there are steps left, until the next start. The supervisor makes it on SIGUSR1, and then exits with STOPPED.
+A file `stop` in the run directory asks a run to stop: the trainer finishes its step, saves a
+checkpoint and exits normally. The supervisor creates the file on SIGUSR1, and then exits with
+`STOPPED`. The file stays until the next start: it says that there are steps left.
+
+No torch here: supervisor and controller use this module.
 """
 
 from __future__ import annotations
@@ -22,74 +28,86 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-CHECKPOINTS = "checkpoints"
-MARKER = "metadata.json"  # Megatron writes it last
-STOPPED = os.EX_TEMPFAIL  # exit status: to be started again
-_STOP = "stop"
-# Of an earlier start: addresses of processes that are gone, and what is true at the end of a run only.
-_STALE = (
-    "controller.json",
-    "openai_endpoint.json",
-    "servers/*",
-    "controller_totals.json",
-    "summary.json",
-    _STOP,
+from areal_lite.run_dir.paths import (
+    CHECKPOINT_MARKER,
+    CHECKPOINTS_DIR,
+    CONTROLLER_FILE,
+    LOCK_FILE,
+    OPENAI_ENDPOINT_FILE,
+    SERVERS_DIR,
+    STOP_FILE,
+    SUMMARY_FILE,
+    TOTALS_FILE,
+)
+
+STOPPED = os.EX_TEMPFAIL
+"""Exit status of a run that was stopped and can be started again."""
+
+# Addresses of processes that are gone, and files that only a finished run has.
+_STALE_FILES = (
+    CONTROLLER_FILE,
+    OPENAI_ENDPOINT_FILE,
+    f"{SERVERS_DIR}/*",
+    TOTALS_FILE,
+    SUMMARY_FILE,
+    STOP_FILE,
 )
 
 
-def complete(folder: Path) -> list[int]:
-    """The steps of which `folder` holds a checkpoint, ascending."""
-    found = (
-        (
-            re.fullmatch(r"step-(\d+)", path.name)
-            for path in folder.iterdir()
-            if (path / MARKER).is_file()
-        )
-        if folder.is_dir()
-        else ()
-    )
-    return sorted(int(match[1]) for match in found if match)
+def checkpoint_steps(folder: Path) -> list[int]:
+    """List the steps of the complete checkpoints in `folder`, in ascending order."""
+    steps = []
+    for marker in folder.glob(f"step-*/{CHECKPOINT_MARKER}"):
+        match = re.fullmatch(r"step-(\d+)", marker.parent.name)
+        if match and marker.is_file():
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`."""
-    steps = complete(folder)
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint in `folder`, or None."""
+    steps = checkpoint_steps(folder)
     return folder / f"step-{steps[-1]}" if steps else None
 
 
 def start_version(run_dir: Path) -> int:
-    """The step, and version of the weights, from which the run goes on."""
-    return max(complete(run_dir / CHECKPOINTS), default=0)
+    """Return the step, and version of the weights, at which the run continues."""
+    return max(checkpoint_steps(run_dir / CHECKPOINTS_DIR), default=0)
 
 
 def stop_requested(run_dir: Path) -> bool:
-    return (run_dir / _STOP).exists()
+    """Tell whether the run was asked to stop."""
+    return (run_dir / STOP_FILE).exists()
 
 
-def withdraw_stop(run_dir: Path) -> None:
-    """There are no steps left to stop before."""
-    (run_dir / _STOP).unlink(missing_ok=True)
+def clear_stop_request(run_dir: Path) -> None:
+    """Remove the stop request: the run has no steps left."""
+    (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
-def forget_start(run_dir: Path) -> None:
-    """Remove what an earlier start left that a role could take for this one's."""
-    for pattern in _STALE:
+def remove_stale_files(run_dir: Path) -> None:
+    """Remove the files of an earlier start that a process could mistake for this one's."""
+    for pattern in _STALE_FILES:
         for path in run_dir.glob(pattern):
             path.unlink()
 
 
 @contextmanager
-def sole_run(run_dir: Path) -> Iterator[None]:
-    """This process alone runs what is in `run_dir`, and SIGUSR1 asks it to stop. Raises ValueError while another process does."""
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of `run_dir`, and turn SIGUSR1 into a stop request.
+
+    Raises ValueError while another process holds the lock.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / "lock", "w") as lock:  # a lock ends with its process, however that ends
+    # The kernel releases the lock when the process ends, however it ends.
+    with open(run_dir / LOCK_FILE, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"
             ) from None
-        previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / _STOP).touch())
+        previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / STOP_FILE).touch())
         try:
             yield
         finally:

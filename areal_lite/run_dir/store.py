@@ -27,9 +27,6 @@ import numpy as np
 
 from areal_lite.trajectory import Group, Trajectory
 
-STORE_FILE = "trajectories.sqlite"
-
-
 _DRAWS = 100  # of Recovered: so many agree with another order of prompts by chance only if there is hardly any order
 
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from areal_lite.run_dir.paths import SERVERS_DIR
 from areal_lite.system.files import write_atomically
 
 
@@ -31,7 +32,7 @@ def announce_server(run_dir: Path, info: ServerInfo) -> Path:
 def announced_servers(run_dir: Path) -> list[ServerInfo]:
     """The servers of a run, by name; empty before the first one is there."""
     servers = []
-    for path in sorted(Path(run_dir, "servers").glob("*.json")):
+    for path in sorted(Path(run_dir, SERVERS_DIR).glob("*.json")):
         with suppress(FileNotFoundError):  # withdrawn between the listing and the reading
             servers.append(ServerInfo(**json.loads(path.read_text())))
     return servers
@@ -59,8 +60,8 @@ def unhealthy_reason(run_dir: Path, server: ServerInfo) -> str | None:
 
 
 def _announcement(run_dir: Path, name: str) -> Path:
-    return Path(run_dir, "servers", f"{name}.json")
+    return Path(run_dir, SERVERS_DIR, f"{name}.json")
 
 
 def _unhealthy_file(run_dir: Path, name: str) -> Path:
-    return Path(run_dir, "servers", f"{name}.unhealthy")
+    return Path(run_dir, SERVERS_DIR, f"{name}.unhealthy")

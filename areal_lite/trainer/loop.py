@@ -25,7 +25,8 @@ from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
 from areal_lite.megatron.parallel import data_parallel_rank, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.bad_batches import save_batch
-from areal_lite.run_dir.resume import CHECKPOINTS, stop_requested
+from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
+from areal_lite.run_dir.resume import stop_requested
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
@@ -43,7 +44,10 @@ def train(config: TrainConfig, run_dir: Path) -> None:
     objective = build_objective(config)
     models = build_models(config, objective)
     checkpoints = Checkpoints(
-        run_dir / CHECKPOINTS, models.trained, settings.keep_checkpoints, settings.milestone_every
+        run_dir / CHECKPOINTS_DIR,
+        models.trained,
+        settings.keep_checkpoints,
+        settings.milestone_every,
     )
     start = done = checkpoints.resume()
     controller = ControllerClient(run_dir, patience_s(config))
@@ -109,7 +113,7 @@ def _record_skipped(
     """
     if result.skipped:
         name = f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
-        save_batch(batch, run_dir / "bad_batches" / name)
+        save_batch(batch, run_dir / BAD_BATCHES_DIR / name)
     skipped.record(step + 1, result.skipped)
 
 
@@ -125,7 +129,7 @@ def _save_and_stop(checkpoints: Checkpoints, done: int, config: TrainConfig, run
 def _save_results(checkpoints: Checkpoints, policy: Policy, done: int, run_dir: Path) -> None:
     """Save the last checkpoint and export the model, before any call that waits for servers."""
     checkpoints.save(done, {"step": done})
-    policy.export_hf(run_dir / CHECKPOINTS / "hf")
+    policy.export_hf(run_dir / CHECKPOINTS_DIR / HF_DIR)
 
 
 def main() -> int:

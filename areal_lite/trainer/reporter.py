@@ -15,7 +15,8 @@ from torch import Tensor
 from areal_lite.config import TrainConfig
 from areal_lite.controller.client import ControllerClient
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
-from areal_lite.run_dir.resume import withdraw_stop
+from areal_lite.run_dir.paths import TOTALS_FILE
+from areal_lite.run_dir.resume import clear_stop_request
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.files import write_json
 from areal_lite.system.threads import start_daemon
@@ -113,11 +114,11 @@ class RankZeroReporter(Reporter):
 
     def end_training(self) -> None:
         self._evaluate(self._config.trainer.steps)
-        withdraw_stop(self._run_dir)
+        clear_stop_request(self._run_dir)
 
     def finish(self) -> None:
         self._collect()
-        write_json(self._run_dir / "controller_totals.json", self._controller.finish())
+        write_json(self._run_dir / TOTALS_FILE, self._controller.finish())
         self._metrics.close()
 
     def _evaluate(self, version: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from areal_lite.config import TrainConfig
+from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
@@ -128,7 +129,7 @@ class WeightPusher:
         self._config = config
         self._timeout_s = config.sync.timeout_s
         self._folder = WeightFolder(
-            Path(config.sync.disk_path or run_dir / "weights"), Path(config.model)
+            Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model)
         )
         self._backend = "nccl" if policy.device.type == "cuda" else "gloo"
         self._group = BroadcastGroup(self._backend, self._timeout_s)

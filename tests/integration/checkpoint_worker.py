@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async, latest
+from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
+from areal_lite.run_dir.resume import latest_checkpoint
 from areal_lite.trajectory import TrainBatch
 from tests.integration.engine_worker import random_batch
 
@@ -77,7 +78,7 @@ class Story:
         checkpoints.save(3, {"step": 3, "note": "three updates"})
         second = self.train(range(3, 6))
         checkpoints.poll()
-        unpublished = latest(Path(folder)) is None
+        unpublished = latest_checkpoint(Path(folder)) is None
         dist.barrier()
         disk.set()
         checkpoints.save(6, {"step": 6})
@@ -112,7 +113,7 @@ class Story:
         both.save(2, {})
         both.wait()
         expected = [self.train(range(2, 4)), train_critic(range(2, 4))]
-        both.load(latest(Path(folder)))
+        both.load(latest_checkpoint(Path(folder)))
         got = [self.train(range(2, 4)), train_critic(range(2, 4))]
         alone = self.checkpoints(folder + "-alone")
         alone.save(1, {})
@@ -122,7 +123,7 @@ class Story:
     def needs_critic(self, folder: str) -> str:
         try:
             Checkpoints(Path(folder), {"policy": self.engine, "critic": self.engine}).load(
-                latest(Path(folder))
+                latest_checkpoint(Path(folder))
             )
         except ValueError as error:
             return str(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ReplayConfig
-from areal_lite.run_dir.resume import STOPPED, complete
+from areal_lite.run_dir.resume import STOPPED, checkpoint_steps
 from tests.integration.controller_run import (
     GROUPS,
     MEMBERS,
@@ -238,7 +238,7 @@ def wait_for(process: subprocess.Popen, folder: Path, steps: int, saved: int) ->
     while not (
         log.exists()
         and log.read_bytes().count(b"\n") >= steps
-        and saved in complete(folder / "checkpoints")
+        and saved in checkpoint_steps(folder / "checkpoints")
     ):
         assert process.poll() is None, (folder.parent / "output").read_text()
         time.sleep(0.05)
@@ -276,7 +276,7 @@ def check_whole_run(folder: Path) -> None:
     ]
     assert len(prompts) == len(set(prompts))
     db.close()
-    assert complete(folder / "checkpoints")[-1] == 7 and processes_of(folder) == []
+    assert checkpoint_steps(folder / "checkpoints")[-1] == 7 and processes_of(folder) == []
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
         wait_for(process, folder, 4, 2)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(300) == STOPPED == os.EX_TEMPFAIL, (tmp_path / "output").read_text()
-        stopped = complete(folder / "checkpoints")[-1]
+        stopped = checkpoint_steps(folder / "checkpoints")[-1]
         assert (
             4 <= stopped < 7 and len((folder / "metrics.jsonl").read_text().splitlines()) == stopped
         )

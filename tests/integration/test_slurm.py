@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_lite.run_dir.resume import complete
+from areal_lite.run_dir.resume import checkpoint_steps
 from areal_lite.system.network import free_port
 from tests.integration.slurm_cluster import GPUS, Cluster, why_not
 
@@ -233,7 +233,7 @@ def test_a_run_outlives(cluster, model, tmp_path, dies):
         "trainer.save_every=2",
     ]
     (job,) = submit(cluster, model, folder, *settings, "eval.problems=0")
-    wait_for(lambda: complete(folder / "checkpoints"), folder)
+    wait_for(lambda: checkpoint_steps(folder / "checkpoints"), folder)
     _, second, third = cluster.nodes_of(job)
     if dies == "rank":
         (rank,) = (

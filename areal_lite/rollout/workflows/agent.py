@@ -10,11 +10,10 @@ from pathlib import Path
 from areal_lite.config import TrainConfig
 from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.run_dir.paths import OPENAI_ENDPOINT_FILE
 from areal_lite.system.files import write_json
 from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
-
-ANNOUNCEMENT = "openai_endpoint.json"
 
 
 class Agent:
@@ -53,7 +52,7 @@ class Agent:
         # Agents run in this process, and httpx logs every request at INFO.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         await self._endpoint.start()
-        self._announcement = Path(config.run_dir, ANNOUNCEMENT)
+        self._announcement = Path(config.run_dir, OPENAI_ENDPOINT_FILE)
         write_json(self._announcement, {"base_url": self._endpoint.base_url})
 
     async def close(self) -> None:

@@ -20,11 +20,11 @@ from areal_lite.data.sampler import PromptSampler
 from areal_lite.launch.preflight import check_config
 from areal_lite.run_dir.metrics import append_event, forget_after, read_events
 from areal_lite.run_dir.resume import (
-    forget_start,
-    sole_run,
+    clear_stop_request,
+    lock_run_dir,
+    remove_stale_files,
     start_version,
     stop_requested,
-    withdraw_stop,
 )
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
@@ -274,28 +274,28 @@ def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
     ]
     for name in stale + kept:
         (run_dir / name).touch()
-    with sole_run(run_dir):
-        forget_start(run_dir)
+    with lock_run_dir(run_dir):
+        remove_stale_files(run_dir)
         assert not any((run_dir / name).exists() for name in stale) and all(
             (run_dir / name).exists() for name in kept
         )
-        code = "import sys; from pathlib import Path; from areal_lite.run_dir.resume import sole_run; sole_run(Path(sys.argv[1])).__enter__()"
+        code = "import sys; from pathlib import Path; from areal_lite.run_dir.resume import lock_run_dir; lock_run_dir(Path(sys.argv[1])).__enter__()"
         second = subprocess.run(
             [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True
         )
         assert second.returncode and "a run is going on there" in second.stderr.splitlines()[-1]
-    with sole_run(run_dir):
+    with lock_run_dir(run_dir):
         assert start_version(run_dir) == 12
 
 
 def test_sigusr1_asks_for_a_stop(tmp_path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with sole_run(tmp_path):
+    with lock_run_dir(tmp_path):
         assert not stop_requested(tmp_path)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop_requested(tmp_path)
     assert stop_requested(tmp_path) and signal.getsignal(signal.SIGUSR1) == before
-    withdraw_stop(tmp_path)
+    clear_stop_request(tmp_path)
     assert not stop_requested(tmp_path)
 
 

@@ -14,7 +14,7 @@ import pytest
 from areal_lite.config import ClusterConfig, ServerConfig, SlurmConfig, TrainerConfig, load_config
 from areal_lite.launch.prepare import write
 from areal_lite.launch.slurm import layout, render
-from areal_lite.run_dir.resume import MARKER
+from areal_lite.run_dir.paths import CHECKPOINT_MARKER
 from areal_lite.system.gpus import deal
 
 RUN, WORK = Path("/shared/runs/it's one"), Path("/shared/code")
@@ -119,9 +119,9 @@ def test_a_failed_job_is_requeued_if_it_saved_a_checkpoint(tmp_path, new_checkpo
     run = tmp_path / "run"
     old, new = (run / "checkpoints" / f"step-{step}" for step in (9, 10))
     old.mkdir(parents=True)
-    (old / MARKER).touch()
+    (old / CHECKPOINT_MARKER).touch()
     # A folder without its marker is not complete.
-    save = f"mkdir {new}; touch {new / MARKER}; " if new_checkpoint else f"mkdir {new}; "
+    save = f"mkdir {new}; touch {new / CHECKPOINT_MARKER}; " if new_checkpoint else f"mkdir {new}; "
     srun = (
         '[[ "$*" == *prepare* ]] && exit 0\n'
         f'[[ "$*" == *controller* ]] && {{ {save}exit 3; }}\n'

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy, complete, latest, obsolete
+from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy, obsolete
 from areal_lite.run_dir.bad_batches import load_batch, save_batch
+from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.trajectory import TrainBatch
 
@@ -25,15 +26,15 @@ def checkpoint(folder: Path) -> Path:
 
 
 def test_only_what_is_complete_counts(tmp_path):
-    assert latest(tmp_path / "nowhere") is None
-    assert latest(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
     for step in (9, 10, 100):
         checkpoint(tmp_path / f"step-{step}")
     scratch_folder(tmp_path / "step-200")
     (tmp_path / "step-300").mkdir()
     (tmp_path / "hf").mkdir()
-    assert complete(tmp_path) == [9, 10, 100]
-    assert latest(tmp_path) == tmp_path / "step-100"
+    assert checkpoint_steps(tmp_path) == [9, 10, 100]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""The layout of a run directory: every file and folder name, once.
+
+run_dir/
+    config.yaml               the resolved configuration (config-N.yaml: of earlier starts)
+    metrics.jsonl             one line per training step
+    evals.jsonl               one line per evaluation
+    trajectories.sqlite       rollout groups and their trajectories
+    summary.json, report.png  written at the end
+    checkpoints/              step-N/ (complete once it has a metadata.json), hf/ (last weights)
+    weights/                  what `sync.transport=disk` hands to the servers
+    bad_batches/              batches whose update was skipped
+    logs/                     one file per process
+    servers/                  NAME.json: a running server; NAME.unhealthy: it must be replaced
+    controller.json           address of the controller while it runs
+    controller_totals.json    what the controller counted, written when it ends
+    openai_endpoint.json      address of the OpenAI endpoint while it runs
+    job.sbatch                the Slurm job
+    stop                      asks the run to stop after its step
+    lock                      held by the process that supervises the run
+"""
+
+from __future__ import annotations
+
+from areal_lite.config.files import CONFIG_FILE as CONFIG_FILE
+
+METRICS_FILE = "metrics.jsonl"
+EVALS_FILE = "evals.jsonl"
+STORE_FILE = "trajectories.sqlite"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.png"
+TOTALS_FILE = "controller_totals.json"
+
+CHECKPOINTS_DIR = "checkpoints"
+CHECKPOINT_MARKER = "metadata.json"
+"""Megatron writes this file last: a checkpoint folder that has it is complete."""
+HF_DIR = "hf"
+WEIGHTS_DIR = "weights"
+BAD_BATCHES_DIR = "bad_batches"
+LOGS_DIR = "logs"
+
+SERVERS_DIR = "servers"
+CONTROLLER_FILE = "controller.json"
+OPENAI_ENDPOINT_FILE = "openai_endpoint.json"
+
+SLURM_JOB_FILE = "job.sbatch"
+STOP_FILE = "stop"
+LOCK_FILE = "lock"
