@@ -1,6 +1,6 @@
-"""Verifier by comparison of text."""
+"""Verifier that compares texts."""
 
 
 def exact_reward(completion: str, answer: str) -> float:
-    """1.0 if completion and answer are the same but for white space around them; else 0.0."""
+    """Return 1.0 if both texts are equal apart from white space around them, else 0.0."""
     return float(completion.strip() == answer.strip())

@@ -1,14 +1,15 @@
-r"""Verifier of grade-school mathematics (GSM8K): the stated number against the right one, exactly.
+r"""Verifier of grade-school mathematics (GSM8K): compares numbers exactly.
 
-An answer counts where a completion states it: after `####`, in `\boxed{}`, after `answer is` or `Answer:`, or after `A:` at the
-start of a line; the last such place that has a number in it is what the model meant. A completion that is nothing but a number is its
-own statement.
-Numbers merely mentioned do not count: a model that lists numbers must not be paid for one of them.
+A completion states its answer after `####`, in `\boxed{}`, after `answer is` or `Answer:`, or after
+`A:` at the start of a line. The last such place with a number in it counts. A completion that
+consists of one number states that number. Other numbers do not count: a model that lists numbers
+must not be paid for one of them.
 
-Numbers are compared as fractions, so 0.5, 1/2, \frac{1}{2} and 50% are equal and 0.333 is not 1/3.
-A percentage equals both the number before the sign and its hundredth (the data set writes 50 where a person writes 50%).
+Numbers are compared as fractions: 0.5, 1/2, \frac{1}{2} and 50% are equal, and 0.333 is not 1/3.
+A percentage equals both the number before the sign and its hundredth (the data set writes 50 where
+a person writes 50%).
 
-Contract: pure functions; nothing the model wrote makes them raise.
+The functions are pure, and nothing that the model wrote makes them raise.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from fractions import Fraction
 
 _STATEMENT = re.compile(
     r"""
-    \#\#\#\#                                            # the data set's own mark
+    \#\#\#\#                                            # the data set's mark
     | \\boxed\s*\{
-    | \banswer\b [^.\n:=]{0,40}? (?: \bis\b | [:=] )    # The answer is, Final answer:, The answer in dollars is
+    | \banswer\b [^.\n:=]{0,40}? (?: \bis\b | [:=] )    # The answer is, Final answer:
     | ^[\s*]* A:
     """,
     re.VERBOSE | re.IGNORECASE | re.MULTILINE,
@@ -31,21 +32,27 @@ _NUMBER = re.compile(
     r"""
     (?P<sign> (?<![\w)]) - (?= [$.0-9] ) )? \$? \s? (?P<sign2> - (?= [.0-9] ) )?
     (?: (?P<whole> [0-9]+ ) \s+ (?= [0-9]+ / [0-9] ) )?             # the 2 of 2 1/2
-    (?P<number> [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )? | [0-9]+ (?: \.[0-9]+ )? | \.[0-9]+ )
+    (?P<number>
+        [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )? | [0-9]+ (?: \.[0-9]+ )? | \.[0-9]+
+    )
     (?: \s? / \s? (?P<denominator> [0-9]+ (?! \.?[0-9] ) ) )?
     \s? (?P<percent> % )?
     """,
     re.VERBOSE,
 )
-_MAX_DIGITS = 100  # a longer one is no answer to a school problem, and costs time
+# A longer number is not the answer to a school problem, and costs time.
+_MAX_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
 class Number:
+    """A number as it was written; `percent` tells 50% (value 50) from 50."""
+
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Number) -> bool:
+        """Return whether the values are equal; 50% equals both 50 and 1/2."""
         if self.percent == other.percent:
             return self.value == other.value
         percentage, plain = (self.value, other.value) if self.percent else (other.value, self.value)
@@ -53,10 +60,10 @@ class Number:
 
 
 def gsm8k_reward(completion: str, answer: str) -> float:
-    """1.0 if the number that `completion` states equals that of `answer`, else 0.0.
+    """Return 1.0 if the number that `completion` states equals that of `answer`, else 0.0.
 
-    `answer` is a number or a whole worked answer of the data set, which ends with `#### number`.
-    Raises ValueError if there is no number in it: an error of the data, not of the model.
+    `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
+    Raises ValueError if `answer` has no number: that is an error of the data, not of the model.
     """
     right = first_number(answer.rpartition("####")[2])
     if right is None:
@@ -66,10 +73,10 @@ def gsm8k_reward(completion: str, answer: str) -> float:
 
 
 def stated_number(completion: str) -> Number | None:
-    """The number that a completion gives as its answer; None if it gives none."""
+    """Return the number that a completion states as its answer, None if there is none."""
     text = _plain(completion)
     for statement in reversed(list(_STATEMENT.finditer(text))):
-        number = first_number(_what_is_stated(text, statement))
+        number = first_number(_statement_text(text, statement))
         if number is not None:
             return number
     bare = _NUMBER.fullmatch(text.strip().rstrip("."))
@@ -77,20 +84,21 @@ def stated_number(completion: str) -> Number | None:
 
 
 def first_number(text: str) -> Number | None:
+    """Return the first number of a text, None if there is none."""
     match = _NUMBER.search(_plain(text))
     return _number(match) if match else None
 
 
 def _plain(text: str) -> str:
-    """LaTeX's and typographers' ways to write numbers, made plain."""
+    """Replace LaTeX and typographic forms of numbers by plain ones."""
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
     text = text.replace("\u2212", "-").replace("\u2013", "-")
     text = re.sub(r"(?<=[0-9])\\[dt]?frac", r" \\frac", text)  # 2\frac{1}{2} is two and a half
     return re.sub(r"\\[dt]?frac\s*\{?\s*(-?[0-9]+)\s*\}?\s*\{?\s*([0-9]+)\s*\}?", r"\1/\2", text)
 
 
-def _what_is_stated(text: str, statement: re.Match) -> str:
-    """From the mark to the end of its sentence (of its braces); of a calculation, what it comes to."""
+def _statement_text(text: str, statement: re.Match) -> str:
+    """Return the text from a mark to the end of its sentence or braces, after the last `=`."""
     rest = text[statement.end() :]
     if statement[0].endswith("{"):
         rest = rest[: _closing_brace(rest)]
@@ -102,7 +110,7 @@ def _what_is_stated(text: str, statement: re.Match) -> str:
 
 
 def _closing_brace(text: str) -> int:
-    """Where the brace that was opened before `text` is closed; the end of the text if it never is."""
+    """Return where the brace opened before `text` closes; the length of `text` if it does not."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace[0] == "{" else -1
@@ -112,11 +120,10 @@ def _closing_brace(text: str) -> int:
 
 
 def _number(match: re.Match) -> Number | None:
-    if len(match[0]) > _MAX_DIGITS or int(match["denominator"] or 1) == 0:
+    if len(match[0]) > _MAX_CHARACTERS or int(match["denominator"] or 1) == 0:
         return None
-    value = Fraction(match["number"].replace(",", "")) / int(match["denominator"] or 1) + int(
-        match["whole"] or 0
-    )
-    return Number(
-        -value if match["sign"] or match["sign2"] else value, percent=match["percent"] is not None
-    )
+    value = Fraction(match["number"].replace(",", "")) / int(match["denominator"] or 1)
+    value += int(match["whole"] or 0)
+    if match["sign"] or match["sign2"]:
+        value = -value
+    return Number(value, percent=match["percent"] is not None)

@@ -1,21 +1,25 @@
-"""Verifier of mathematics: expressions, sets, intervals, matrices; by Math-Verify, which parses LaTeX and compares with sympy.
+r"""Verifier of mathematics: expressions, sets, intervals and matrices.
 
-Math-Verify's own time-outs are off. They are made of SIGALRM, which does nothing outside the main thread and turns a slow comparison into
-a silent 0; here the pool kills a process that takes too long and says so.
+Math-Verify parses the LaTeX and compares with sympy. Its own time-outs are off: they use SIGALRM,
+which does nothing outside the main thread and turns a slow comparison into a silent 0. The reward
+pool kills a slow process instead and reports it.
 """
 
 from __future__ import annotations
 
 
 def math_reward(completion: str, answer: str) -> float:
-    """1.0 if what `completion` states last (`\\boxed{}` before other mathematics) equals `answer`, an expression or a text with one.
+    r"""Return 1.0 if the last result that `completion` states equals `answer`, else 0.0.
 
-    Raises ValueError for an answer in which there is no mathematics: an error of the data, not of the model.
+    `\boxed{}` takes precedence over other mathematics. `answer` is an expression, or a text with
+    one in it. Raises ValueError if `answer` has no mathematics: that is an error of the data, not
+    of the model.
     """
-    from math_verify import parse, verify  # sympy takes most of a second; only a worker pays it
+    # sympy takes most of a second to import, which only a worker pays.
+    from math_verify import parse, verify
 
     def parsed(text: str) -> list:
-        return parse(text, parsing_timeout=None)
+        return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     gold = parsed(answer) or parsed(f"\\boxed{{{answer}}}")
     if not gold:

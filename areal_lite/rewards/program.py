@@ -1,15 +1,20 @@
 """Verifier of programs: Python that the model wrote, run in the sandbox against tests.
 
-The program is the last fenced code block of the completion, or all of it if there is none. `answer` says what to try it with, as JSON:
+The program is the last fenced code block of the completion, or the whole completion if there is
+none. `answer` is JSON:
 
-    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}     what it must print for each input, but for white space at ends of lines and of the text
-    {"tests": "assert add(1, 2) == 3\\n…"}                statements run after it, in the same program
+    {"inputs": ["1 2\\n", …], "outputs": ["3\\n", …]}     what the program prints for each input
+    {"tests": "assert add(1, 2) == 3\\n…"}                statements that run after it, in the same
+    program
 
-and optionally "time_limit_s" (5) for all of it together and "memory_mb" (512). Any other text is taken for such statements.
+Optional keys are "time_limit_s" (5, for all tests together) and "memory_mb" (512). An answer that
+is no JSON object is taken as such statements. White space at the ends of lines and of the text does
+not count.
 
-The reward is 1.0 if everything passes, else 0.0; too slow, too large and too talkative are failures of the program. That the sandbox cannot
-run is an error (`on_failure` of the reward), never a 0. A program with `tests` shares its process with them: one that leaves early fails,
-but one that is made to deceive, such as by objects that equal everything, can; `inputs` and `outputs` are compared out of its reach.
+The reward is 1.0 if all tests pass, else 0.0. A program that is too slow, too large or prints too
+much fails. A sandbox that cannot run is an error, never a 0. Programs share their process with
+`tests`: one that exits early fails, but one that is made to deceive (with objects that equal
+everything) can pass. `inputs` and `outputs` are compared outside the process.
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
 _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
-class Tests(msgspec.Struct, forbid_unknown_fields=True):
+class Tests(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The content of `answer`."""
+
     inputs: list[str] = []
     outputs: list[str] = []
     tests: str = ""
@@ -34,18 +41,23 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def program_reward(completion: str, answer: str) -> float:
-    """1.0 or 0.0. Raises ValueError for an answer that is no test, SandboxError if there is no sandbox."""
-    tests, program = parse_tests(answer), extract_program(completion)
+    """Return 1.0 if the program passes all tests, else 0.0.
+
+    Raises ValueError if `answer` has no tests, SandboxError if the sandbox cannot run.
+    """
+    tests = parse_tests(answer)
+    program = extract_program(completion)
     deadline = time.monotonic() + tests.time_limit_s
 
     async def run(code: str, stdin: str = "") -> Outcome | None:
         left = deadline - time.monotonic()
-        return await run_python(code, stdin, Limits(left, tests.memory_mb)) if left > 0 else None
+        if left <= 0:
+            return None
+        return await run_python(code, stdin, Limits(time_s=left, memory_mb=tests.memory_mb))
 
     if tests.tests:
-        passed = secrets.token_hex(
-            16
-        )  # printed at the very end, so that a program that exits early has not passed
+        # Printed at the very end, so that a program that exits early has not passed.
+        passed = secrets.token_hex(16)
         outcome = await run(f"{program}\n\n{tests.tests}\n\nprint({passed!r})\n")
         if not (outcome and outcome.ok and outcome.stdout.rstrip().endswith(passed)):
             return 0.0
@@ -57,12 +69,13 @@ async def program_reward(completion: str, answer: str) -> float:
 
 
 def extract_program(completion: str) -> str:
+    """Return the last fenced code block of a completion, or all of it if there is none."""
     blocks = _FENCED.findall(completion)
     return blocks[-1] if blocks else completion
 
 
 def parse_tests(answer: str) -> Tests:
-    """Raises ValueError if there is nothing to test with."""
+    """Parse the tests of an answer. Raises ValueError if there are none."""
     if answer.lstrip().startswith("{"):
         try:
             tests = msgspec.json.decode(answer, type=Tests)
@@ -74,7 +87,8 @@ def parse_tests(answer: str) -> Tests:
         tests = Tests(tests=answer)
     if len(tests.inputs) != len(tests.outputs) or not (tests.inputs or tests.tests.strip()):
         raise ValueError(
-            f"the answer has {len(tests.inputs)} inputs, {len(tests.outputs)} outputs and no more tests: {answer[:100]!r}"
+            f"the answer has {len(tests.inputs)} inputs, {len(tests.outputs)} outputs"
+            f" and no more tests: {answer[:100]!r}"
         )
     return tests
 

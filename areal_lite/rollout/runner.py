@@ -24,7 +24,7 @@ from areal_lite.trajectory import Trajectory
 def load_workflow(config: RolloutConfig) -> Workflow:
     """Import the workflow `rollout.workflow`. Raises ValueError if it cannot be used."""
     name, arguments = config.workflow, config.workflow_args
-    workflow = load_object("rollout.workflow", name)
+    workflow: Any = load_object("rollout.workflow", name)
     if inspect.isclass(workflow):
         try:
             workflow = workflow(**arguments)

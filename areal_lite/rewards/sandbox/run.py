@@ -1,16 +1,20 @@
 """Python that a model wrote, run in a process that can do no harm: `await run_python(code)`.
 
-Guaranteed, by the kernel, for any user and without namespaces (areal_lite/rewards/sandbox/confine.py):
-
-  * files: it reads the interpreter's libraries and its own scratch folder, and writes nothing but that folder, which is removed afterwards;
-  * no network and no other socket (so no asyncio either); no new process, so no fork bomb and nobody who outlives it; no signals to others;
-  * memory (address space), processor time, size of a file and number of open files are limited; so is what it may print;
-  * it is killed when its wall-clock time is over, measured from when it begins to execute, and when the process that started it dies;
+The kernel guarantees, for any user and without namespaces (confine.py):
+  * files: the program reads the interpreter's libraries and its own scratch folder, and writes that
+    folder only. The folder is removed afterwards;
+  * no network and no other sockets (so no asyncio), no new processes, no signals to other
+    processes;
+  * limits on memory (address space), processor time, the size of a file, the number of open files,
+    and output;
+  * the process is killed when its wall-clock time is over, counted from the start of execution, and
+    when the process that started it dies;
   * it sees no environment variable, no argument and no open file of ours.
 
-Not guaranteed: anything against a hole in the kernel's system calls that are left (areal_lite/rewards/sandbox/confine.py lists them); the sum of
-the files that it writes while it runs (each is limited); that it learns nothing of the names and sizes of files elsewhere (`stat` works).
-Where the kernel cannot confine (Linux before 5.13, Landlock not enabled, not Linux) nothing runs: SandboxError.
+Not covered: holes in the system calls that are left (confine.py lists them), the sum of the files
+that are written during a run (each file is limited), and the names and sizes of files elsewhere
+(`stat` works). Where the kernel cannot confine (Linux before 5.13, Landlock disabled, not Linux)
+nothing runs and SandboxError is raised.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_lite.rewards.sandbox.confine import READY
 
@@ -44,12 +49,16 @@ _SYSTEM_FILES = (
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: this says nothing about the program."""
+    """The sandbox itself failed; this says nothing about the program."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`time_s`: wall clock, from the start of execution. `output_bytes`: of standard output and of standard error, each."""
+    """Limits of one program.
+
+    `time_s` is wall-clock time from the start of execution. `output_bytes` bounds standard output
+    and standard error, each.
+    """
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -57,9 +66,16 @@ class Limits:
     output_bytes: int = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+_DEFAULT = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`ended`: `exit` (with `status`, negative for a signal), `timeout` or `output` (it printed more than it may)."""
+    """How a program ended.
+
+    `ended` is `exit` (then `status` is set, negative for a signal), `timeout`, or `output` (it
+    printed too much).
+    """
 
     ended: str
     status: int | None
@@ -69,110 +85,126 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Whether the program ended by itself, with status 0."""
         return self.ended == "exit" and self.status == 0
 
 
-async def run_python(code: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Run `code` as a program of its own. Raises SandboxError if it could not be begun. Call it from a thread that lasts: the main one."""
+async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> Outcome:
+    """Run `code` as a separate program. Raises SandboxError if it could not be started.
+
+    Call it from a thread that lasts, such as the main thread: the program dies with it.
+    """
     scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
     try:
         (scratch / "program.py").write_bytes(code.encode(errors="replace"))
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-I",
-                "-S",
-                "-B",
-                "-X",
-                "utf8",
-                str(_CONFINE),
-                json.dumps(_settings(limits)),
-            ),
-            cwd=scratch,
-            env={
-                "HOME": str(scratch),
-                "TMPDIR": str(scratch),
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-            },
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        process = await _start(scratch, limits)
         try:
             return await _watch(process, stdin.encode(errors="replace"), limits)
         finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-            process.stdin.close()
-            await asyncio.gather(
-                process.stdout.read(), process.stderr.read()
-            )  # asyncio waits for the end of pipes, also of full ones
-            await process.wait()
+            await _end(process)
     finally:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
 
 
-async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limits) -> Outcome:
-    await _wait_ready(process)
+async def _start(scratch: Path, limits: Limits) -> asyncio.subprocess.Process:
+    options = ("-I", "-S", "-B", "-X", "utf8")
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, *options, str(_CONFINE), json.dumps(_settings(limits))),
+        cwd=scratch,
+        env={"HOME": str(scratch), "TMPDIR": str(scratch), **threads},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    stdin, stdout, stderr = _pipes(process)
+    with suppress(ProcessLookupError):
+        process.kill()
+    stdin.close()
+    # `wait` also waits for the end of the pipes, and a full pipe ends only when it is read.
+    await asyncio.gather(stdout.read(), stderr.read())
+    await process.wait()
+
+
+async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limits) -> Outcome:
+    """Feed the program and collect its output until it ends or exceeds a limit."""
+    stdin, *streams = _pipes(process)
+    await _wait_until_ready(process)
     started = time.monotonic()
-    feeding = asyncio.ensure_future(_feed(process.stdin, stdin))
-    stdout, stderr = bytearray(), bytearray()
+    collected = bytearray(), bytearray()
+    feeder = asyncio.ensure_future(_feed(stdin, given))
     readers = [
         asyncio.ensure_future(_collect(stream, into, limits.output_bytes))
-        for stream, into in ((process.stdout, stdout), (process.stderr, stderr))
+        for stream, into in zip(streams, collected)
     ]
-    ended, status = "exit", None
+    ended = "exit"
+    status = None
     try:
         async with asyncio.timeout(limits.time_s):
             await asyncio.gather(*readers)
             status = await process.wait()
     except TimeoutError:
         ended = "timeout"
-    except _TooMuch:
+    except _TooMuchOutput:
         ended = "output"
     finally:
-        for task in (feeding, *readers):
+        for task in (feeder, *readers):
             task.cancel()
-        await asyncio.wait((feeding, *readers))
-    texts = (
-        bytes(data[: limits.output_bytes]).decode(errors="replace") for data in (stdout, stderr)
+        await asyncio.wait((feeder, *readers))
+    stdout, stderr = (
+        bytes(output[: limits.output_bytes]).decode(errors="replace") for output in collected
     )
-    return Outcome(ended, status, *texts, time.monotonic() - started)
+    return Outcome(
+        ended=ended,
+        status=status,
+        stdout=stdout,
+        stderr=stderr,
+        seconds=time.monotonic() - started,
+    )
 
 
-async def _wait_ready(process: asyncio.subprocess.Process) -> None:
+async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
+    _, stdout, stderr = _pipes(process)
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            if await process.stdout.read(1) != READY:
-                raise SandboxError(
-                    (await process.stderr.read()).decode(errors="replace").strip()
-                    or "sandbox: it ended before the program began"
-                )
+            if await stdout.read(1) != READY:
+                message = (await stderr.read()).decode(errors="replace").strip()
+                raise SandboxError(message or "sandbox: it ended before the program began")
     except TimeoutError:
         raise SandboxError(f"sandbox: not ready within {_START_TIMEOUT_S:g} s") from None
 
 
-class _TooMuch(Exception):
+def _pipes(
+    process: asyncio.subprocess.Process,
+) -> tuple[asyncio.StreamWriter, asyncio.StreamReader, asyncio.StreamReader]:
+    assert process.stdin and process.stdout and process.stderr
+    return process.stdin, process.stdout, process.stderr
+
+
+class _TooMuchOutput(Exception):
     pass
 
 
 async def _collect(stream: asyncio.StreamReader, into: bytearray, limit: int) -> None:
-    """Read to the end. Raises _TooMuch."""
+    """Read to the end. Raises _TooMuchOutput after more than `limit` bytes."""
     while data := await stream.read(1 << 16):
         into += data
         if len(into) > limit:
-            raise _TooMuch
+            raise _TooMuchOutput
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with suppress(ConnectionError):  # a program need not read its input
+    with suppress(ConnectionError):  # the program may not read its input
         stream.write(data)
         await stream.drain()
         stream.close()
 
 
-def _settings(limits: Limits) -> dict:
+def _settings(limits: Limits) -> dict[str, Any]:
+    """Return the settings that confine.py gets as JSON."""
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
     libraries = [paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib")]
@@ -182,6 +214,6 @@ def _settings(limits: Limits) -> dict:
         "packages": packages,
         "memory_bytes": limits.memory_mb << 20,
         "file_bytes": limits.file_mb << 20,
-        "cpu_s": int(limits.time_s)
-        + 2,  # a process that does not wait is stopped even if we cannot do it
+        # Stops a busy process even if we cannot.
+        "cpu_s": int(limits.time_s) + 2,
     }

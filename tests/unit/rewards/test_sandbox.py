@@ -1,4 +1,4 @@
-"""The sandbox holds: each program below tries to break out, and everything that it could have harmed is still there."""
+"""The sandbox holds: each program below tries to break out and fails."""
 
 import asyncio
 import os
@@ -37,10 +37,11 @@ HARMLESS = [
     ("import tempfile; print(tempfile.TemporaryFile().write(b'abc'))", "", "3\n"),
     ("print('surrogate', ascii('\ud800'))", "", None),
 ]
-REFUSED = {  # were they not, a test run would survive it
+REFUSED = {  # a test run survives each of them, should the sandbox let it through
     "fork bomb": ("import os\nfor _ in range(6): os.fork()", "OSError"),
     "fork by libc": (
-        "import ctypes\nassert ctypes.CDLL(None).fork() == -1\nassert ctypes.CDLL(None).vfork() == -1\nraise OSError('refused')",
+        "import ctypes\nassert ctypes.CDLL(None).fork() == -1\n"
+        "assert ctypes.CDLL(None).vfork() == -1\nraise OSError('refused')",
         "OSError",
     ),
     "command": ("import subprocess\nsubprocess.run(['/bin/true'])", "OSError"),
@@ -92,7 +93,7 @@ def test_programs_run(code: str, stdin: str, stdout: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_could_do_harm_is_refused(name: str) -> None:
+def test_harmful_programs_are_refused(name: str) -> None:
     code, error = REFUSED[name]
     outcome = sandboxed(code, memory_mb=300)
     assert outcome.ended == "exit" and outcome.status == 1, outcome
@@ -100,7 +101,7 @@ def test_what_could_do_harm_is_refused(name: str) -> None:
     assert "program.py" in outcome.stderr and "confine.py" not in outcome.stderr
 
 
-def test_our_environment_stays_ours(monkeypatch) -> None:
+def test_programs_do_not_see_our_environment(monkeypatch) -> None:
     monkeypatch.setenv("API_KEY", "secret")
     assert sandboxed("import os; print('API_KEY' in os.environ)").stdout == "False\n"
 
@@ -111,26 +112,31 @@ def test_our_environment_stays_ours(monkeypatch) -> None:
         ("while True: pass", "timeout"),
         ("import time\ntime.sleep(60)", "timeout"),
         (
-            "import os, signal\nfor s in range(1, 32): s in (9, 19) or signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+            "import os, signal\n"
+            "for s in range(1, 32): s in (9, 19) or signal.signal(s, signal.SIG_IGN)\n"
+            "while True: pass",
             "timeout",
         ),
         ("while True: print('x' * 1000)", "output"),
         ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
     ],
 )
-def test_what_does_not_end_is_ended(code: str, ended: str) -> None:
+def test_endless_programs_are_killed(code: str, ended: str) -> None:
     assert sandboxed(code, time_s=0.3).ended == ended
 
 
-def test_how_it_ended_is_told() -> None:
+def test_the_outcome_says_how_a_program_ended() -> None:
     assert sandboxed("import sys; sys.exit(3)").status == 3
     assert sandboxed("import os; os.abort()").status == -6
     assert sandboxed("def f(:").stderr.endswith("SyntaxError: invalid syntax\n")
     assert sandboxed("pass", stdin="x" * 10**6).ok  # it need not read what it is given
 
 
-def test_it_dies_with_us(tmp_path: Path) -> None:
-    code = "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\nasyncio.run(run_python('import time; time.sleep(60)', limits=Limits(60)))"
+def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nfrom areal_lite.rewards.sandbox.run import *\n"
+        "asyncio.run(run_python('import time; time.sleep(60)', limits=Limits(time_s=60)))"
+    )
     owner = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}
     )
@@ -179,7 +185,7 @@ def test_program_reward(completion: str, answer: str, reward: float) -> None:
 @pytest.mark.parametrize(
     "answer", ["", "{", '{"inputs": ["1"], "outputs": []}', '{"tests": ""}', '{"test": "pass"}']
 )
-def test_an_answer_that_is_no_test_is_an_error_of_the_data(answer: str) -> None:
+def test_an_answer_without_tests_is_an_error(answer: str) -> None:
     with pytest.raises(ValueError, match="answer"):
         parse_tests(answer)
 
@@ -189,8 +195,8 @@ def test_extract_program() -> None:
     assert extract_program("```python\na\n```\ntext\n  ```\nb\n  ```") == "b\n"
 
 
-def test_what_cannot_be_confined_does_not_run(monkeypatch) -> None:
-    """That is an error, not a program that failed, and not one that runs free."""
+def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch) -> None:
+    """It is an error, neither a failed program nor one that runs unconfined."""
     monkeypatch.setattr("areal_lite.rewards.sandbox.run._settings", lambda limits: {"parent": 1})
     with pytest.raises(SandboxError, match="parent is gone"):
         asyncio.run(program_reward(ADD, "assert add(1, 2) == 3"))

@@ -1,0 +1,58 @@
+"""Messages between a reward pool and its worker processes.
+
+A stream, either way, is a sequence of frames: a 4-byte little-endian length and that many bytes of
+msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order, each as soon as it is
+known.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+
+
+class Ready(msgspec.Struct, array_like=True):
+    """A worker has started. `error` says why it cannot use the function."""
+
+    error: str | None = None
+
+
+class Request(msgspec.Struct, array_like=True):
+    """A completion to score against its answer."""
+
+    completion: str
+    answer: str
+
+
+class Reply(msgspec.Struct, array_like=True, kw_only=True):
+    """The result of a request after `seconds` of execution.
+
+    After a failure `reward` is None, `reason` is one of RewardError's and `detail` describes it.
+    """
+
+    seconds: float
+    reward: float | None = None
+    reason: str | None = None
+    detail: str = ""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """Encode a message as one frame."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frames(buffer: bytearray) -> Iterator[bytes]:
+    """Remove the complete frames from the front of `buffer` and yield their bodies."""
+    start = 0
+    while len(buffer) - start >= _LENGTH.size:
+        end = start + _LENGTH.size + _LENGTH.unpack_from(buffer, start)[0]
+        if len(buffer) < end:
+            break
+        yield bytes(buffer[start + _LENGTH.size : end])
+        start = end
+    del buffer[:start]
