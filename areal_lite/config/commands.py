@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from functools import cache
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
@@ -150,6 +151,7 @@ COMMANDS: dict[str, type] = {
 }
 
 
+@cache  # once per process: it costs more than a composition
 def register() -> None:
     """Register the schemas with Hydra, and the resolver `${token:}`, which makes a random key."""
     OmegaConf.register_new_resolver(

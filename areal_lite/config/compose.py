@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -58,6 +59,7 @@ def _marked(override: str, free: list[str]) -> str:
     return f"++{override}" if is_free else override
 
 
+@cache
 def _keys(command: str) -> dict[str, type | None]:
     """Return each key of a command's schema.
 
