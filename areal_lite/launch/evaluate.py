@@ -27,7 +27,7 @@ from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
-from areal_lite.system.gpus import deal, resolve_device, visible_gpus
+from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 
 _SHOWN = 5
 
@@ -69,7 +69,7 @@ async def _unless_gone(asking: Coroutine[Any, Any, None], pool: ServerPool) -> N
 
 def placed(server: ServerConfig) -> list[list[str]]:
     """GPUs of each server: there is no trainer to share them with."""
-    return deal(
+    return divide_gpus(
         visible_gpus() if resolve_device(server.device) == "cuda" else [],
         server.count,
         server.tensor_parallel,

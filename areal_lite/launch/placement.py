@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from areal_lite.config import ServerConfig, TrainerConfig
-from areal_lite.system.gpus import deal
+from areal_lite.system.gpus import divide_gpus
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,4 @@ def place(
             f"{len(gpus)} GPUs for {ranks} trainer ranks and {server.count} servers of {server.tensor_parallel}: {wanted} are needed;"
             " lower trainer.data_parallel (or another of its parallel sizes), server.count or server.tensor_parallel"
         )
-    return Placement(gpus[:ranks], deal(gpus[ranks:], server.count, server.tensor_parallel))
+    return Placement(gpus[:ranks], divide_gpus(gpus[ranks:], server.count, server.tensor_parallel))

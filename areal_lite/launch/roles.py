@@ -21,7 +21,7 @@ from pathlib import Path
 
 from areal_lite.config import TrainerConfig
 from areal_lite.run_dir.paths import LOGS_DIR
-from areal_lite.system.gpus import visible
+from areal_lite.system.gpus import gpu_environment
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me, tail
 
@@ -100,7 +100,7 @@ class Roles:
             "OMP_NUM_THREADS": str(config.threads),
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            **visible(gpus),
+            **gpu_environment(gpus),
         }
         world = config.world_size
         if world == 1:

@@ -26,7 +26,7 @@ from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
-from areal_lite.system.gpus import deal, resolve_device, visible, visible_gpus
+from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
 
@@ -160,7 +160,7 @@ def server_pool(
             port=config.port + number if config.port else free_port(config.host),
             seed=seed + number,
             log_path=run_dir / LOGS_DIR / f"server-{number}.log",
-            environment={**visible(gpus[number]), **environment},
+            environment={**gpu_environment(gpus[number]), **environment},
         )
 
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def main() -> int:
         with interruptible():
             config = load_config(run_dir)
             gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
-            dealt = deal(gpus, count, config.server.tensor_parallel)
+            dealt = divide_gpus(gpus, count, config.server.tensor_parallel)
             asyncio.run(train_pool(config, run_dir, dict(enumerate(dealt, first))).keep())
     except KeyboardInterrupt:
         return 130

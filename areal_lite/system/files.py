@@ -1,4 +1,7 @@
-"""Folders and files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+"""Files and folders that appear complete or not at all.
+
+Each is written under another name beside its final one, flushed to disk, then renamed.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,15 @@ def write_atomically(path: Path, content: str | bytes, private: bool = False) ->
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file `path` by `value` as indented JSON, in one step. Non-finite floats become null."""
+    """Replace the file `path` by `value` as indented JSON. Non-finite floats become null."""
     write_atomically(path, json.dumps(to_plain(value), indent=2, allow_nan=False) + "\n")
 
 
 def to_plain(value: Any) -> Any:
     """Return `value` in types that JSON has.
 
-    Scalars and arrays of numpy and torch become Python numbers, NaN and infinities None, paths text.
+    Scalars and arrays of numpy and torch become Python numbers, NaN and infinities None, paths
+    text.
     """
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
@@ -55,7 +59,7 @@ def to_plain(value: Any) -> Any:
 
 
 def scratch_folder(folder: Path) -> Path:
-    """An empty folder beside `folder` to write into; what an earlier, interrupted attempt left there is removed."""
+    """Make an empty folder beside `folder` to write into, without leftovers of earlier attempts."""
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -63,12 +67,12 @@ def scratch_folder(folder: Path) -> Path:
 
 
 def publish_folder(scratch: Path, folder: Path) -> None:
-    """Flush everything in `scratch`, then give it the name `folder`, in place of what had it."""
+    """Flush everything in `scratch` to disk, then rename it to `folder`, replacing that."""
     for root, _, files in os.walk(scratch):
         for name in files:
             _sync(Path(root) / name)
         _sync(Path(root))
-    old = _aside(folder)
+    old = _retired_name(folder)
     if folder.exists():
         folder.rename(old)
     scratch.rename(folder)
@@ -78,27 +82,33 @@ def publish_folder(scratch: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def reading(marker: Path) -> Iterator[None]:
-    """Keep the folder of the file `marker` from being removed by `remove_unread`, also by another process, while the block runs."""
+    """Protect the folder of the file `marker` from `remove_unread` while the block runs.
+
+    The protection holds against other processes too.
+    """
     with open(marker) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
 def remove_unread(marker: Path) -> bool:
-    """Remove the folder of the file `marker`, all at once for who looks for it; False, and nothing happens, when someone reads it."""
+    """Remove the folder of the file `marker` in one step, and return True.
+
+    If a process reads the folder, leave it and return False.
+    """
     with open(marker) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        old = _aside(marker.parent)
+        old = _retired_name(marker.parent)
         marker.parent.rename(old)
     shutil.rmtree(old)
     return True
 
 
-def _aside(folder: Path) -> Path:
-    """The name, not taken, under which a folder waits for its removal."""
+def _retired_name(folder: Path) -> Path:
+    """Return the free name under which `folder` waits for its removal."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     return old

@@ -1,17 +1,22 @@
-"""TODO docstring."""
+"""Functions that the configuration names as `module:name`."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 
-def load_object(key: str, name: str) -> Any:
-    """What `module:name` names. Raises ValueError that names the key."""
+def load_object(key: str, name: str) -> Callable[..., Any]:
+    """Import the callable that the configuration key `key` names.
+
+    Raises ValueError that names the key if there is no such callable.
+    """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise ValueError(
-            f"{key}={name} must be module:name, such as areal_lite.rollout.workflows.single_turn:single_turn"
+            f"{key}={name} must be module:name,"
+            " such as areal_lite.rollout.workflows.single_turn:single_turn"
         )
     try:
         module = importlib.import_module(module_name)

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Addresses and ports of this machine."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import socket
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
+NODE = "node"
+"""The value of `server.host` that means this machine's own address."""
 
-NODE = "node"  # server.host: this machine's own address
-
-
-# Below those that Linux gives to outgoing connections (32768 and up): one of these would be taken before a server, which needs seconds
-# to load, binds it.
+# Linux gives ports from 32768 up to outgoing connections. One of these might be taken before a
+# server, which needs seconds to load, binds it.
 _PORTS = range(20000, 32768)
 
 
 def listen_address(host: str) -> str:
-    """`server.host` as an address: of `node`, the one that this machine's name has for others."""
+    """Return `server.host` as an address. For `node` it is the address of this machine's name."""
     return socket.gethostbyname(socket.gethostname()) if host == NODE else host
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on now. Raises OSError when there is none."""
+    """Return a random port that nothing listens on now. Raises OSError when there is none."""
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
@@ -39,13 +38,14 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def require_free_port(host: str, port: int) -> None:
+    """Raise ValueError if a server cannot listen on `port`."""
     with socket.socket() as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the server will: a port in TIME_WAIT is free
+        # As the server does: a port in TIME_WAIT counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ValueError(
-                f"a server cannot listen on {host}:{port} ({error.strerror}): choose another server.port, or 0"
+                f"a server cannot listen on {host}:{port} ({error.strerror}):"
+                " choose another server.port, or 0"
             ) from error

@@ -1,4 +1,4 @@
-"""What every process that we start has in common: it does not outlive the one that started it."""
+"""Child processes: none outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, however the parent dies (Linux).
+    """Ask the kernel to kill this process when its parent dies for any reason (Linux only).
 
-    Only when the parent asked for it through the environment: a user's own `areal-lite train &` outlives the shell.
+    It does nothing unless the parent asked for it through the environment: a user's own
+    `areal-lite train &` outlives the shell.
     """
     parent = os.environ.get(ENV_DIE_WITH_PARENT)
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we could ask
+    if os.getppid() != int(parent):  # the parent died before the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dying_with_me() -> dict[str, str]:
-    """What to add to the environment of a process that shall end with this one. The thread that starts it must live as long."""
+    """Return the environment that makes a child process end with this one.
+
+    The kernel watches the thread that starts the child: that thread must live as long.
+    """
     return {ENV_DIE_WITH_PARENT: str(os.getpid())}
 
 
 def tail(path: Path, lines: int = 20) -> str:
-    """The last lines of a log file."""
-    return (
-        "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-        if path.exists()
-        else "(no log)"
-    )
+    """Return the last lines of a log file."""
+    if not path.exists():
+        return "(no log)"
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

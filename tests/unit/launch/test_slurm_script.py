@@ -15,7 +15,7 @@ from areal_lite.config import ClusterConfig, ServerConfig, SlurmConfig, TrainerC
 from areal_lite.launch.prepare import write
 from areal_lite.launch.slurm import layout, render
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
-from areal_lite.system.gpus import deal
+from areal_lite.system.gpus import divide_gpus
 
 RUN, WORK = Path("/shared/runs/it's one"), Path("/shared/code")
 PYXIS = {"container": "pyxis", "image": "a b.sqsh", "mounts": ["/data", "/x:/y"]}
@@ -210,6 +210,8 @@ def test_the_run_directory_has_the_configuration_of_training(tmp_path):
 
 
 def test_gpus_are_dealt_to_servers():
-    assert deal(list("0123"), 2, 2) == [["0", "1"], ["2", "3"]] and deal([], 2, 2) == [[], []]
+    assert divide_gpus(list("0123"), 2, 2) == [["0", "1"], ["2", "3"]] and divide_gpus(
+        [], 2, 2
+    ) == [[], []]
     with pytest.raises(ValueError, match="4 GPUs for 3 servers of 2"):
-        deal(list("0123"), 3, 2)
+        divide_gpus(list("0123"), 3, 2)

@@ -1,0 +1,30 @@
+"""Ports that a server can use."""
+
+import socket
+
+import pytest
+
+from areal_lite.system import network
+from areal_lite.system.network import free_port, require_free_port
+
+
+def test_a_free_port_can_be_bound_and_is_none_of_an_outgoing_connection():
+    port = free_port()
+    assert 20000 <= port < 32768
+    require_free_port("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port} .*choose another server.port"):
+            require_free_port("127.0.0.1", port)
+
+
+def test_taken_ports_are_skipped_until_none_is_left(monkeypatch):
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        monkeypatch.setattr(network, "_PORTS", range(port, port + 1))
+        with pytest.raises(OSError, match=f"from {port} to {port} is free"):
+            free_port()
+
+
+def test_a_foreign_address_is_an_error():
+    with pytest.raises(OSError):
+        free_port("192.0.2.1")
