@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from functools import cache
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, cast, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
@@ -44,39 +45,33 @@ def config_dir() -> Path:
 def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """Compose the settings of `command`. Raises an error of Hydra or OmegaConf; see `explain`."""
     register()
-    free = [key for key, kind in _keys(command).items() if kind is dict]
+    schema = COMMANDS[command]
+    free = [key for key, kind in _keys(schema).items() if get_origin(kind) is dict]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         composed = compose(command, [_marked(override, free) for override in overrides])
     # Hydra accepts any +key=value. This refuses a key that the schema does not have.
-    OmegaConf.merge(OmegaConf.structured(COMMANDS[command]), OmegaConf.to_container(composed))
+    OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed))
     return composed
 
 
 def _marked(override: str, free: list[str]) -> str:
-    """Mark an override of a new key with ++, as Hydra requires, inside the `free` settings."""
+    """Mark an override with ++, as Hydra requires for a new key, inside the `free` settings.
+
+    In these settings, such as server.args, users choose the keys.
+    """
     key = override.partition("=")[0]
     is_free = any(f"{key}.".startswith(f"{setting}.") for setting in free)
     return f"++{override}" if is_free else override
 
 
-@cache
-def _keys(command: str) -> dict[str, type | None]:
-    """Return each key of a command's schema.
-
-    The value is None for a leaf, the dataclass of a section, and dict where users choose the keys.
-    """
-
-    def walk(node: DictConfig, prefix: str) -> dict[str, type | None]:
-        found: dict[str, type | None] = {}
-        for key in map(str, node):
-            absent = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
-            child = None if absent else node[key]
-            is_section = OmegaConf.is_dict(child)
-            found[f"{prefix}{key}"] = OmegaConf.get_type(child) if is_section else None
-            found |= walk(child, f"{prefix}{key}.") if is_section else {}
-        return found
-
-    return walk(OmegaConf.structured(COMMANDS[command]), "")
+def _keys(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every key of a schema, those of sections included."""
+    found = {}
+    for name, kind in get_type_hints(schema).items():
+        found[f"{prefix}{name}"] = kind
+        if is_dataclass(kind):
+            found |= _keys(cast(type, kind), f"{prefix}{name}.")
+    return found
 
 
 def explain(error: Exception, command: str) -> str:
@@ -85,7 +80,7 @@ def explain(error: Exception, command: str) -> str:
     cause = " ".join(str(error.__cause__).split()) if error.__cause__ else ""
     if unknown := _UNKNOWN_KEY.search(f"{text} {cause}"):
         key = unknown.group(2)
-        keys = [*_keys(command), *(f"+{group}" for group in ADDED_GROUPS)]
+        keys = [*_keys(COMMANDS[command]), *(f"+{group}" for group in ADDED_GROUPS)]
         hint = did_you_mean(key, keys) or f"`areal-lite {command} --help` lists all settings"
         return f"unknown key {key}; {hint}"
     if unknown := _UNKNOWN_OPTION.search(text):

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config.commands import TrainConfig
@@ -44,6 +44,6 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def to_dataclass(config: DictConfig) -> Any:
+def to_dataclass(config: DictConfig | ListConfig) -> Any:
     """Convert a composed configuration to its dataclass, with every interpolation resolved."""
     return OmegaConf.to_object(config)

@@ -131,25 +131,22 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
     assert not (tmp_path / "run").exists()
 
 
-def test_reuse_needs_one_minibatch(model, tmp_path, capsys):
-    line = complaint(
-        capsys,
-        "train",
-        f"model={model}",
-        f"run_dir={tmp_path / 'run'}",
-        "algo.prox=reuse",
-        "trainer.minibatches=2",
-    )
+def test_the_proximal_policy_must_suit_the_updates(model, tmp_path, capsys):
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    line = complaint(capsys, "train", *where, "algo.prox=reuse", "trainer.minibatches=2")
     assert "algo.prox=reuse is exact with one minibatch only" in line
-    line = complaint(
-        capsys,
-        "train",
-        f"model={model}",
-        f"run_dir={tmp_path / 'run'}",
-        "algo=tba",
-        "algo.prox=loglinear",
-    )
+    line = complaint(capsys, "train", *where, "algo=tba", "algo.prox=loglinear")
     assert "algo.prox=loglinear: algo.loss=tb needs the log-probs before the update" in line
+
+
+def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsys):
+    where = f"run_dir={tmp_path / 'run'}"
+    line = complaint(capsys, "quickstart", where, "sft.trainer.data_parallel=3")
+    assert (
+        "sft.trainer.batch_groups=32 cannot be dealt equally to sft.trainer.data_parallel=3" in line
+    )
+    line = complaint(capsys, "quickstart", where, "sft.batch_size=0")
+    assert "sft.batch_size=0: must be at least 1" in line
 
 
 @pytest.mark.parametrize(
