@@ -1,13 +1,19 @@
-"""`areal-lite prepare`: the run directory of a training run whose roles are started one by one, in containers or on several machines.
+"""`areal-lite prepare`: write the run directory of a training run whose roles start one by one.
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT      servers FIRST, FIRST + 1, …, on the GPUs that the command sees
-    python -m areal_lite.controller.service RUN_DIR           one
-    torchrun … -m areal_lite.trainer.loop RUN_DIR             trainer ranks
-    python -m areal_lite.launch.prepare end RUN_DIR           when the trainer has ended: summary and report
+The roles can run in containers or on several machines. They may start in any order, and find each
+other in the run directory, which all of them must see:
 
-The three may be started in any order and find each other in the run directory, which all of them must see. With `server.host=node`, the default
-of this command, servers and controller listen at their machine's own address, and answer those who have the keys that are in that directory.
-To start them again, `python -m areal_lite.launch.prepare begin RUN_DIR` or `areal-lite prepare … resume=auto` first: the run then goes on.
+    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT    servers FIRST, FIRST + 1, …
+    python -m areal_lite.controller.service RUN_DIR                the controller, once
+    torchrun … -m areal_lite.trainer.loop RUN_DIR                  the trainer ranks
+    python -m areal_lite.launch.prepare end RUN_DIR                after the trainer: the report
+
+Servers use the GPUs that their command sees. With `server.host=node`, the default of this command,
+servers and controller listen on their machine's own address and answer only requests with the keys
+in the run directory.
+
+To start the roles again, first run `python -m areal_lite.launch.prepare begin RUN_DIR` or
+`areal-lite prepare … resume=auto`. The run then resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,29 +27,34 @@ from areal_lite.run_dir.metrics import forget_after
 from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR
 from areal_lite.run_dir.resume import remove_stale_files, start_version
 
-COMPLETE = 10  # exit status of `begin`: there is nothing left to do
+# The exit status of `begin` when the run has no steps left.
+COMPLETE = 10
 
 
 def run(config: TrainConfig) -> int:
-    """Write the run directory and print where it is."""
+    """Write the run directory and print its path. Returns the exit status, as `begin` does."""
     run_dir = write(config)
     print(run_dir)
     return begin(run_dir)
 
 
 def write(config: TrainConfig) -> Path:
-    """config.yaml, of what concerns training alone, and a folder for logs. Returns the run directory, absolute."""
+    """Write config.yaml and make a folder for logs. Returns the absolute run directory.
+
+    Settings of commands other than `train` are left out of config.yaml.
+    """
     run_dir = Path(config.run_dir).resolve()
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-    save_config(
-        TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)}),
-        run_dir,
-    )
+    settings = {field.name: getattr(config, field.name) for field in fields(TrainConfig)}
+    save_config(TrainConfig(**settings), run_dir)
     return run_dir
 
 
 def begin(run_dir: Path) -> int:
-    """Before the roles start, also again: nothing is left of an earlier start, or of steps that it lost. Returns 0 or COMPLETE."""
+    """Remove what an earlier start left: addresses of its processes, and the log of lost steps.
+
+    Call it before each start of the roles. Returns 0, or COMPLETE when the run has no steps left.
+    """
     version = start_version(run_dir)
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
@@ -54,8 +65,8 @@ def begin(run_dir: Path) -> int:
 
 
 def end(run_dir: Path) -> int:
-    """Write summary.json and report.png."""
-    from areal_lite.launch.local import finish  # draws: slow to import
+    """Write summary.json and report.png. Returns the exit status."""
+    from areal_lite.launch.local import finish  # `begin` does not need its imports
 
     finish(load_config(run_dir), run_dir, (run_dir / CONFIG_FILE).stat().st_mtime)
     return 0

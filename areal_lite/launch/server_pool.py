@@ -1,10 +1,15 @@
-"""The servers of a run, supervised: started, announced when they answer, started again when they die or are unhealthy_reason.
+"""The servers of a run, supervised on a thread of their own.
 
-That a server hangs is found out by the controller, who condemns it (areal_lite/servers/process.py) and moves what runs on it; here it is
-killed. It is started again after a pause that doubles with each time, at most `server.max_restarts` times; after that the run goes on
-without it. A server that does not come up at all ends the pool at once: trying again would not mend its configuration.
+* A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
+  unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
+* A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to
+  `server.max_restarts` times. After that the run continues without it.
+* A server that never came up ends the whole pool: a restart would not mend its configuration.
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT      servers FIRST, FIRST + 1, … of a run that goes on elsewhere: they join it, on the GPUs that this process sees
+    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT
+
+runs servers FIRST, FIRST + 1, … of a run that was started elsewhere, on the GPUs that this process
+sees.
 """
 
 from __future__ import annotations
@@ -31,109 +36,136 @@ from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
 
 LOG = "servers.log"
-_LONGEST_PAUSE_S = 60.0
-_LOOK_EVERY_S = 0.2
+_MAX_DELAY_S = 60.0
+_POLL_INTERVAL_S = 0.2
+_GRACE_S = 3.0
 
 
 class ServerPool:
-    """`make`: by name, what makes a server's next process. A context manager: the servers run, on a thread of their own, as long as it does."""
+    """Supervised servers. A context manager: the servers run as long as the block does."""
 
     def __init__(
         self, run_dir: Path, make: Mapping[str, Callable[[], ServerProcess]], max_restarts: int
     ):
-        self._run_dir, self._make, self._max_restarts = run_dir, make, max_restarts
-        self._started = time.monotonic()
+        """Prepare the pool. Servers start when the block is entered.
+
+        Args:
+            run_dir: the run directory. Events go to its logs/servers.log and to stderr.
+            make: by server name, a function that makes the server's next process.
+            max_restarts: restarts of each server before the run continues without it.
+        """
+        self._run_dir = run_dir
+        self._make = make
+        self._max_restarts = max_restarts
+        self._started_at = time.monotonic()
         self._came_up: set[str] = set()
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
-        self._keeping: asyncio.Task[None] | None = None
-        # Servers ask the kernel to die with the thread that started them.
+        self._task: asyncio.Task[None] | None = None
+        # One thread for the whole block: servers die with the thread that started them.
         self._thread = threading.Thread(target=self._run, name="servers")
 
     def __enter__(self) -> ServerPool:
-        self._keeping = self._loop.create_task(self.keep())
+        self._task = self._loop.create_task(self.supervise())
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._task is not None
         if self._thread.is_alive():
-            with suppress(RuntimeError):  # it has just ended by itself
-                self._loop.call_soon_threadsafe(self._keeping.cancel)
+            # The loop closes itself when the supervision ends just now.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
     def _run(self) -> None:
+        assert self._task is not None
         try:
-            self._loop.run_until_complete(self._keeping)
+            self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass
-        except Exception as error:  # handed to whoever looks
+        except Exception as error:  # `check` raises it on the caller's thread
             self._failure = error
         finally:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
     def check(self) -> None:
-        """Raise what ended the pool: ValueError, RuntimeError or TimeoutError of a server that did not come up, RoleFailed when none is left."""
+        """Raise the error that ended the pool, if it has ended.
+
+        ValueError, RuntimeError or TimeoutError: a server did not come up. RoleFailed: no server is
+        left.
+        """
         if self._failure:
             raise self._failure
 
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Until each server has come up, calling `watch` in between. Raises as `check` does."""
+        """Wait until each server has come up once, calling `watch` meanwhile.
+
+        Raises as `check` does.
+        """
         while len(self._came_up) < len(self._make):
             self.check()
             watch()
             time.sleep(0.05)
 
-    async def keep(self) -> None:
-        """Runs until cancelled. Raises as `check` does."""
-        tasks = [asyncio.create_task(self._keep(name)) for name in self._make]
+    async def supervise(self) -> None:
+        """Run the servers until cancelled. Raises as `check` does."""
+        tasks = [asyncio.create_task(self._supervise(name)) for name in self._make]
         try:
             for ended in asyncio.as_completed(tasks):
                 await ended
-            raise RoleFailed(f"no server is left: see {self._run_dir / 'logs' / LOG}")
+            raise RoleFailed(f"no server is left: see {self._run_dir / LOGS_DIR / LOG}")
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep(self, name: str) -> None:
-        """One server, process after process; returns when it is given up."""
+    async def _supervise(self, name: str) -> None:
+        """Run one server, process after process, until its restarts are used up."""
         for restarts in itertools.count(1):
-            server, grace_s = self._make[name](), 3.0
-            try:
-                server.start()
-                await server.wait_ready()
-                announce_server(self._run_dir, server.info)
-                self._came_up.add(name)
-                self._say(
-                    f"{name} is ready, {time.monotonic() - self._started:.0f} s after the start"
-                )
-                reason, grace_s = await self._end(server), 0.0
-            except (RuntimeError, TimeoutError, ValueError) as error:
-                if name not in self._came_up:
-                    raise
-                reason = str(error)
-            finally:
-                withdraw_server(self._run_dir, name)
-                await asyncio.to_thread(server.stop, grace_s)
+            reason = await self._run_once(name)
             if restarts > self._max_restarts:
-                self._say(f"{name} is given up after {self._max_restarts} restarts: {reason}")
+                self._log(f"{name} is given up after {self._max_restarts} restarts: {reason}")
                 return
-            pause_s = min(2.0 ** (restarts - 1), _LONGEST_PAUSE_S)
-            self._say(
-                f"{name} is started again in {pause_s:g} s (restart {restarts} of {self._max_restarts}): {reason}"
-            )
-            await asyncio.sleep(pause_s)
+            delay_s = min(2.0 ** (restarts - 1), _MAX_DELAY_S)
+            attempt = f"restart {restarts} of {self._max_restarts}"
+            self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
+            await asyncio.sleep(delay_s)
 
-    async def _end(self, server: ServerProcess) -> str:
-        """Why it has to be started again, as soon as it has."""
+    async def _run_once(self, name: str) -> str:
+        """Run one process of a server to its end and return the reason of the end.
+
+        Raises ValueError, RuntimeError or TimeoutError if the server has never come up.
+        """
+        server = self._make[name]()
+        grace_s = _GRACE_S
+        try:
+            server.start()
+            await server.wait_ready()
+            announce_server(self._run_dir, server.info)
+            self._came_up.add(name)
+            self._log(f"{name} is ready {time.monotonic() - self._started_at:.0f} s after start")
+            reason = await self._wait_for_end(server)
+            grace_s = 0.0
+            return reason
+        except (RuntimeError, TimeoutError, ValueError) as error:
+            if name not in self._came_up:
+                raise
+            return str(error)
+        finally:
+            withdraw_server(self._run_dir, name)
+            await asyncio.to_thread(server.stop, grace_s)
+
+    async def _wait_for_end(self, server: ServerProcess) -> str:
+        """Wait until the server exits or is marked unhealthy, and return the reason."""
         while (code := server.exit_code()) is None:
             if reason := unhealthy_reason(self._run_dir, server.info):
                 return reason
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         return f"{server.name} exited with status {code}"
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
         with open(self._run_dir / LOGS_DIR / LOG, "a") as log:
             log.write(f"{time.strftime('%F %T')} {text}\n")
@@ -141,16 +173,26 @@ class ServerPool:
 
 def server_pool(
     config: ServerConfig,
+    *,
     model: str,
     seed: int,
     run_dir: Path,
     gpus: Mapping[int, list[str]],
-    environment: dict[str, str],
+    environment: Mapping[str, str] | None = None,
 ) -> ServerPool:
-    """A pool of the servers with the numbers in `gpus`, each on its own (none: those that this process sees)."""
+    """Make a pool of SGLang servers.
+
+    Args:
+        config: the servers.
+        model: a Hugging Face checkpoint folder.
+        seed: server number n samples with seed + n.
+        run_dir: the run directory.
+        gpus: the GPUs of each server, by its number. An empty list: all that this process sees.
+        environment: variables to add to the environment of the servers.
+    """
     config = replace(config, host=listen_address(config.host))
-    if config.host in LOOPBACK:
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **environment}
+    extra = {"GLOO_SOCKET_IFNAME": "lo"} if config.host in LOOPBACK else {}
+    extra |= environment or {}
 
     def make(number: int) -> ServerProcess:
         return ServerProcess(
@@ -160,34 +202,38 @@ def server_pool(
             port=config.port + number if config.port else free_port(config.host),
             seed=seed + number,
             log_path=run_dir / LOGS_DIR / f"server-{number}.log",
-            environment={**gpu_environment(gpus[number]), **environment},
+            environment={**gpu_environment(gpus[number]), **extra},
         )
 
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-    return ServerPool(
-        run_dir,
-        {f"server-{number}": lambda number=number: make(number) for number in gpus},
-        config.max_restarts,
-    )
+    makers = {f"server-{number}": lambda number=number: make(number) for number in gpus}
+    return ServerPool(run_dir, makers, config.max_restarts)
 
 
 def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:
-    """Servers of a training run, by number."""
-    readback = {ENV_READBACK: "1"} if config.sync.verify else {}
+    """Make the pool of a training run; `gpus` are the GPUs of each server by its number."""
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
-    server = replace(config.server, args={**head, **config.server.args})
-    return server_pool(server, config.model, config.seed, run_dir, gpus, readback)
+    return server_pool(
+        replace(config.server, args={**head, **config.server.args}),
+        model=config.model,
+        seed=config.seed,
+        run_dir=run_dir,
+        gpus=gpus,
+        environment={ENV_READBACK: "1"} if config.sync.verify else {},
+    )
 
 
 def main() -> int:
+    """Run some servers of a run that was started elsewhere. Returns the exit status."""
     die_with_parent()
     run_dir, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     try:
         with interruptible():
             config = load_config(run_dir)
             gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
-            dealt = divide_gpus(gpus, count, config.server.tensor_parallel)
-            asyncio.run(train_pool(config, run_dir, dict(enumerate(dealt, first))).keep())
+            shares = divide_gpus(gpus, count, config.server.tensor_parallel)
+            pool = train_pool(config, run_dir, dict(enumerate(shares, first)))
+            asyncio.run(pool.supervise())
     except KeyboardInterrupt:
         return 130
     except (RuntimeError, TimeoutError, ValueError) as error:
