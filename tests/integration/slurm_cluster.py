@@ -1,4 +1,7 @@
-"""A real Slurm of several nodes on this machine: one slurmd a node, each with a host name and a loopback address of its own. Needs root."""
+"""A real Slurm of several nodes on this machine. Needs root.
+
+Each node is a slurmd with its own host name and loopback address.
+"""
 
 from __future__ import annotations
 
@@ -45,11 +48,14 @@ SlurmdTimeout=10
 SlurmdParameters=config_overrides
 GresTypes=gpu
 """
-GPUS = 4  # of each node: copies of /dev/null
+GPUS = 4  # GPUs of each node: device files like /dev/null
 
 
 def why_not() -> str | None:
-    """Why there can be no cluster here; installs Debian's package where that is possible."""
+    """Return the reason why there can be no cluster here, or None.
+
+    Installs Debian's package if it can.
+    """
     if os.geteuid() != 0:
         return "a Slurm of several nodes on one machine needs root"
     if shutil.which("slurmctld") is None and shutil.which("apt-get"):
@@ -71,14 +77,20 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """Nodes node1, node2, … of 4 CPUs and what Slurm takes for 4 GPUs. Start and stop it by `with`; `environment` is for the commands of Slurm."""
+    """Nodes node1, node2, … with 4 CPUs and 4 fake GPUs each. A context manager.
+
+    Commands of Slurm need the variables in `environment`.
+    """
 
     def __init__(self, folder: Path, nodes: int, port: int):
         self.folder, self.nodes = folder, range(1, nodes + 1)
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         self.conf = _CONF.format(host=os.uname().nodename, folder=folder, port=port)
         for i in self.nodes:
-            self.conf += f"NodeName=node{i} NodeAddr=127.0.1.{i} Port={port + i} CPUs=4 RealMemory=4000 Gres=gpu:{GPUS} State=UNKNOWN\n"
+            self.conf += (
+                f"NodeName=node{i} NodeAddr=127.0.1.{i} Port={port + i} "
+                f"CPUs=4 RealMemory=4000 Gres=gpu:{GPUS} State=UNKNOWN\n"
+            )
         self.conf += (
             f"PartitionName=test Nodes=node[1-{nodes}] Default=YES MaxTime=INFINITE State=UP\n"
         )
@@ -140,7 +152,7 @@ class Cluster:
         self._until(self._idle, 30)
 
     def _start_node(self, i: int) -> None:
-        """With a host name and an /etc/hosts of its own."""
+        """Start a slurmd with its own host name and its own /etc/hosts."""
         inside = (
             f"hostname node{i}; mount --bind {self.folder}/hosts /etc/hosts; exec slurmd -N node{i}"
         )
@@ -150,7 +162,7 @@ class Cluster:
         return self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * len(self.nodes)
 
     def __exit__(self, *_: object) -> None:
-        """Jobs first: their processes would outlive the daemons."""
+        """End the jobs first: their processes would outlive the daemons."""
         if (self.folder / "slurmctld.pid").exists():
             for job in self.run("squeue", "-h", "-o", "%A").split():
                 self.run("scancel", job)
@@ -165,7 +177,10 @@ class Cluster:
 
     @contextlib.contextmanager
     def without_node(self, i: int) -> Iterator[None]:
-        """As if its power went off: all processes on it are killed at once. At the end it is back and, as all others, idle."""
+        """Kill all processes of a node at once, as a power failure does.
+
+        At the end of the block the node is started again, and all nodes are idle.
+        """
         processes = self.processes(i)
         (self.folder / f"slurmd.node{i}.pid").unlink()
         for process in processes:
@@ -177,7 +192,7 @@ class Cluster:
             self._until(self._idle, 60)
 
     def processes(self, i: int) -> list[psutil.Process]:
-        """All that run on a node, its slurmd among them: they alone see its host name."""
+        """Return all processes of a node, its slurmd included. They share a UTS namespace."""
         here = os.readlink(
             f"/proc/{(self.folder / f'slurmd.node{i}.pid').read_text().strip()}/ns/uts"
         )
@@ -189,22 +204,22 @@ class Cluster:
         return found
 
     def nodes_of(self, job: str) -> list[int]:
-        """The numbers of a running job's nodes, in the order in which it counts them."""
+        """Return the numbers of a running job's nodes, in the job's own order."""
         nodes = self.run("squeue", "-h", "-j", job, "-o", "%N").strip()
         return [
             int(name.removeprefix("node"))
             for name in self.run("scontrol", "show", "hostnames", nodes).split()
         ]
 
-    def of(self, job: str, field: str) -> str:
-        """What Slurm says of a job: JobState, Restarts, StartTime, …"""
+    def field(self, job: str, field: str) -> str:
+        """Return a field of `scontrol show job`: JobState, Restarts, StartTime, …"""
         fields = self.run("scontrol", "show", "job", job, "--oneliner").split()
         return next(
             word.removeprefix(f"{field}=") for word in fields if word.startswith(f"{field}=")
         )
 
     def run(self, *command: str) -> str:
-        """The output of a command of Slurm."""
+        """Run a command of Slurm and return its output."""
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60
         ).stdout
@@ -224,5 +239,7 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not true():
             if time.monotonic() > deadline:
-                raise TimeoutError("the simulated cluster did not get there; see its logs")
+                raise TimeoutError(
+                    f"the simulated cluster was not ready after {seconds} s: see its logs"
+                )
             time.sleep(0.25)

@@ -1,4 +1,4 @@
-"""`areal-lite train debug=…`: generate without training, then train without servers, twice with the same result."""
+"""`areal-lite train debug=…`: generate without training, then train twice without servers."""
 
 import json
 import sqlite3
@@ -14,11 +14,19 @@ STEPS, GROUPS = 2, 4
 
 
 def train(model: Path, folder: Path, *overrides: str) -> None:  # noqa: F811
-    command = [
-        sys.executable, "-m", "areal_lite", "train", f"model={model}", f"run_dir={folder}", f"trainer.steps={STEPS}",
-        f"trainer.batch_groups={GROUPS}", "rollout.group_size=4", "rollout.max_new_tokens=40", "eval.problems=0",
-        "reward.function=tests.integration.toy_reward:share_of_letters", "trainer.lr=0.003", "trainer.dtype=float32", *overrides,
-    ]  # fmt: skip
+    settings = [
+        f"model={model}",
+        f"run_dir={folder}",
+        f"trainer.steps={STEPS}",
+        f"trainer.batch_groups={GROUPS}",
+        "trainer.lr=0.003",
+        "trainer.dtype=float32",
+        "rollout.group_size=4",
+        "rollout.max_new_tokens=40",
+        "reward.function=tests.integration.toy_reward:share_of_letters",
+        "eval.problems=0",
+    ]
+    command = [sys.executable, "-m", "areal_lite", "train", *settings, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,7 @@
-"""`areal-lite slurm` on a real Slurm of four simulated nodes: two train together, two generate; stops, failures of roles and the death of nodes."""
+"""`areal-lite slurm` on a real Slurm of four simulated nodes: two train, two generate.
+
+Runs are stopped, roles fail, and nodes die.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ NODES = [
 def cluster():
     if reason := why_not():
         pytest.skip(reason)
-    # Not one of pytest's folders: munge's own user has to get there.
+    # Not a folder of pytest's: munge's own user must be able to read it.
     with (
         tempfile.TemporaryDirectory(prefix="areal_lite-slurm-") as folder,
         Cluster(Path(folder), nodes=4, port=free_port()) as cluster,
@@ -91,7 +94,7 @@ def areal_lite(
 
 
 def submit(cluster: Cluster, model: Path, folder: Path, *overrides: str) -> list[str]:
-    """The numbers of the jobs."""
+    """Submit a run and return the numbers of its jobs."""
     done = areal_lite(cluster, "slurm", model, folder, *NODES, *overrides)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -105,15 +108,10 @@ def wait_for(true: Callable[[], bool], folder: Path) -> None:
 
 
 def end_of(cluster: Cluster, job: str, folder: Path) -> str:
-    """Wait; the state that the job ends in."""
-    wait_for(
-        lambda: (
-            cluster.of(job, "JobState")
-            not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
-        ),
-        folder,
-    )
-    return cluster.of(job, "JobState")
+    """Wait for the end of a job and return its state."""
+    going = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+    wait_for(lambda: cluster.field(job, "JobState") not in going, folder)
+    return cluster.field(job, "JobState")
 
 
 def logs(folder: Path) -> str:
@@ -124,7 +122,7 @@ def logs(folder: Path) -> str:
 
 
 def left(folder: Path) -> list[str]:
-    """Processes that still know the run, ten seconds after its end at most."""
+    """Return the processes of a run that are left ten seconds after its end."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         found = []
@@ -143,15 +141,13 @@ def metrics(folder: Path) -> list[dict]:
 
 def check_nothing_lost_or_repeated(folder: Path, steps: int) -> None:
     assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), (
-        "no step is missing, none is there twice"
+        "each step is logged once"
     )
     db = sqlite3.connect(folder / "trajectories.sqlite")
     used = db.execute(
         "SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step ORDER BY step"
     ).fetchall()
-    assert used == [(step, 4) for step in range(steps)], (
-        "each step was trained on a batch of its own"
-    )
+    assert used == [(step, 4) for step in range(steps)], "each step used a batch of its own"
     assert json.loads((folder / "summary.json").read_text())["trajectories_lost"] == 0
     assert left(folder) == []
 
@@ -177,13 +173,14 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
         "trainer": {"trainer-node1.log", "trainer-node2.log"},
     }
     assert "127.0.1.3" in (folder / "logs" / "server-0.log").read_text(), (
-        "a server listens at its node's own address"
+        "a server listens on its node's own address"
     )
     assert (folder / "config.yaml").stat().st_mode & 0o077 == 0, "it holds the servers' key"
     assert left(folder) == []
 
-    # The same on one node: the run's batches are dealt again as they were (controller/stored_run.py), weights and optimizer begin alike, and two
-    # ranks have only one order to add in. What differs is where the ranks are, so every step must come out the same.
+    # The same on one node. The stored batches are dealt again (controller/stored_run.py), weights
+    # and optimizer start alike, and two ranks can add in one order only. Only the place of the
+    # ranks differs, so every step must have the same result.
     replay = ["eval.problems=0", "debug=train_only", f"debug_run={folder}", f"trainer.{parallel}=2"]
     done = areal_lite(cluster, "train", model, again, *replay)
     assert done.returncode == 0, done.stderr
@@ -195,8 +192,11 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
 
 
 @pytest.mark.parametrize("chain", [1, 2])
-def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, chain):
-    """The signal that comes before the time is over: the step ends with a checkpoint, and the job's second start, or a second job, ends the run."""
+def test_a_stopped_run_resumes_from_its_checkpoint(cluster, model, tmp_path, chain):
+    """The signal before the time limit ends the step with a checkpoint.
+
+    The second start of the job, or a second job, completes the run.
+    """
     folder, steps = tmp_path / "run", 12
     settings = [
         "server.count=2",
@@ -212,18 +212,18 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(cluster, model, tmp_path, cha
     wait_for(lambda: (folder / "metrics.jsonl").exists(), folder)
     cluster.run("scancel", "--batch", "--signal=USR1", jobs[0])
     assert [end_of(cluster, job, folder) for job in jobs] == ["COMPLETED"] * chain, logs(folder)
-    assert cluster.of(jobs[0], "Restarts") == ("1" if chain == 1 else "0")
-    assert chain == 1 or cluster.of(jobs[1], "StartTime") >= cluster.of(jobs[0], "EndTime"), (
-        "one after the other, though there was room"
+    assert cluster.field(jobs[0], "Restarts") == ("1" if chain == 1 else "0")
+    assert chain == 1 or cluster.field(jobs[1], "StartTime") >= cluster.field(jobs[0], "EndTime"), (
+        "one after the other, although there was room for both"
     )
     first = min(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*"))
-    assert first < steps, "the stop left a checkpoint"
+    assert first < steps, "the stopped job saved a checkpoint"
     check_nothing_lost_or_repeated(folder, steps)
 
 
 @pytest.mark.parametrize("dies", ["rank", "trainer_node", "server_node"])
-def test_a_run_outlives(cluster, model, tmp_path, dies):
-    """The script requeues a job of which a rank is gone; Slurm one of which a node is, and gives it the other three."""
+def test_a_run_survives_the_death_of(cluster, model, tmp_path, dies):
+    """The script requeues a job that lost a rank. Slurm requeues a job that lost a node."""
     folder, steps = tmp_path / "run", 12
     settings = [
         "cluster.nodes=3",
@@ -247,7 +247,7 @@ def test_a_run_outlives(cluster, model, tmp_path, dies):
     else:
         with cluster.without_node(second if dies == "trainer_node" else third):
             assert end_of(cluster, job, folder) == "COMPLETED", logs(folder)
-    assert cluster.of(job, "Restarts") == "1"
+    assert cluster.field(job, "Restarts") == "1"
     check_nothing_lost_or_repeated(folder, steps)
 
 
@@ -256,7 +256,7 @@ def test_a_run_outlives(cluster, model, tmp_path, dies):
     [(1, {"trainer": "0,1", "servers": "2,3"}), (2, {"trainer": "0,1,2,3", "servers": "0,1,2,3"})],
 )
 def test_gpus_of_the_roles(cluster, model, tmp_path, nodes, gpus):
-    """A command in the place of python, as there are no GPUs to use."""
+    """A script takes the place of python, because there are no GPUs to use."""
     folder, python = tmp_path / "run", tmp_path / "python"
     python.write_text(
         """#!/bin/bash

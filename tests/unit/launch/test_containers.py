@@ -1,4 +1,4 @@
-"""Dockerfile and compose file, by the linters of their own kind. No container engine is needed."""
+"""Dockerfile and compose file pass their linters. No container engine is needed."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_the_dockerfile_passes_hadolint() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_compose_file_has_the_schema_of_compose_files() -> None:
+def test_the_compose_file_follows_the_schema() -> None:
     done = run(
         TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yaml"
     )
@@ -36,6 +36,6 @@ def test_the_compose_file_has_the_schema_of_compose_files() -> None:
         ),
     ],
 )
-def test_these_tools_do_find_mistakes(tmp_path, tool, text) -> None:
+def test_the_linters_find_mistakes(tmp_path, tool, text) -> None:
     (tmp_path / "file").write_text(text)
     assert run(TOOLS / tool[0], *tool[1:], tmp_path / "file").returncode == 1

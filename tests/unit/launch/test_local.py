@@ -1,4 +1,4 @@
-"""The supervisor of one machine: what ends a run."""
+"""The supervisor on one machine: a run without servers."""
 
 import json
 
@@ -11,7 +11,7 @@ from areal_lite.launch.server_pool import ServerPool
 
 @pytest.fixture
 def pool(tmp_path) -> ServerPool:
-    """One that has given up."""
+    """Return a pool without any server left."""
     (tmp_path / "logs").mkdir()
     with ServerPool(tmp_path, {}, max_restarts=0) as pool:
         pool._thread.join()
@@ -32,12 +32,12 @@ def test_without_servers_training_ends(pool, tmp_path) -> None:
         check_servers(pool, tmp_path, steps=3)
 
 
-def test_without_servers_what_was_learned_is_still_saved(pool, tmp_path) -> None:
+def test_without_servers_a_run_that_has_all_its_steps_goes_on(pool, tmp_path) -> None:
     trained(tmp_path, 3)
     check_servers(pool, tmp_path, steps=3)
 
 
-def test_a_server_that_never_came_up_ends_the_run_whatever_was_trained(pool, tmp_path) -> None:
+def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None:
     trained(tmp_path, 3)
     pool._failure = TimeoutError("no answer")
     with pytest.raises(TimeoutError):

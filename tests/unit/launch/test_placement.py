@@ -1,4 +1,4 @@
-"""Which GPUs each process gets."""
+"""The GPUs of each process on one machine."""
 
 import pytest
 
@@ -14,24 +14,21 @@ def test_trainer_first_then_servers_without_overlap():
         ServerConfig(count=2, tensor_parallel=2),
         "distributed",
     )
-    assert (
-        got.trainer == ["0", "1", "2", "3"]
-        and got.servers == [["4", "5"], ["6", "7"]]
-        and not got.shared
-    )
+    assert got.trainer == ["0", "1", "2", "3"] and got.servers == [["4", "5"], ["6", "7"]]
+    assert not got.shared
 
 
-def test_no_gpu_means_nothing_to_set():
+def test_without_gpus_all_lists_are_empty():
     assert place([], TrainerConfig(), ServerConfig(count=2), "distributed").servers == [[], []]
 
 
-def test_one_gpu_is_shared_when_weights_travel_by_disk():
+def test_one_gpu_is_shared_if_weights_travel_through_a_folder():
     assert place(["3"], TrainerConfig(), ServerConfig(), "disk").shared
     with pytest.raises(ValueError, match="one_gpu"):
         place(["3"], TrainerConfig(), ServerConfig(), "distributed")
 
 
-def test_too_few_are_refused():
+def test_too_few_gpus_are_refused():
     with pytest.raises(
         ValueError, match="2 GPUs for 2 trainer ranks and 1 servers of 1: 3 are needed"
     ):

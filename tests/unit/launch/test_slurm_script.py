@@ -1,4 +1,4 @@
-"""The job of `areal-lite slurm`: the nodes of each role, and the text, run by bash with stand-ins."""
+"""The job of `areal-lite slurm`: the nodes of each role, and its text, run by bash."""
 
 from __future__ import annotations
 

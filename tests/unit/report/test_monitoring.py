@@ -55,10 +55,9 @@ def keys_of_a_batch_reply() -> set[str]:
 
 def test_the_dashboard_asks_for_what_a_run_writes() -> None:
     """Here per writer; tests/integration/test_train.py compares it with the lines of a run."""
-    trainer = "".join(
-        (ROOT / "areal_lite" / name).read_text()
-        for name in ("trainer/loop.py", "trainer/step.py", "weights/agreement.py")
-    )
+    package = ROOT / "areal_lite"
+    files = [*(package / "trainer").rglob("*.py"), package / "weights/agreement.py"]
+    trainer = "".join(file.read_text() for file in files)
     written = (
         set(STEP_KEYS)
         | keys_of_a_batch_reply()

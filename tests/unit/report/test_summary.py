@@ -1,4 +1,4 @@
-"""The summary of the run `hand_made` (synthetic_run.py), whole and killed, against counts by hand."""
+"""The summary of the run `hand_made` (synthetic_run.py) against counts by hand."""
 
 import json
 import sqlite3
