@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 
 BLUE = "#2b6cb0"
@@ -10,7 +12,7 @@ RED = "#c53030"
 GREEN = "#2f855a"
 GREY = "#718096"
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.titlesize": 12.5,
     "axes.titleweight": "bold",

@@ -62,7 +62,7 @@ def test_the_dashboard_asks_for_what_a_run_writes() -> None:
         set(STEP_KEYS)
         | keys_of_a_batch_reply()
         | {field.name for field in fields(PushReport)}
-        | set(re.findall(r'"(\w+)":', trainer))
+        | set(re.findall(r'"(\w+)"[:)]', trainer))
     )
     assert of_steps() <= written
     assert metrics("areal_lite_run_") <= set(FACTS) and metrics("areal_lite_eval_") == {
