@@ -1,1 +1,1 @@
-"""Batch -> loss: pure functions of flat per-token torch tensors. They know no server, no file and no process group."""
+"""Batch -> loss: pure functions of flat torch tensors, without servers, files or process groups."""

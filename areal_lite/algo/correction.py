@@ -1,22 +1,32 @@
-"""The behavior policy is not the policy the update starts from: weights that correct for it, and the proximal log-probs they need.
+"""Corrections for stale tokens: importance weights, and approximate proximal log-probs.
 
-With lp_behav the log-prob under the weights that sampled a token, lp_prox under the weights just before the step, d = lp_prox - lp_behav,
+lp_behav is a token's log-prob under the weights that sampled it, lp_prox its log-prob under the
+weights just before the step, and d = lp_prox - lp_behav.
 
-    token        w_t = exp(d_t)                      (detached; decoupled PPO, AReaL, arXiv 2505.24298, eq. 5)
-    geometric    w_i = exp(mean_t d_t)               one weight a sequence, its tokens' geometric mean: no variance that grows with length
-    product      w_i = exp(sum_t d_t)                the exact importance weight of a sequence: unbiased, and rarely of use for long ones
+Levels, the unit that is weighed:
 
-    cap          min(w, cap): truncated importance sampling (TIS; Espeholt et al., arXiv 1802.01561; PipelineRL, arXiv 2509.19128, eq. 5;
-                 OlmoRL, arXiv 2512.13961, eq. 1)
-    mask         w where low <= w <= cap, otherwise out of the loss. low = 1/cap unless given; low = 0 is one bound only, two bounds of
-                 tokens are IcePop's (Ring-1T, arXiv 2510.18855), of geometric means a trust region for whole sequences
-    off          w = 1, on purpose
+    token        w_t = exp(d_t); decoupled PPO (AReaL, arXiv 2505.24298, eq. 5)
+    geometric    w_i = exp(mean_t d_t), the geometric mean of a sequence's tokens: its variance does
+                 not grow with length
+    product      w_i = exp(sum_t d_t), the exact importance weight of a sequence: unbiased, but
+                 rarely useful for long ones
 
-A veto takes a whole sequence out when one of its tokens lies outside of wide bounds: such a token is a fault, not a stale policy.
+Modes, the bound on w:
+
+    cap          min(w, cap), truncated importance sampling (Espeholt et al., arXiv 1802.01561;
+                 PipelineRL, arXiv 2509.19128, eq. 5; OlmoRL, arXiv 2512.13961, eq. 1)
+    mask         w where low <= w <= cap; other tokens leave the loss. low is 1 / cap by default;
+                 low = 0 leaves only the upper bound. Two bounds on tokens are IcePop's (Ring-1T,
+                 arXiv 2510.18855); on geometric means they are a trust region of sequences
+    off          w = 1
+
+A veto removes a whole sequence if one of its tokens is outside wide bounds. Such a token is a
+fault, not a stale policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +40,7 @@ LEVELS = ("token", "geometric", "product")
 
 @dataclass(frozen=True)
 class Correction:
-    """The keywords of `behavior_weight`. Levels other than token, and a veto, need sequence ids."""
+    """The keywords of `behavior_weight`. A veto, and a level of sequences, need sequence ids."""
 
     mode: str = "cap"
     cap: float = 5.0
@@ -40,8 +50,11 @@ class Correction:
 
 
 def finite_mask(mask: Tensor, behavior: Tensor) -> Tensor:
-    """`mask` without tokens whose behavior log-prob is not finite. Count these tokens, then pass the count as the loss's denominator:
-    a token whose sampling probability is unknown leaves numerator and denominator."""
+    """Remove tokens from `mask`, bool [t], whose behavior log-prob is not finite.
+
+    Pass the number of tokens that are left as the loss's denominator: a token whose sampling
+    probability is unknown leaves both numerator and denominator.
+    """
     return mask & torch.isfinite(behavior)
 
 
@@ -57,24 +70,39 @@ def behavior_weight(
     veto: tuple[float, float] | None = None,
     sequence_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Importance weight of each token and the mask that is left.
+    """Compute each token's importance weight, float [t], and the mask that is left, bool [t].
 
-    prox, behavior: float [t] log-probs; mask: bool [t]; sequence_ids: int [t]. Returns (w float [t], kept bool [t]), both detached; w is 0
-    outside `kept`. Masked tokens and those without a finite behavior log-prob have no part in a sequence's weight.
-    The loss's denominator stays the number of tokens in `finite_mask`: rejecting a token does not make the others count more.
-    To reject at one level and weigh at another, call twice: the second time with the first `kept` as its mask.
+    Both are detached, and the weight is 0 outside that mask. Masked tokens and tokens without a
+    finite behavior log-prob do not contribute to a sequence's weight. The loss's denominator stays
+    the number of tokens in `finite_mask`: a rejected token does not make the others count more. To
+    reject at one level and weigh at another, call twice, and pass the first mask to the second
+    call.
+
+    Args:
+        prox: float [t], log-probs under the weights just before the step
+        behavior: float [t], log-probs under the weights that sampled the tokens
+        mask: bool [t]
+        mode, cap, low, level, veto: see the module; veto is (lowest, highest) weight of a token
+        sequence_ids: int [t]; needed for levels of sequences and for a veto
+
+    Raises ValueError for an unknown mode or level, and for bounds that are not 0 <= low <= cap.
     """
-    _check(mode, cap, low, level, veto, sequence_ids)
+    _check(mode, cap, low, level)
     mask = finite_mask(mask, behavior)
+
+    def by_sequence(combine: Callable[..., Tensor], values: Tensor) -> Tensor:
+        if sequence_ids is None:
+            raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
+        return combine(values, mask, sequence_ids)[sequence_ids]
+
     log_ratio = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
     kept = mask
     if veto is not None:
         ratio = log_ratio.exp()
         outlier = mask & ~((ratio >= veto[0]) & (ratio <= veto[1]))
-        kept = mask & (sequence_sum(outlier.float(), mask, sequence_ids)[sequence_ids] == 0)
+        kept = mask & (by_sequence(sequence_sum, outlier.float()) == 0)
     if level != "token":
-        combine = sequence_mean if level == "geometric" else sequence_sum
-        log_ratio = combine(log_ratio, mask, sequence_ids)[sequence_ids]
+        log_ratio = by_sequence(sequence_mean if level == "geometric" else sequence_sum, log_ratio)
     if mode == "off":
         weight = torch.ones_like(log_ratio)
     elif mode == "cap":
@@ -85,32 +113,30 @@ def behavior_weight(
     return torch.where(kept, weight, torch.zeros_like(weight)), kept
 
 
-def _check(
-    mode: str,
-    cap: float,
-    low: float | None,
-    level: str,
-    veto: tuple[float, float] | None,
-    sequence_ids: Tensor | None,
-) -> None:
+def _check(mode: str, cap: float, low: float | None, level: str) -> None:
     if mode not in MODES:
-        raise ValueError(f"algo.behavior_weight is {mode!r}; choose one of {', '.join(MODES)}")
+        raise ValueError(f"algo.correction.mode={mode}: use one of {', '.join(MODES)}")
     if level not in LEVELS:
-        raise ValueError(f"the correction's level is {level!r}; choose one of {', '.join(LEVELS)}")
+        raise ValueError(f"algo.correction.level={level}: use one of {', '.join(LEVELS)}")
     if not (0 <= (low or 0) <= cap and cap > 0):
         raise ValueError(
-            f"the correction's bounds are {low} and {cap}; they must be 0 <= low <= cap, cap > 0"
+            f"algo.correction.low={low} and algo.correction.cap={cap}:"
+            " choose 0 <= low <= cap and cap > 0"
         )
-    if sequence_ids is None and (level != "token" or veto is not None):
-        raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
 
 
 def loglinear_prox(behavior: Tensor, theta: Tensor, versions: Tensor, *, version: int) -> Tensor:
-    """Proximal log-probs without a forward pass: lp_behav + alpha (lp_theta - lp_behav), detached (AReaL, prox_approx.md).
+    """Approximate proximal log-probs without a forward pass: float [t], detached.
 
-    alpha = (v_prox - v) / (v_theta - v) with v a token's version, v_prox = `version` (the trainer's at the start of the step) and
-    v_theta = v_prox + 1: a token sampled from the newest weights has alpha 0 and its behavior policy is the proximal one.
-    behavior, theta float [t], versions int [t] -> float [t].
+    lp_behav + alpha (lp_theta - lp_behav), alpha = (v_prox - v) / (v_theta - v) (AReaL,
+    prox_approx.md), where v is the token's version, v_prox = `version` is the trainer's at the
+    start of the step and v_theta = v_prox + 1. A token sampled from the newest weights has alpha 0:
+    its behavior policy is the proximal one.
+
+    Args:
+        behavior: float [t], log-probs under the weights that sampled the tokens
+        theta: float [t], log-probs under the weights being trained
+        versions: int [t], the tokens' versions
     """
     age = (version - versions).clamp(min=0).to(theta.dtype)
     return (behavior + age / (age + 1) * (theta - behavior)).detach()

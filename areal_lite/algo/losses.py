@@ -1,18 +1,21 @@
-"""Policy losses over flat tokens.
+"""Policy losses of flat tokens.
 
-Per token, with advantage A, mask m and N the number of unmasked tokens of the minibatch over all ranks and microbatches:
+Per token, with advantage A, mask m, and N the number of unmasked tokens of the minibatch over all
+ranks and microbatches:
 
-    w = behavior correction                          (algo/correction.py, detached)
+    w = behavior correction (algo/correction.py), detached
     r = exp(lp_theta - lp_prox)
-    L = w * max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))            [dual clip: min(., c |A|) where A < 0]
+    L = w * max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high))    [dual clip: min(., c |A|) if A < 0]
     loss = sum(m L) / N
 
-A call gets the tokens of one microbatch and the global N and returns its share of the loss: shares add up, however tokens were packed.
-Other means than that over tokens are weights (algo/reduction.py). Terms beside the policy loss are in algo/kl.py, Trajectory Balance, which
-has no ratio and no advantage, in algo/trajectory_balance.py.
+* A call takes the tokens of one microbatch and the global N, and returns that microbatch's share.
+  Shares add up, however tokens were packed.
+* Every loss has two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the
+  behavior policy. Naive (`decoupled=False`): the ratio is to the behavior policy, and w = 1.
+* Other means than that over tokens are weights (algo/reduction.py).
 
-Every loss is there in two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the behavior policy. Naive
-(`decoupled=False`): the ratio is to the behavior policy itself, and there is nothing left to correct, w = 1.
+The KL and entropy terms are in algo/kl.py. Trajectory Balance, which has neither ratio nor
+advantage, is in algo/trajectory_balance.py.
 """
 
 from __future__ import annotations
@@ -26,17 +29,25 @@ from areal_lite.algo.correction import Correction, behavior_weight, finite_mask
 from areal_lite.algo.metrics import clip_counts, mismatch, ratio_sums
 from areal_lite.algo.sequences import sequence_mean
 
+# Default corrections: truncation at 5, of tokens or of sequences.
 TOKEN_CAP = Correction()
 SEQUENCE_CAP = Correction(level="geometric")
 
 
 @dataclass
 class LossInputs:
-    """Flat tokens of a microbatch; all float [t] but `mask` (bool [t]) and `sequence_ids` (int [t]). Only `logprobs` carries a gradient.
+    """The t flat tokens of a microbatch. Only `logprobs` carries a gradient.
 
-    logprobs: under the weights being trained; prox: just before the step; behavior: under the weights that sampled the token (a token for
-    which that is not finite has no part in loss or metrics). sequence_ids: for what concerns sequences, which then must be whole here.
-    weights: from `reduction_weights`, with denominator 1; without, every token counts the same.
+    logprobs: float [t], under the weights being trained
+    prox: float [t], under the weights just before the step
+    behavior: float [t], under the weights that sampled the token; a token whose value is not finite
+        leaves loss and metrics
+    advantages: float [t]
+    mask: bool [t]
+    sequence_ids: int [t], for losses and corrections of sequences, which must then be whole here
+    weights: float [t], from `reduction_weights`, used with denominator 1; by default tokens count
+        alike
+    corrected: `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     """
 
     logprobs: Tensor
@@ -51,10 +62,30 @@ class LossInputs:
 
 @dataclass
 class LossOutput:
-    """`loss`: scalar with gradient, this microbatch's share. `metrics`: detached sums over unmasked tokens; divide by N for means."""
+    """A microbatch's share of the loss, a scalar with gradient, and its metrics.
+
+    Metrics are detached sums over unmasked tokens; divide them by N for means.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Corrected:
+    """Usable tokens, their log-ratio (0 where masked), w, and the tokens that w leaves in."""
+
+    mask: Tensor
+    log_ratio: Tensor
+    weight: Tensor
+    kept: Tensor
+
+
+@dataclass(frozen=True)
+class _Clip:
+    eps_low: float
+    eps_high: float
+    dual_clip: float | None = None
 
 
 def ppo_loss(
@@ -68,18 +99,24 @@ def ppo_loss(
     correction: str | Correction = "cap",
     correction_cap: float = 5.0,
 ) -> LossOutput:
-    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5; Hilton et al., arXiv 2110.00641), or with `decoupled=False` naive PPO: clipped around
-    the behavior policy (arXiv 1707.06347, eq. 7).
+    """Compute the PPO loss, decoupled or naive.
 
-    eps_low/eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10); dual_clip c > 1 (arXiv 1912.09729, eq. 5).
-    correction: a mode at token level, bounded by `correction_cap`, or a `Correction`. Raises ValueError for an unknown correction.
+    Decoupled: AReaL, arXiv 2505.24298, eq. 5 (Hilton et al., arXiv 2110.00641). Naive: clipped
+    around the behavior policy (arXiv 1707.06347, eq. 7).
+
+    Args:
+        denominator: N of the module, or 1 with `inputs.weights`
+        eps_low, eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10)
+        dual_clip: c > 1 (arXiv 1912.09729, eq. 5)
+        correction: a `Correction`, or a mode at token level that `correction_cap` bounds
+
+    Raises ValueError for an unknown correction.
     """
     if isinstance(correction, str):
         correction = Correction(correction, correction_cap)
-    mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
-    return _clipped(
-        inputs, mask, log_ratio.exp(), weight, kept, denominator, eps_low, eps_high, dual_clip
-    )
+    tokens = _correct(inputs, decoupled, correction)
+    clip = _Clip(eps_low, eps_high, dual_clip)
+    return _clipped(inputs, tokens, tokens.log_ratio.exp(), clip, denominator)
 
 
 def gspo_loss(
@@ -91,16 +128,19 @@ def gspo_loss(
     decoupled: bool = True,
     correction: Correction = SEQUENCE_CAP,
 ) -> LossOutput:
-    """Group sequence policy optimisation (arXiv 2507.18071): PPO whose ratio is the sequence's, s_i = exp(mean_t(lp_theta - lp_prox)).
+    """Compute the loss of group sequence policy optimization (arXiv 2507.18071).
 
-    L_t = w max(-A s_i, -A clip(s_i, 1 - eps_low, 1 + eps_high)) for every token of sequence i; with sequence-mean weights this is the
-    paper's mean over sequences (eq. 5; s_i: eq. 7). The whole sequence is clipped or is not. Needs sequence_ids.
+    PPO with the ratio of the sequence, s_i = exp(mean_t(lp_theta - lp_prox)) (eq. 7):
+    L_t = w max(-A s_i, -A clip(s_i, 1 - eps_low, 1 + eps_high)) for every token of sequence i. With
+    sequence-mean weights this is the paper's mean over sequences (eq. 5). A clip takes the whole
+    sequence. Raises ValueError without sequence_ids.
     """
-    mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
+    tokens = _correct(inputs, decoupled, correction)
     if inputs.sequence_ids is None:
         raise ValueError("gspo_loss needs sequence_ids")
-    ratio = sequence_mean(log_ratio, mask, inputs.sequence_ids)[inputs.sequence_ids].exp()
-    return _clipped(inputs, mask, ratio, weight, kept, denominator, eps_low, eps_high, None)
+    mean = sequence_mean(tokens.log_ratio, tokens.mask, inputs.sequence_ids)
+    ratio = mean[inputs.sequence_ids].exp()
+    return _clipped(inputs, tokens, ratio, _Clip(eps_low, eps_high), denominator)
 
 
 def cispo_loss(
@@ -112,36 +152,27 @@ def cispo_loss(
     decoupled: bool = True,
     correction: Correction = TOKEN_CAP,
 ) -> LossOutput:
-    """Clipped importance weights instead of clipped updates (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): no token loses its gradient.
+    """Compute the loss of clipped importance weights (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5).
 
-    L_t = -w sg[clip(r, 1 - eps_low, 1 + eps_high)] A lp_theta. eps_low >= 1 is no lower bound, the paper's choice.
+    L_t = -w sg[clip(r, 1 - eps_low, 1 + eps_high)] A lp_theta. The weight is clipped instead of the
+    update, so no token loses its gradient. eps_low >= 1 means no lower bound, the paper's choice.
     """
-    mask, log_ratio, weight, kept = _ratio_and_weight(inputs, decoupled, correction)
-    ratio = log_ratio.detach().exp()
-    token_loss = (
-        -weight * ratio.clamp(1 - eps_low, 1 + eps_high) * inputs.advantages * inputs.logprobs
-    )
-    with torch.no_grad():
-        clips = clip_counts(
-            ratio, inputs.advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=None
-        )
-    return _output(
-        inputs,
-        token_loss,
-        mask,
-        kept,
-        denominator,
-        {**clips, **ratio_sums(ratio, mask), "behavior_weight": weight.sum()},
-    )
+    tokens = _correct(inputs, decoupled, correction)
+    ratio = tokens.log_ratio.detach().exp()
+    clipped = tokens.weight * ratio.clamp(1 - eps_low, 1 + eps_high)
+    token_loss = -clipped * inputs.advantages * inputs.logprobs
+    metrics = _ratio_metrics(inputs, tokens, ratio, _Clip(eps_low, eps_high))
+    return _output(inputs, token_loss, tokens.mask, tokens.kept, denominator, metrics)
 
 
 def reinforce_loss(
     inputs: LossInputs, *, denominator: float = 1.0, correction: Correction = TOKEN_CAP
 ) -> LossOutput:
-    """REINFORCE with truncated importance sampling: L_t = -sg[w] A lp_theta (PipelineRL, arXiv 2509.19128, eq. 5, with a cap of 5).
+    """Compute the REINFORCE loss with truncated importance sampling: L_t = -sg[w] A lp_theta.
 
-    Here w corrects from the behavior policy straight to the policy being trained, w = min(exp(lp_theta - lp_behav), cap) or what
-    `correction` says; the proximal policy is used in metrics only.
+    w corrects from the behavior policy to the policy being trained, as `correction` says, for
+    example w = min(exp(lp_theta - lp_behav), cap) (PipelineRL, arXiv 2509.19128, eq. 5, with a cap
+    of 5). The proximal policy appears only in metrics.
     """
     mask = finite_mask(inputs.mask, inputs.behavior)
     weight, kept = behavior_weight(
@@ -161,10 +192,7 @@ def reinforce_loss(
     )
 
 
-def _ratio_and_weight(
-    inputs: LossInputs, decoupled: bool, correction: Correction
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Usable tokens bool [t], log-ratio to the anchor (0 where masked), correction w, and the tokens that w leaves in."""
+def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Corrected:
     mask = finite_mask(inputs.mask, inputs.behavior)
     if decoupled:
         anchor = inputs.prox
@@ -173,31 +201,36 @@ def _ratio_and_weight(
         )
     else:
         anchor, weight, kept = inputs.behavior, mask.to(inputs.logprobs.dtype), mask
-    return (
-        mask,
-        torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor)),
-        weight,
-        kept,
-    )
+    log_ratio = torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor))
+    return _Corrected(mask=mask, log_ratio=log_ratio, weight=weight, kept=kept)
 
 
 def _clipped(
-    inputs, mask, ratio, weight, kept, denominator, eps_low, eps_high, dual_clip
+    inputs: LossInputs, tokens: _Corrected, ratio: Tensor, clip: _Clip, denominator: float
 ) -> LossOutput:
     advantages = inputs.advantages
     token_loss = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
     )
-    if dual_clip is not None:
+    if clip.dual_clip is not None:
         token_loss = torch.where(
-            advantages < 0, torch.minimum(token_loss, dual_clip * advantages.abs()), token_loss
+            advantages < 0, torch.minimum(token_loss, clip.dual_clip * advantages.abs()), token_loss
         )
-    with torch.no_grad():
-        clips = clip_counts(
-            ratio, advantages, kept, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
-        )
-    metrics = {**clips, **ratio_sums(ratio, mask), "behavior_weight": weight.sum()}
-    return _output(inputs, weight * token_loss, mask, kept, denominator, metrics)
+    metrics = _ratio_metrics(inputs, tokens, ratio, clip)
+    return _output(
+        inputs, tokens.weight * token_loss, tokens.mask, tokens.kept, denominator, metrics
+    )
+
+
+@torch.no_grad()
+def _ratio_metrics(
+    inputs: LossInputs, tokens: _Corrected, ratio: Tensor, clip: _Clip
+) -> dict[str, Tensor]:
+    return {
+        **clip_counts(ratio, inputs.advantages, tokens.kept, **vars(clip)),
+        **ratio_sums(ratio, tokens.mask),
+        "behavior_weight": tokens.weight.sum(),
+    }
 
 
 def _output(

@@ -1,6 +1,8 @@
-"""What to watch: detached sums over unmasked tokens, which add up over microbatches and ranks. Divided by the number of tokens: means.
+"""Diagnostics: detached sums over unmasked tokens, which add up over microbatches and ranks.
 
-A name that ends in `_max` is a maximum instead, to be combined by taking the maximum."""
+Divide a sum by the number of tokens for a mean. A name that ends in `_max` is a maximum; combine
+maxima by taking the maximum.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from torch import Tensor
 
 
 def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over unmasked tokens that say how far the proximal policy is from the behavior policy, d = lp_prox - lp_behav.
+    """Measure how far the proximal policy is from the behavior policy, with d = lp_prox - lp_behav.
 
-    behave_kl: k3 estimate of KL(behavior || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d; behave_abs: |d|.
-    weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`; weight_max: the largest.
+    behave_kl: k3 estimate of KL(behavior || proximal), exp(d) - d - 1 >= 0; behave_kl_k1: -d;
+    behave_abs: |d|; weight_sum, weight_square_sum: of w = exp(d), for `effective_sample_size`;
+    weight_max: the largest w.
     """
     difference = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
     weight = torch.where(mask, difference.exp(), torch.zeros_like(difference))
@@ -31,13 +34,16 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
-    """(sum w)^2 / (N sum w^2), between 0 and 1: the share of N tokens that an unweighted estimate as good would need
-    (Kong, 1992; PipelineRL, arXiv 2509.19128, eq. 6). 0 without tokens."""
+    """Compute (sum w)^2 / (N sum w^2), between 0 and 1; 0 without tokens.
+
+    It is the share of N tokens that an equally good unweighted estimate needs (Kong, 1992;
+    PipelineRL, arXiv 2509.19128, eq. 6).
+    """
     return weight_sum**2 / (count * weight_square_sum) if count and weight_square_sum else 0.0
 
 
 def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums of r and (r - 1)^2 (the update's chi-square distance), and the largest r; float [t] and bool [t]."""
+    """Sum r and (r - 1)^2, the chi-square distance of the update, and find the largest r."""
     ratio = torch.where(mask, ratio, torch.ones_like(ratio)).detach()
     used = torch.where(mask, ratio, torch.zeros_like(ratio))
     return {
@@ -56,7 +62,10 @@ def clip_counts(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> dict[str, Tensor]:
-    """Numbers of tokens whose gradient a clip takes away: high where A > 0, low or dual (r > c) where A < 0; clip_fraction: high + low."""
+    """Count the tokens whose gradient a clip removes.
+
+    `_high`: A > 0; `_low`: A < 0; `_dual`: A < 0 and r > c; clip_fraction: high + low.
+    """
     above = (mask & (advantages > 0) & (ratio > 1 + eps_high)).sum()
     below = (mask & (advantages < 0) & (ratio < 1 - eps_low)).sum()
     counts = {
@@ -70,17 +79,21 @@ def clip_counts(
 
 
 def entropy_sum(entropy: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the policy's entropy at unmasked tokens, in nats."""
+    """Sum the policy's entropy at unmasked tokens, in nats."""
     return torch.where(mask, entropy, torch.zeros_like(entropy)).detach().sum()
 
 
 def by_staleness(
     values: Tensor, versions: Tensor, mask: Tensor, *, version: int, oldest: int
 ) -> tuple[Tensor, Tensor]:
-    """Sums of `values` and numbers of tokens by staleness version - v = 0 .. oldest: (float [oldest + 1], int64 [oldest + 1]).
+    """Sum `values` and count tokens by staleness: (float [oldest + 1], int64 [oldest + 1]).
 
-    values float [t], versions int [t] (any value where masked). Older tokens are counted at `oldest`. With values = staleness, or a
-    mismatch, or a clip indicator, this says how a quantity grows with age.
+    Entry i is about staleness i = version - v; older tokens count at `oldest`.
+
+    Args:
+        values: float [t]
+        versions: int [t], any value where masked
+        version: the trainer's at the start of the step
     """
     age = (version - versions[mask]).clamp(0, oldest).long()
     values = values[mask].detach()

@@ -1,4 +1,4 @@
-"""Rewards before they become advantages. Sequence rewards are float [n], token rewards float [t]."""
+"""Rewards before they become advantages: float [n] of sequences, float [t] of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_lite.algo.sequences import sequence_sum
 def scale_and_clip(
     rewards: Tensor, *, scale: float = 1.0, bias: float = 0.0, clip: float | None = None
 ) -> Tensor:
-    """scale (r + bias), then limited to [-clip, clip]."""
+    """Compute scale (r + bias), limited to [-clip, clip]."""
     shaped = scale * (rewards + bias)
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
@@ -20,13 +20,15 @@ def scale_and_clip(
 def overlong_penalty(
     lengths: Tensor, *, max_length: int, margin: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Soft punishment of long completions, to be added to the reward (DAPO, arXiv 2503.14476, eq. 13).
+    """Compute the soft overlong punishment to add to the reward (DAPO, arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - margin tokens, from there linearly down to -1 at max_length, and -1 beyond. lengths int [n] -> float [n].
+    It is 0 up to max_length - margin tokens, falls linearly to -1 at max_length, and stays at -1.
+    lengths int [n] -> float [n]. Raises ValueError unless 0 < margin <= max_length.
     """
     if not 0 < margin <= max_length:
         raise ValueError(
-            f"the overlong margin is {margin}; choose 1 to {max_length} tokens (max_length)"
+            f"algo.shaping.overlong_margin={margin}: choose 1 to {max_length}"
+            " (rollout.max_new_tokens)"
         )
     return ((max_length - margin - lengths).to(dtype) / margin).clamp(-1.0, 0.0)
 
@@ -41,9 +43,16 @@ def kl_in_reward(
     beta: float,
     estimator: str = "k1",
 ) -> Tensor:
-    """r_i - beta sum_t k_t over the sequence's unmasked tokens, detached (arXiv 1909.08593): sequence rewards float [n] -> [n].
+    """Compute r_i - beta sum_t k_t over the sequence's unmasked tokens, detached.
 
-    sequence_ids int [t] are places in `rewards`. A sequence without unmasked tokens keeps its reward.
+    Source: arXiv 1909.08593. rewards float [n] -> float [n]; a sequence without unmasked tokens
+        keeps its reward.
+
+    Args:
+        logprobs, reference: float [t]
+        mask: bool [t]
+        sequence_ids: int [t], indices into `rewards`
+        estimator: of k_t, see algo/kl.py
     """
     divergence = kl_estimate(logprobs.detach(), reference, mask, estimator=estimator)
     return rewards - beta * sequence_sum(divergence, mask, sequence_ids, num=len(rewards))
@@ -57,9 +66,10 @@ def token_rewards(
     divergence: Tensor | None = None,
     beta: float = 0.0,
 ) -> Tensor:
-    """Each sequence's reward at its last unmasked token, and -beta k_t at every unmasked token: float [n] -> float [t].
+    """Place each sequence's reward at its last unmasked token: float [n] -> float [t].
 
-    The reward of a sequence without an unmasked token goes nowhere. `divergence`: from `kl_estimate`.
+    With `divergence`, float [t] from `kl_estimate`, every unmasked token also gets -beta k_t. The
+    reward of a sequence without an unmasked token is dropped.
     """
     positions = torch.arange(len(mask), device=mask.device)
     last = torch.full((len(rewards),), -1, device=mask.device).scatter_reduce_(

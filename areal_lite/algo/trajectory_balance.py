@@ -1,18 +1,25 @@
-"""Trajectory Balance: an objective that is off-policy by construction (TBA, arXiv 2503.18929; Malkin et al., arXiv 2201.13259).
+"""Trajectory Balance: an objective that is off-policy by construction.
 
-The policy that maximises E[R] - beta KL(theta || ref) is proportional to ref exp(R / beta). For such a policy the value
+Sources: TBA, arXiv 2503.18929; Malkin et al., arXiv 2201.13259.
 
-    d_k = lp_theta(y_k) - lp_ref(y_k) - R_k / beta          (lp of a whole completion: a sum over its tokens)
+The policy that maximizes E[R] - beta KL(theta || ref) is proportional to ref exp(R / beta). For
+this policy the value
 
-is the same for every completion of a prompt, -log Z. So, whoever sampled y_k, make it the same (VarGrad, arXiv 2010.10436):
+    d_k = lp_theta(y_k) - lp_ref(y_k) - R_k / beta          (log-probs of whole completions)
 
-    logZ = mean_k(-d_k)  (detached)          loss = mean_k (logZ + d_k)^2, the variance of d within the group
+is the same for every completion y_k of a prompt: -log Z. The loss makes it the same, whichever
+policy sampled y_k (VarGrad, arXiv 2010.10436):
 
-Its gradient is -(2 / beta) mean_k A_k grad lp_theta(y_k) with A_k = (R_k - beta KL_k) less its group's mean: on-policy, REINFORCE with
-the group mean as baseline on KL-shaped reward. No importance weight appears. The loss grows with (length / beta)^2: clip the gradient.
+    logZ = mean_k(-d_k), detached
+    loss = mean_k (logZ + d_k)^2, the variance of d in the group
 
-A group is the completions that carry one id and have an unmasked token; one that has lost all others of its group has loss 0.
-The objective is about whole completions: a mask that hides part of what the policy sampled changes the question.
+* The gradient is -(2 / beta) mean_k A_k grad lp_theta(y_k), where A_k is R_k - beta KL_k less its
+  group's mean. On-policy this is REINFORCE with a group baseline on a KL-shaped reward.
+* No importance weight appears.
+* The loss grows with (length / beta)^2: clip the gradient.
+* A group is the completions that carry one id and have an unmasked token. A completion that is
+  alone in its group has loss 0.
+* The objective is about whole completions. A mask that hides a part of one changes the objective.
 """
 
 from __future__ import annotations
@@ -27,7 +34,10 @@ from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
 def log_ratios(
     logprobs: Tensor, reference: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int
 ) -> tuple[Tensor, Tensor]:
-    """lp_theta(y) - lp_ref(y) of `num` sequences, float [num] with gradient, and which have an unmasked token, bool [num]."""
+    """Compute lp_theta(y) - lp_ref(y), float [num] with gradient, and which sequences have tokens.
+
+    num: the number of sequences. The second result, bool [num], marks those with an unmasked token.
+    """
     present = sequence_length(mask, sequence_ids, num=num) > 0
     return sequence_sum(logprobs - reference.detach(), mask, sequence_ids, num=num), present
 
@@ -35,7 +45,10 @@ def log_ratios(
 def log_partition(
     log_ratio: Tensor, present: Tensor, rewards: Tensor, group_ids: Tensor, *, beta: float
 ) -> Tensor:
-    """VarGrad's estimate of log Z of each sequence's group: mean of R / beta - log_ratio over `present` members, detached, [n] -> [n]."""
+    """Estimate log Z of each sequence's group, detached: [n] -> [n].
+
+    VarGrad's estimate is the mean of R / beta - log_ratio over the sequences that are `present`.
+    """
     return group_mean(rewards / beta - log_ratio.detach(), present, group_ids)
 
 
@@ -51,15 +64,25 @@ def trajectory_balance_loss(
     denominator: float,
     log_z: Tensor | None = None,
 ) -> LossOutput:
-    """sum_k (logZ + d_k)^2 / denominator.
+    """Compute sum_k (logZ + d_k)^2 / denominator. Metrics are sums over sequences.
 
-    logprobs (with gradient), reference: float [t]; mask bool [t]; sequence_ids int [t], places in rewards float [n] and group_ids int [n].
-    denominator: number of sequences with an unmasked token, over all ranks and microbatches (`reduction_count(mode="sequence")`), so that
-    every completion counts the same, also one whose group has lost members. log_z float [n]: from `log_partition`; by default it is
-    computed here, which needs whole groups. Metrics are sums over sequences. Raises ValueError unless beta > 0.
+    Args:
+        logprobs: float [t], with gradient
+        reference: float [t], log-probs under the reference policy
+        mask: bool [t]
+        sequence_ids: int [t], indices into `rewards` and `group_ids`
+        rewards: float [n]
+        group_ids: int [n]
+        denominator: sequences with an unmasked token, over all ranks and microbatches
+            (`reduction_count(mode="sequence")`); every completion then counts the same, also in a
+            group that has lost some
+        log_z: float [n] from `log_partition`; by default it is computed here, which needs whole
+            groups
+
+    Raises ValueError unless beta > 0.
     """
     if beta <= 0:
-        raise ValueError(f"trajectory balance has beta {beta}; it must be positive")
+        raise ValueError(f"algo.tb_beta is {beta} at this step: choose a positive value")
     log_ratio, present = log_ratios(logprobs, reference, mask, sequence_ids, num=len(rewards))
     if log_z is None:
         log_z = log_partition(log_ratio, present, rewards, group_ids, beta=beta)

@@ -1,4 +1,4 @@
-"""The critic's loss: regression of values on the returns of generalised advantage estimation (algo/advantages.py)."""
+"""The critic's loss: regression of values on the returns of `gae` (algo/advantages.py)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ def value_loss(
     *,
     clip: float | None,
 ) -> LossOutput:
-    """sum_t weight_t L_t with L = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2: a value moves by at most c in a step, as a
-    policy's ratio does (the clipped value loss of the reference implementation of PPO, arXiv 1707.06347).
+    """Compute sum_t weight_t max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2.
 
-    values float [t] (with gradient), old_values and returns float [t], mask bool [t], weights from algo/reduction.py. clip None: no bound.
-    Metrics are sums over unmasked tokens.
+    The clip bounds how far a value moves in a step, like the ratio of a policy (the clipped value
+    loss of the reference implementation of PPO, arXiv 1707.06347). Metrics are sums over unmasked
+    tokens.
+
+    Args:
+        values: float [t], V, with gradient
+        old_values: float [t], V_old, before the step
+        returns: float [t], R
+        mask: bool [t]
+        weights: float [t], from algo/reduction.py
+        clip: c; None for no bound
     """
     zeros = torch.zeros_like(values)
     error = (values - returns) ** 2

@@ -47,7 +47,7 @@ class Reporter:
     def before_push(
         self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
     ) -> None:
-        """Compare log-probs with `servers`, which still have the weights that the step started from.
+        """Compare log-probs with `servers`, which still have the weights before the step.
 
         Args:
             prox: float32 [T], the trainer's log-probs of `batch` under those weights

@@ -33,7 +33,8 @@ from areal_lite.trajectory import TrainBatch
 class StepResult:
     """The outcome of a step.
 
-    metrics: for metrics.jsonl; prox: float32 [T] in CPU memory, this rank's log-probs before the step;
+    metrics: for metrics.jsonl; prox: float32 [T] in CPU memory, this rank's log-probs before the
+        step;
     skipped: the number of updates, of policy and critic, that were not finite.
     """
 

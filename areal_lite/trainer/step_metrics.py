@@ -16,8 +16,8 @@ from areal_lite.megatron.parallel import data_parallel_sum
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Combine what the policy's updates report.
 
-    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, `log_z` is
-    a mean over sequences. The other sums become means over tokens.
+    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, `log_z`
+    is a mean over sequences. The other sums become means over tokens.
     """
     last = updates[-1]
     total = {

@@ -1,1 +1,1 @@
-"""Objectives: the losses of areal_lite/algo, assembled into what a training step calls. Pure torch."""
+"""Objectives: the losses of areal_lite/algo, as a training step calls them. Pure torch."""

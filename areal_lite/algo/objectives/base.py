@@ -41,7 +41,8 @@ class FlatBatch:
     """The whole groups of one rank as flat tensors on its device.
 
     The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
-    uses them. `prox` is written before the first update, or by the loss if `recompute_prox` is false.
+    uses them. `prox` is written before the first update, or by the loss if `recompute_prox` is
+    false.
     """
 
     version: int
@@ -106,11 +107,11 @@ class Objective(Protocol):
 
     @property
     def recompute_prox(self) -> bool:
-        """Whether `prox` takes a forward pass before the first update; otherwise `loss` writes it."""
+        """Whether `prox` takes a forward pass before the first update; if not, `loss` writes it."""
         ...
 
     def mask(self, batch: FlatBatch) -> Tensor:
-        """Return the tokens that count, bool [T]. On entry `batch.mask` marks the usable ones."""
+        """Return the tokens that count, bool [T]; `batch.mask` marks the usable ones."""
         ...
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
@@ -156,7 +157,7 @@ class Objective(Protocol):
 
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
-    """Count the tokens or sequences of an update over all ranks, as reduction `mode` does; at least 1."""
+    """Count the tokens or sequences of an update over all ranks, as `mode` does; at least 1."""
     count = reduction_count(batch.mask[token_index], batch.sequence_ids[token_index], mode=mode)
     device = token_index.device
     total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))

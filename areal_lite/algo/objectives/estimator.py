@@ -1,4 +1,4 @@
-"""Advantages of a flat batch, by the estimator that was chosen; the formulas are in algo/advantages.py."""
+"""Advantages of a flat batch by the chosen estimator; the formulas are in algo/advantages.py."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from areal_lite.algo.objectives.rewards import KLTerm
 class AdvantageEstimator:
     """From shaped rewards to advantages, and with `gae` to the critic's targets.
 
-    estimator: `grpo` and `rloo` give all tokens of a sequence one advantage; `reinforce_pp` and `gae`
-    give each token its own. mean, std (`group`, `batch`; std also `off`) and leave_one_out belong to
-    `grpo`, gamma to `reinforce_pp` and `gae`, lam to `gae`. whiten: normalize over the batch's tokens.
+    estimator: `grpo` and `rloo` give all tokens of a sequence one advantage; `reinforce_pp` and
+        `gae`
+    give each token its own. mean, std (`group`, `batch`; std also `off`) and leave_one_out belong
+    to `grpo`, gamma to `reinforce_pp` and `gae`, lam to `gae`. whiten: normalize over the batch's
+    tokens.
     """
 
     estimator: str = "grpo"
@@ -29,7 +31,7 @@ class AdvantageEstimator:
     lam: float = 1.0
 
     def set_advantages(self, batch: FlatBatch, rewards: Tensor, kl: KLTerm, reduce: Reduce) -> None:
-        """Set `batch.advantages`, and with `gae` `batch.returns`, from shaped rewards, float [n]."""
+        """Set `batch.advantages`, and `batch.returns` with `gae`, from rewards float [n]."""
         mask, sequence_ids = batch.mask, batch.sequence_ids
         match self.estimator:
             case "grpo" | "rloo":

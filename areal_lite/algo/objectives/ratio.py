@@ -26,7 +26,8 @@ from areal_lite.algo.reduction import reduction_weights
 class RatioObjective:
     """A policy loss of log-prob ratios and advantages, plus KL and entropy terms.
 
-    policy_loss: a function of algo/losses.py with its settings bound; correction: also weighs the KL
+    policy_loss: a function of algo/losses.py with its settings bound; correction: also weighs the
+        KL
     term, whose tokens another policy sampled; reduction, length: see algo/reduction.py;
     prox: `recompute` (a forward pass), `reuse` (the update's own log-probs) or `loglinear`.
     """
@@ -134,7 +135,7 @@ class RatioObjective:
         weights: Tensor,
         corrected: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Weigh the KL term as the loss: its expectation is over the policy, its tokens are stale."""
+        """Weigh the KL term like the loss, because its tokens are stale in the same way."""
         importance, kept = corrected
         return self.kl.coef * kl_loss(
             logprobs,

@@ -14,7 +14,7 @@ from areal_lite.algo.objectives.base import FlatBatch
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShaping:
-    """The reward that is trained on, scale (r + bias), clipped, less a penalty for length; algo/shaping.py."""
+    """The reward to train on: scale (r + bias), clipped, less a length penalty; algo/shaping.py."""
 
     scale: float = 1.0
     bias: float = 0.0
@@ -42,7 +42,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """`coef` times the divergence from the reference policy, in the loss or in the reward; algo/kl.py."""
+    """`coef` times the divergence from a reference policy, in loss or reward; algo/kl.py."""
 
     coef: float = 0.0
     estimator: str = "k3"
@@ -71,7 +71,7 @@ class KLTerm:
         )
 
     def token_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
-        """Place each reward at its sequence's last token and penalties at all: float [n] -> float [T]."""
+        """Place rewards at last tokens and penalties at all: float [n] -> float [T]."""
         divergence = None
         if self.in_reward:
             divergence = kl_estimate(
