@@ -1,11 +1,13 @@
 """Where rewards are rare: Trajectory Balance with a replay buffer, the same without, and GRPO, on additions that the model nearly always fails.
 
-    python benchmarks/sparse_reward.py        # three quarters of an hour on two cores; goes on where it was stopped
+    python benchmarks/sparse_reward.py        # three quarters of an hour on two cores; goes on
+    where it was stopped
 
-Every column of every problem carries, and the teacher of the warm-up forgot most carries: of a whole step's completions hardly one is right.
-What is right is trained on once without the buffer, and again and again with it. There are few prompts, so that a prompt meets its own successes
-again. Held-out problems are of the same kind. Every run is `areal-lite train`; the arms of a seed start from the same model, see the
-same prompts, and make as many steps of as many trajectories.
+Every column of every problem carries, and the teacher of the warm-up forgot most carries: of a
+whole step's completions hardly one is right. What is right is trained on once without the buffer,
+and again and again with it. There are few prompts, so that a prompt meets its own successes again.
+Held-out problems are of the same kind. Every run is `areal-lite train`; the arms of a seed start
+from the same model, see the same prompts, and make as many steps of as many trajectories.
 
 Writes <out>/sparse_reward.json, one record per run, and <out>/sparse_reward.png.
 """
@@ -133,7 +135,10 @@ COLORS = {"TB with replay": "#1f6fb4", "TB": "#5aa469", "GRPO": "#d1662b"}
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """A row for each share of forgotten carries. Left: held-out accuracy before and after. Right: reward of what was trained on. A line a seed."""
+    """A row for each share of forgotten carries.
+
+    Left: held-out accuracy before and after. Right: reward of what was trained on. A line a seed.
+    """
     shares = sorted({r["forget"] for r in records})
     figure, rows = plt.subplots(
         len(shares), 2, figsize=(9, 3.4 * len(shares)), layout="constrained", squeeze=False

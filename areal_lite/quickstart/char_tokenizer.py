@@ -1,11 +1,14 @@
-"""A tokenizer of one token per printable ASCII character: the vocabulary of models trained from nothing.
+"""A tokenizer with one token per printable ASCII character, for models trained from nothing.
 
-Contract and invariants:
-  * For printable ASCII and newline, `encode(text, add_special_tokens=False)` has `len(text)` ids and decodes to
-    exactly `text`: no merges, no normalisation, no spaces added or cleaned up. Any other character becomes `?`.
-  * `<pad>` is id 0 and `<eos>` is id 1; spelt out in a text they are those tokens, not five characters.
-  * Ids never change between calls or versions of this file: models saved with them stay valid.
-  * The chat template adds nothing but `<eos>` after an assistant's message, so a user message is its own prompt.
+Invariants:
+  * for printable ASCII and newline, `encode(text, add_special_tokens=False)` has `len(text)` ids
+    and decodes to exactly `text`: no merges, no normalization, no added or removed spaces. Any
+    other character becomes `?`;
+  * `<pad>` is id 0 and `<eos>` is id 1. Spelled out in a text, they are these tokens and not five
+    characters;
+  * ids never change, so saved models stay valid;
+  * the chat template adds only `<eos>` after an assistant's message, so a user's message is its own
+    prompt.
 """
 
 from tokenizers import Tokenizer, decoders, models
@@ -21,9 +24,9 @@ CHAT_TEMPLATE = (
 
 
 def build_char_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer, 98 tokens; save it with `save_pretrained`, load it again with `AutoTokenizer`."""
+    """Build the tokenizer, 98 tokens; save it with `save_pretrained`."""
     vocab = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
-    # BPE without merges is the one model that splits text into characters with no pre-tokenizer to get in the way.
+    # BPE without merges splits text into characters and needs no pre-tokenizer.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

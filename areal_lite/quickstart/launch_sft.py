@@ -11,7 +11,7 @@ from areal_lite.report.progress import FollowedProgress
 
 
 def run(config: SftConfig) -> int:
-    """Warm up and export to `config.out`. Returns the exit status."""
+    """Warm up and export to `config.out`; return the exit status."""
     try:
         warm_up(config)
     except RoleFailed as error:
@@ -22,7 +22,10 @@ def run(config: SftConfig) -> int:
 
 
 def warm_up(config: SftConfig) -> None:
-    """Raises ValueError if `config.out` exists, RoleFailed if a rank fails."""
+    """Run the ranks to their end.
+
+    Raises ValueError if `config.out` exists, RoleFailed if a rank fails.
+    """
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     run_dir = Path(config.run_dir)

@@ -1,4 +1,4 @@
-"""`areal-lite quickstart`: a model from nothing, its warm-up, and reinforcement learning beyond its teacher, in one run directory."""
+"""`areal-lite quickstart`: make a model, warm it up and train it on addition, in one run directory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from areal_lite.quickstart import launch_sft, make_model
 
 
 def run(config: QuickstartConfig) -> int:
-    """The three commands in turn; the first that fails ends it. Returns its exit status."""
-    print("1/3 a small model from nothing", file=sys.stderr)
-    if status := make_model.run(config.make_model):
-        return status
-    print("2/3 warm-up on demonstrations of a teacher who forgets carries", file=sys.stderr)
-    if status := launch_sft.run(config.sft):
-        return status
-    print(
-        "3/3 reinforcement learning: a real SGLang server, a real Megatron trainer", file=sys.stderr
+    """Run the three commands in turn, until one fails; return its exit status."""
+    train = TrainConfig(
+        **{field.name: getattr(config, field.name) for field in fields(TrainConfig)}
     )
-    return local.run(
-        TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+    steps = (
+        ("make a small model", lambda: make_model.run(config.make_model)),
+        (
+            "warm it up on demonstrations of a teacher who forgets carries",
+            lambda: launch_sft.run(config.sft),
+        ),
+        (
+            "reinforcement learning: a real SGLang server, a real Megatron trainer",
+            lambda: local.run(train),
+        ),
     )
+    for number, (title, command) in enumerate(steps, start=1):
+        print(f"{number}/{len(steps)} {title}", file=sys.stderr)
+        if status := command():
+            return status
+    return 0

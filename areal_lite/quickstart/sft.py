@@ -1,7 +1,10 @@
 """Supervised warm-up, one process per rank: `python -m areal_lite.quickstart.sft RUN_DIR`.
 
-loss = - sum over completion tokens of log p / number of completion tokens in the batch, over all ranks. The demonstrations are made as they
-are needed: demonstration i is a function of the seed and i, so a run of any number of ranks sees the same ones.
+loss = - sum over completion tokens of log p / number of completion tokens in the batch, over all
+ranks.
+
+Demonstration i depends on the seed and i only and is made when it is needed, so runs of any number
+of ranks see the same demonstrations.
 """
 
 from __future__ import annotations
@@ -25,54 +28,47 @@ from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 log = logging.getLogger(__name__)
+# Far from the problems of reinforcement learning, which must not meet those whose wrong answers
+# were demonstrated.
 _FIRST_PROBLEM = 10**9
 
 
 def train(config: SftConfig, run_dir: Path) -> None:
     """Warm up and export to `config.out`."""
-    engine = Policy(config.trainer, Path(config.model), config.seed)
-    rank, world = data_parallel_rank(), config.trainer.data_parallel
+    policy = Policy(config.trainer, Path(config.model), config.seed)
     tokenizer = Tokenizer(config.model)
-    lead = dist.get_rank() == 0
     for step in range(config.trainer.steps):
         first = step * config.batch_size
-        batch = TrainBatch.from_trajectories(
-            [
-                _demonstration(config, tokenizer, i)
-                for i in range(first + rank, first + config.batch_size, world)
-            ]
-        )
-        result = update(engine, batch)
-        if lead:
+        indices = range(first, first + config.batch_size)
+        own = indices[data_parallel_rank() :: config.trainer.data_parallel]
+        batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in own])
+        result = update(policy, batch)
+        if dist.get_rank() == 0:
             append_event(run_dir, "sft", {"step": step + 1, **result})
-    engine.export_hf(config.out)
+    policy.export_hf(config.out)
     shutdown()
 
 
-def update(engine: Policy, batch: TrainBatch) -> dict[str, float]:
-    """One optimizer step on the mean negative log-likelihood of the masked tokens of all ranks."""
-    mask = torch.from_numpy(batch.loss_mask).to(engine.device)
-    denominator = float(
-        data_parallel_sum(
-            torch.tensor(float(batch.loss_mask.sum()), dtype=torch.float64, device=engine.device)
-        )
-    )
+def update(policy: Policy, batch: TrainBatch) -> dict[str, float]:
+    """Make one optimizer step on the mean negative log-likelihood of all ranks' masked tokens."""
+    mask = torch.from_numpy(batch.loss_mask).to(policy.device)
+    denominator = float(data_parallel_sum(mask.sum(dtype=torch.float64)))
 
     def loss(logprobs, entropy, microbatch):
         return -(logprobs * mask[microbatch.token_index]).sum() / denominator, {}
 
-    return engine.update(engine.microbatches(batch), loss)
+    return policy.update(policy.microbatches(batch), loss)
 
 
 def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:
-    # From the far end of the stream: reinforcement learning shall not meet the problems whose wrong answers were demonstrated.
-    # All digit counts equally often: what a letter of a high place means is learned here or not at all.
+    # All digit counts are equally frequent: the letters of high places are learned here or never.
+    max_digits = config.data.max_digits
     problem = addition.make_problem(
         "train",
         _FIRST_PROBLEM + index,
         seed=config.seed,
-        max_digits=config.data.max_digits,
-        weights=[1.0] * config.data.max_digits,
+        max_digits=max_digits,
+        weights=[1.0] * max_digits,
     )
     text = addition.demonstration(
         problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry
@@ -94,6 +90,7 @@ def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Traje
 
 
 def main() -> int:
+    """Run one rank; return its exit status."""
     die_with_parent()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

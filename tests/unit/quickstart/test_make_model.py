@@ -1,4 +1,4 @@
-"""`make-model` writes what the trainer takes, and the quickstart's model does not change."""
+"""`make-model` writes what the trainer takes; the quickstart's model does not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=
 
 
 @pytest.mark.parametrize("architecture", settings_of(MakeModelConfig)["architecture"].choices)
-def test_each_architecture_is_one_that_the_trainer_takes(tmp_path, architecture):
+def test_the_trainer_takes_each_architecture(tmp_path, architecture):
     out = tmp_path / "model"
     make_model.run(
         MakeModelConfig(
@@ -71,6 +71,6 @@ def test_the_default_is_a_qwen3_with_gpt2_residuals(tmp_path):
         ({"num_heads": 3}, "num_heads=3 is not a multiple of num_kv_heads=2"),
     ],
 )
-def test_refused(tmp_path, fields, message):
+def test_settings_that_do_not_fit_are_refused(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         make_model.run(MakeModelConfig(out=str(tmp_path / "model"), **(TINY | fields)))
