@@ -1,13 +1,13 @@
-"""Where rewards are rare: Trajectory Balance with a replay buffer, the same without, and GRPO, on additions that the model nearly always fails.
+"""Rare rewards: Trajectory Balance with and without replay, and GRPO, on sums that mostly fail.
 
-    python benchmarks/sparse_reward.py        # three quarters of an hour on two cores; goes on
-    where it was stopped
+    python benchmarks/sparse_reward.py    # 45 minutes on two cores; run it again to continue after
+    a stop
 
-Every column of every problem carries, and the teacher of the warm-up forgot most carries: of a
-whole step's completions hardly one is right. What is right is trained on once without the buffer,
-and again and again with it. There are few prompts, so that a prompt meets its own successes again.
-Held-out problems are of the same kind. Every run is `areal-lite train`; the arms of a seed start
-from the same model, see the same prompts, and make as many steps of as many trajectories.
+Every column of every problem carries, and the teacher of the warm-up forgot most carries: hardly
+one completion per step is right. Without the buffer, a right completion is trained on once; with
+it, again and again. There are few prompts, so that a prompt meets its own successes again. Held-out
+problems are of the same kind. Every run is `areal-lite train`. The runs of a seed start from the
+same model, see the same prompts, and make as many steps of as many trajectories.
 
 Writes <out>/sparse_reward.json, one record per run, and <out>/sparse_reward.png.
 """
@@ -26,21 +26,28 @@ from staleness import ROOT, areal_lite, warm_up
 
 from areal_lite.quickstart import addition
 
-DIGITS, PROMPTS, HELD_OUT = 3, 64, 256
+DIGITS = 3
+PROMPTS = 64
+HELD_OUT = 256
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
 WARM_UP = (
-    f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5"
+    f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400"
+    " trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine trainer.lr_warmup_steps=20"
+    " trainer.weight_decay=0.01"
 )
-WARM_UP += " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
 TRAIN = (
-    "data.source=jsonl data.chat=false reward.function=areal_lite.quickstart.reward:addition_reward"
+    "data.source=jsonl data.chat=false"
+    " reward.function=areal_lite.quickstart.reward:addition_reward"
+    " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256"
+    " trainer.batch_groups=16"
+    " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3"
+    " trainer.adam_eps=1e-5"
+    f" eval.problems={HELD_OUT}"
 )
-TRAIN += " rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=16"
-TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"
-TRAIN += f" eval.problems={HELD_OUT}"
 TB = "algo=tba algo.tb_beta=0.05 algo.tb_beta_end=null"
 ARMS = {
-    "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.temperature=0.2 buffer.replay.recency_probability=0.5",
+    "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.temperature=0.2"
+    " buffer.replay.recency_probability=0.5",
     "TB": TB,
     "GRPO": "algo=quickstart",
 }
@@ -87,7 +94,7 @@ def main() -> None:
 
 
 def problems(split: addition.Split, count: int) -> list[addition.Problem]:
-    """Those of `DIGITS` digits in which every column carries."""
+    """Return the first `count` problems of `DIGITS` digits in which every column carries."""
     found, index = [], 0
     while len(found) < count:
         problem = addition.make_problem(
@@ -101,7 +108,7 @@ def problems(split: addition.Split, count: int) -> list[addition.Problem]:
 
 
 def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:
-    """Run it unless it has been run; what became of it."""
+    """Train one run unless it is finished; return its record."""
     run_dir = work / f"{arm.lower().replace(' ', '-')}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
@@ -135,9 +142,9 @@ COLORS = {"TB with replay": "#1f6fb4", "TB": "#5aa469", "GRPO": "#d1662b"}
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """A row for each share of forgotten carries.
+    """Draw one row per share of forgotten carries and one line per seed.
 
-    Left: held-out accuracy before and after. Right: reward of what was trained on. A line a seed.
+    Left: held-out accuracy before and after. Right: mean reward of the trained trajectories.
     """
     shares = sorted({r["forget"] for r in records})
     figure, rows = plt.subplots(

@@ -1,4 +1,4 @@
-"""`areal-lite quickstart`: make a model, warm it up and train it on addition, in one run directory."""
+"""`areal-lite quickstart`: make a model, warm it up and train it, in one run directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint, asked by the real `openai` client: a conversation is one trajectory of exactly what was sampled."""
+"""The OpenAI-compatible endpoint and the real `openai` client: a conversation is one trajectory."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ BUDGET = 400
 
 
 class Policy:
-    """An endpoint in front of servers, and episodes on them."""
+    """An endpoint in front of servers, and its episodes."""
 
     def __init__(self, fleet: Fleet, tokenizer: Tokenizer, temperature: float):
         self.fleet, self.tokenizer = fleet, tokenizer
@@ -137,7 +137,7 @@ def test_a_conversation_is_one_trajectory(tokenizer_only) -> None:
         tokens = trajectory.tokens.tolist()
         for request in fake.requests:
             assert request["input_ids"] == tokens[: len(request["input_ids"])]
-        # What stands between two answers is what the chat template writes there.
+        # The tokens between two answers are those of the chat template.
         turns = sampled_turns(trajectory)
         for number, (turn, following) in enumerate(zip(turns, turns[1:])):
             between = tokens[turn.stop : following.start]
@@ -194,7 +194,7 @@ REFUSALS = [
 ]
 
 
-def test_what_cannot_be_done_is_refused_by_name_and_harms_nothing(tokenizer_only) -> None:
+def test_unsupported_settings_are_refused_by_name(tokenizer_only) -> None:
     async def test(policy: Policy, fake: FakeSGLang) -> None:
         async with policy.episode() as (client, conversation):
             for settings, complaint in REFUSALS:
@@ -253,7 +253,7 @@ def test_an_episode_is_one_conversation(tokenizer_only) -> None:
                 with pytest.raises(openai.BadRequestError, match=where) as error:
                     await ask(client, diverging)
                 assert error.value.code == "conversation_diverged"
-            # A client that retries gets the answer that it missed.
+            # A retry gets the answer that the client missed.
             retried = await ask(
                 client, [user("Hi")], max_tokens=10, extra_headers={"x-stainless-retry-count": "1"}
             )
@@ -333,13 +333,14 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
         await endpoint.close()
         text = tokenizer._fast.decode(trajectory.tokens.tolist(), skip_special_tokens=False)
         assert text.startswith("<|im_start|>system\nTools: look<|im_end|>")
-        assert (
-            f"one, two, three<|im_end|>\n<|im_start|>user\nLook<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
-            in text
-        )
-        assert text.endswith(
-            "<tool_response>red</tool_response><|im_end|>\n<|im_start|>assistant\nIt is red.<|im_end|>"
-        )
+        turns = [
+            "one, two, three<|im_end|>\n",
+            "<|im_start|>user\nLook<|im_end|>\n",
+            f"<|im_start|>assistant\n{said}<|im_end|>\n",
+            "<|im_start|>user\n<tool_response>red</tool_response><|im_end|>\n",
+            "<|im_start|>assistant\nIt is red.<|im_end|>",
+        ]
+        assert text.endswith("".join(turns))
         spoken = [tokenizer.decode(trajectory.tokens[turn]) for turn in sampled_turns(trajectory)]
         assert spoken == ["one, two, three", said, "It is red."]
 
@@ -370,7 +371,7 @@ def run(tmp_path, tokenizer_only):
 
 
 def test_agents_in_the_real_controller(run) -> None:
-    """Batches of agents' conversations, while weights are pushed: every token where the server put it."""
+    """Batches of agents' conversations while weights are pushed: every token is in its session."""
     r = run("three_turns", max_staleness=2)
     r.start_server("s0"), r.start_server("s1")
     client = r.start_controller()
@@ -390,9 +391,8 @@ def test_agents_in_the_real_controller(run) -> None:
             )
             assert len(edges) > 1
             for turn, (first, after) in enumerate(edges):
-                left = (
-                    int(edges[0][0]) + 40 - first
-                )  # of rollout.max_new_tokens, which bounds all that follows the prompt
+                # rollout.max_new_tokens=40 bounds everything that follows the prompt.
+                left = int(edges[0][0]) + 40 - first
                 assert tokens[first:after] == completion(tokens[:first], min(8, left)), turn
         announced = json.loads((r.path / "openai_endpoint.json").read_text())
         assert announced["base_url"].startswith("http://127.0.0.1:")
@@ -417,7 +417,7 @@ def test_a_real_server_scored_these_tokens_and_no_others(
     tiny_model,
     reference,  # noqa: F811
 ) -> None:
-    """Log-probs of a recorded conversation are those that transformers gives the same tokens in the same places."""
+    """transformers gives the tokens of a recorded conversation the same log-probs."""
 
     async def main() -> None:
         async with (

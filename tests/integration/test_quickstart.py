@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it, with other seeds and sizes: it learns beyond its teacher, asynchronously, and loses nothing."""
+"""The quickstart as users run it: it learns more than its teacher knows, and loses nothing."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Agent code as users have it: it knows nothing of training, only the openai package."""
+"""Agent code as users write it: it uses the openai package and knows nothing of training."""
 
 import functools
 
@@ -7,12 +7,12 @@ from openai import AsyncOpenAI, BadRequestError
 
 @functools.cache
 def shared(base_url):
-    """One connection pool for all episodes: making one takes long (it loads certificates), longer than an answer of a small model."""
+    """Return one client for all episodes: to make one takes longer than a small model's answer."""
     return AsyncOpenAI(base_url=base_url, api_key="of no episode")
 
 
 async def three_turns(base_url, api_key, prompt):
-    """Asks, asks back twice with its own bookkeeping of the conversation, and grades itself by the number of answers that it got."""
+    """Ask three times in one conversation; reward 1, or less if a request is refused."""
     client = shared(base_url).with_options(api_key=api_key)
     messages = [{"role": "user", "content": prompt.text}]
     for turn in range(3):
@@ -28,6 +28,7 @@ async def three_turns(base_url, api_key, prompt):
 
 
 async def fails_often(base_url, api_key, prompt):
+    """Ask once; raise KeyError if the answer has an odd number of characters."""
     client = shared(base_url).with_options(api_key=api_key)
     completion = await client.chat.completions.create(
         model="policy", messages=[{"role": "user", "content": prompt.text}]

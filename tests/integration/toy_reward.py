@@ -1,4 +1,4 @@
-"""A reward that even a random model gets a signal from."""
+"""Rewards for tests with a random model."""
 
 import random
 
@@ -6,14 +6,15 @@ _RANDOM = random.Random(0)
 
 
 def share_of_letters(completion: str, answer: str) -> float:
-    """The share of lower-case letters."""
+    """Return the share of lower-case letters."""
     return sum(c.islower() for c in completion) / max(1, len(completion))
 
 
 def coin(completion: str, answer: str) -> float:
-    """1 or 0 whatever the completion is, so that groups of any completions have some variance, or none."""
+    """Return 1 or 0 at random, so that some groups have reward variance and others have none."""
     return float(_RANDOM.random() < 0.4)
 
 
 def always(completion: str, answer: str) -> float:
+    """Return 1."""
     return 1.0

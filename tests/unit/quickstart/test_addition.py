@@ -81,7 +81,10 @@ def test_splits_are_disjoint_and_both_hold_every_digit_count() -> None:
 
 
 def test_problem_is_the_same_in_another_process() -> None:
-    code = "from areal_lite.quickstart.addition import *; print([make_problem('test', i, seed=3) for i in range(20)])"
+    code = (
+        "from areal_lite.quickstart.addition import *;"
+        "print([make_problem('test', i, seed=3) for i in range(20)])"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -139,7 +142,7 @@ def test_errors_are_carried_on_consistently(
 
 @pytest.mark.parametrize("forget", [0.0, 0.45, 1.0])
 def test_forgetting_carries_is_wrong_at_the_expected_rate(forget: float) -> None:
-    """Right if and only if no carry was forgotten: a slip never mends another one."""
+    """An answer is right if and only if no carry was forgotten: slips never cancel out."""
     rng, right, expected, n = random.Random(0), 0.0, 0.0, 3000
     for i in range(n):
         problem = make_problem("train", i, max_digits=6)
@@ -245,7 +248,7 @@ def test_tokenizer_chat_template(tokenizer) -> None:
 
 @pytest.mark.parametrize("with_model_config", [False, True])
 def test_tokenizer_survives_save_and_load(tokenizer, tmp_path, with_model_config: bool) -> None:
-    """Also beside a model's config, from which AutoTokenizer may otherwise infer another tokenizer class."""
+    """Also next to a model's config, from which AutoTokenizer may infer another class."""
     tokenizer.save_pretrained(tmp_path)
     if with_model_config:
         Qwen3Config(vocab_size=len(tokenizer)).save_pretrained(tmp_path)

@@ -145,7 +145,7 @@ def test_every_failure_has_its_reason_and_harms_no_other_sample(run) -> None:
 
 
 def test_pipelined_samples_survive_the_one_that_kills_their_process(run) -> None:
-    """After many fast samples several are sent ahead; those behind a killed one run once, elsewhere."""
+    """After many fast samples several are sent ahead; those behind a killed one run elsewhere."""
 
     async def main() -> None:
         async with RewardPool("bad_rewards:act", timeout_s=0.3) as pool:
