@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config import COMMANDS, compose_config, to_dataclass
-from areal_lite.config.compose import did_you_mean, explain
+from areal_lite.config.errors import did_you_mean, explain
 
 
 class Command(NamedTuple):

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 _KEY = "setting"
 
@@ -82,6 +82,16 @@ def setting(
 def settings_of(section: Any) -> dict[str, Setting]:
     """Return the settings of a section (a config dataclass or an instance) by field name."""
     return {item.name: item.metadata[_KEY] for item in fields(section) if _KEY in item.metadata}
+
+
+def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every dotted key of a config dataclass, those of sections included."""
+    found = {}
+    for name, kind in get_type_hints(schema).items():
+        found[f"{prefix}{name}"] = kind
+        if is_dataclass(kind):
+            found |= keys_of(cast(type, kind), f"{prefix}{name}.")
+    return found
 
 
 def check_fields(config: Any, prefix: str = "") -> None:

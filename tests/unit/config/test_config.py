@@ -82,7 +82,7 @@ def test_the_published_recipes_are_there():
             "unknown key trainer.batch_group; did you mean trainer.batch_groups?",
         ),
         ("schedule=asink", "async"),
-        ("trainer.batch_groups=x", "could not be converted to Integer"),
+        ("trainer.batch_groups=x", "trainer.batch_groups=x: Value 'x' of type 'str' could not"),
         ("buffer.max_staleness=-1", "buffer.max_staleness=-1: must be at least 0"),
         ("trainer.data_parallel=5", "trainer.batch_groups=32 cannot be dealt equally"),
         ("rollout.interrupt=later", "rollout.interrupt=later: choose one of in_place"),

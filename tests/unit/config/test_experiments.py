@@ -148,6 +148,17 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
         (["train", "server.args.a"], "server.args.a has no value: write server.args.a=…"),
         (["train", "server.args=3"], "server.args=3: Cannot assign int"),
+        (["train", "lr=3"], "unknown key lr; did you mean algo.critic.lr or trainer.lr?"),
+        (
+            ["train", "trainer=3"],
+            "trainer=3: trainer is a section: set its keys, trainer.KEY=VALUE",
+        ),
+        (
+            ["train", "rollout.filters=a:b"],
+            "rollout.filters=a:b: write a list, rollout.filters=[a:b]",
+        ),
+        (["train", "server.args={a:1"], "cannot read '{a:1': check its brackets and quotes"),
+        (["train", "run_dir=${nowhere}"], "run_dir: Interpolation key 'nowhere' not found"),
         (
             ["slurm", "cluster.container=docker"],
             "cluster.container=docker: choose one of none, pyxis, apptainer",
