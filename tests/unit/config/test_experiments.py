@@ -158,7 +158,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             "rollout.filters=a:b: write a list, rollout.filters=[a:b]",
         ),
         (["train", "server.args={a:1"], "cannot read '{a:1': check its brackets and quotes"),
-        (["train", "run_dir=${nowhere}"], "run_dir: Interpolation key 'nowhere' not found"),
+        (["train", "debug_run=${nowhere}"], "debug_run: Interpolation key 'nowhere' not found"),
         (
             ["slurm", "cluster.container=docker"],
             "cluster.container=docker: choose one of none, pyxis, apptainer",
