@@ -1,7 +1,10 @@
-"""`python -m areal_lite.servers.serve <arguments of sglang.launch_server>`: a stock SGLang server that dies with its parent.
+"""A stock SGLang server that ends with its parent process.
 
-SGLang's own workers ask the kernel to be killed when this process dies, so that one promise covers the whole server. The API key comes
-through the environment: a command line is for everyone on the machine to read. SGLang logs its arguments; the key is left out there.
+    python -m areal_lite.servers.serve <arguments of sglang.launch_server>
+
+SGLang's own workers ask the kernel to be killed when this process dies, so asking it for this
+process covers the whole server. The API key comes through the environment: every user of the
+machine can read command lines. SGLang logs its arguments; the key is removed there.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ def main(argv: list[str]) -> None:
     if key := os.environ.pop(ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
-            lambda record: _without(key, record)
+            lambda record: _hide_key(key, record)
         )
-    stand_in_for_torchvision()  # before anything of SGLang
+    stand_in_for_torchvision()  # before the first import of SGLang
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -38,8 +41,10 @@ def main(argv: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _without(key: str, record: logging.LogRecord) -> bool:
-    record.msg, record.args = record.getMessage().replace(key, "***"), ()
+def _hide_key(key: str, record: logging.LogRecord) -> bool:
+    """Remove the key from a log record. A filter: it returns True to keep the record."""
+    record.msg = record.getMessage().replace(key, "***")
+    record.args = ()
     return True
 
 

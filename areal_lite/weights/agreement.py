@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,13 @@ class LogprobAgreement:
         if not servers:
             return None
         ends = batch.cu_seqlens[: min(NUM_SCORED, batch.num_sequences) + 1].tolist()
-        spans = list(zip(ends, ends[1:]))
+        spans = list(pairwise(ends))
         calls = [
             _start_scoring(servers[i % len(servers)], batch.tokens[start:end].tolist())
             for i, (start, end) in enumerate(spans)
         ]
         differences = []
-        for call, (start, end) in zip(calls, spans):
+        for call, (start, end) in zip(calls, spans, strict=True):
             try:
                 scored = _prompt_logprobs(call.result())
             except ServerError:

@@ -24,6 +24,13 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+
+# torch documents these names but does not mark them as exported.
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed import distributed_c10d as c10d
 
 from areal_lite.servers.blocking import is_reachable, post_each, server_errors, start_post
@@ -113,7 +120,7 @@ class WeightGroup:
         address = _own_address(servers)
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
-        self._store: dist.TCPStore | None = dist.TCPStore(
+        self._store: TCPStore | None = TCPStore(
             address,
             port,
             is_master=True,
@@ -127,7 +134,7 @@ class WeightGroup:
 
         # Step 3: join. The connection to the store is another one than above, as the servers' is:
         # closing the store then ends the wait of all members that still join.
-        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        store = TCPStore(address, port, is_master=False, timeout=limit)
         joined = start_daemon(_join, store, backend, world, name, limit)
         try:
             what = f"joining weight group {name}"
@@ -189,9 +196,7 @@ class WeightGroup:
             dist.destroy_process_group(self._group)
 
 
-def _join(
-    store: dist.Store, backend: str, world: int, name: str, limit: timedelta
-) -> dist.ProcessGroup:
+def _join(store: Store, backend: str, world: int, name: str, limit: timedelta) -> dist.ProcessGroup:
     # torch has no public call for a second group with a store and members of its own. SGLang uses
     # the same helper on its side.
     group, _ = c10d._new_process_group_helper(
@@ -199,10 +204,11 @@ def _join(
         0,
         [],
         c10d.Backend(backend),
-        dist.PrefixStore(name, store),
-        group_name=name,
+        PrefixStore(name, store),
+        group_name=name,  # pyright: ignore[reportArgumentType]
         timeout=limit,
     )
+    assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
     return group
 
@@ -228,7 +234,7 @@ def _wait_together(
     # Step 2: collect the failures that follow, and ask the servers that have not answered yet.
     wait(calls, _GRACE_S)
     errors = server_errors(call for call in calls if call.done())
-    late = [server for server, call in zip(servers, calls) if not call.done()]
+    late = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
     unresponsive = [
         ServerUnreachable(server, f"{what}: does not answer")
         for server in late

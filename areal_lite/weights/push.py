@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ import torch
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.weights.broadcast import BroadcastGroup, flatten
+from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, flatten
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
@@ -208,12 +209,13 @@ class WeightPusher:
         with self._pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
             for bucket, last in chain([first], stream):
-                version = str(recipients.report.version) if last else None
-                flush_cache = window.flush_cache and last
-
-                def send(servers: list[ServerInfo]) -> None:
-                    group.join(servers).send(bucket, version=version, flush_cache=flush_cache)
-
+                send = partial(
+                    _send,
+                    group,
+                    bucket,
+                    version=str(recipients.report.version) if last else None,
+                    flush_cache=window.flush_cache and last,
+                )
                 recipients.run_together(send)
             recipients.post("/end_weight_update", {})
 
@@ -232,6 +234,18 @@ class WeightPusher:
             )
         self._controller.pushed(report.version, report.failed)
         report.total_s = time.time() - started
+
+
+def _send(
+    group: BroadcastGroup,
+    bucket: FlatBucket,
+    servers: list[ServerInfo],
+    *,
+    version: str | None,
+    flush_cache: bool,
+) -> None:
+    """Broadcast one bucket to exactly `servers`. Raises ServersFailed."""
+    group.join(servers).send(bucket, version=version, flush_cache=flush_cache)
 
 
 def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

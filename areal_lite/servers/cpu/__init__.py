@@ -1,16 +1,20 @@
-"""Stock SGLang on a machine with no GPU: what its CUDA kernels do there, done by torch and numba.
+"""Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
 
-Nothing of SGLang is edited. It offers doors for hardware that it does not know, and these go through them:
+SGLang itself is not edited. It has extension points for hardware that it does not know:
 
-* `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by `SGLANG_PLATFORM=areal_lite_cpu`).
-  SGLang's own CPU platform needs a build of its kernel package that no package index carries; an out-of-tree one takes the
-  pure-torch form of every operator. The same door carries a hook that starts SGLang's workers by fork: with no CUDA context to
-  protect, the spawn that SGLang asks for would only import everything three times over.
-* `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the sequences in Python, for each
-  layer and token; ours attends for all of them in one kernel that reads the paged cache where it lies.
-* `torchvision.py`: a stand-in for a package that SGLang imports and that a text model never uses.
+* `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
+  `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
+  that no package index carries; an out-of-tree platform uses the pure-torch form of every
+  operator. The entry point also installs a hook that starts SGLang's workers by fork. SGLang asks
+  for spawn, which protects a CUDA context; without one it would only import everything three
+  times.
+* `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
+  sequences in Python for each layer and token. This one attends for all sequences in one kernel
+  (`paged.py`) that reads the paged KV cache in place.
+* `torchvision.py`: a stand-in for a package that SGLang imports and a text model never uses.
 
-With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process` passes no flag that refers to it.
+With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
+passes no flag that refers to it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ PLATFORM = "areal_lite_cpu"
 
 
 def activate() -> str | None:
-    """The platform class for SGLang to load, or None where there is a GPU."""
+    """Return the platform class for SGLang to load, None where there is a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -33,7 +37,10 @@ def activate() -> str | None:
 
 
 def _fork_workers(*_: object) -> None:
-    """After SGLang chose spawn. Safe because this process has a single thread until its workers run."""
+    """Start workers by fork, after SGLang chose spawn.
+
+    Fork is safe here: this process has a single thread until its workers run.
+    """
     import multiprocessing
 
     multiprocessing.set_start_method("fork", force=True)

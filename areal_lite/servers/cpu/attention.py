@@ -1,9 +1,11 @@
-"""The attention backend: SGLang's torch backend with its two Python loops over sequences replaced by one kernel (`paged.py`).
+"""SGLang's torch attention backend, with its Python loops replaced by one kernel (`paged.py`).
 
-Contract: the result of SGLang's `TorchNativeAttnBackend`, softmax(scale · q Kᵀ) V, causal, with grouped queries, for any mix of lengths,
-cached prefixes and chunks. Each query token attends to the first `length` slots in its request's row of `req_to_token`; decoding is the
-case of one query token per request. Rows and lengths are the same for every layer, so they are worked out once per forward pass.
-What is not causal self-attention over the whole context (encoders, sliding windows) is left to the parent class.
+The result is that of SGLang's `TorchNativeAttnBackend`: softmax(scale · q Kᵀ) V, causal, with
+grouped queries, for any mix of lengths, cached prefixes and chunks. Each query token attends to
+the first `length` slots in its request's row of `req_to_token`; decoding is the case of one query
+token per request. Rows and lengths are the same for every layer, so they are computed once per
+forward pass. Everything else than causal self-attention over the whole context (encoders, sliding
+windows) goes to the parent class.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
-class Reach(NamedTuple):
-    """What each query token of a forward pass attends to: the first `lengths[t]` slots of request `rows[t]`."""
+class AttentionSpans(NamedTuple):
+    """Query token t attends to the first `lengths[t]` slots of request `rows[t]`.
+
+    Both are int64 [tokens].
+    """
 
     rows: np.ndarray
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> Reach:
+    def of(cls, batch: ForwardBatch) -> AttentionSpans:
         if batch.forward_mode.is_decode():
             return cls(batch.req_pool_indices.numpy(), batch.seq_lens.numpy())
+        assert batch.extend_seq_lens is not None
         counts = batch.extend_seq_lens.numpy()
         ends = np.cumsum(counts)
         before = np.repeat(batch.seq_lens.numpy() - ends, counts)
@@ -42,9 +48,11 @@ class Reach(NamedTuple):
 
 
 class PagedCpuAttention(TorchNativeAttnBackend):
+    """The attention backend of the CPU platform."""
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._reach = Reach.of(forward_batch)
+        self._spans = AttentionSpans.of(forward_batch)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if self._is_causal_self_attention(layer, forward_batch):
@@ -69,8 +77,11 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
     ) -> torch.Tensor:
         pool = self.token_to_kv_pool
+        assert self.req_to_token_pool is not None
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+            where = KVWriteLoc(batch.out_cache_loc, None)
+            # The base class of the pools declares a tensor here; they all take a KVWriteLoc.
+            pool.set_kv_buffer(layer, where, k, v)  # pyright: ignore[reportArgumentType]
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
         out = torch.empty_like(query)
         paged_attention(
@@ -78,8 +89,8 @@ class PagedCpuAttention(TorchNativeAttnBackend):
             _numpy(pool.get_key_buffer(layer.layer_id)),
             _numpy(pool.get_value_buffer(layer.layer_id)),
             self.req_to_token_pool.req_to_token.numpy(),
-            self._reach.rows,
-            self._reach.lengths,
+            self._spans.rows,
+            self._spans.lengths,
             np.float32(layer.scaling),
             out.numpy(),
         )
@@ -87,11 +98,12 @@ class PagedCpuAttention(TorchNativeAttnBackend):
 
 
 def _numpy(cache: torch.Tensor) -> np.ndarray:
-    """The same memory as an array: float32, or the bits of bfloat16."""
+    """Return the same memory as an array: float32, or the bits of bfloat16 as uint16."""
     if cache.dtype == torch.bfloat16:
         return cache.view(torch.uint16).numpy()
     if cache.dtype == torch.float32:
         return cache.numpy()
     raise ValueError(
-        f"a KV cache of {cache.dtype} is not supported without a GPU: set server.dtype to float32 or bfloat16"
+        f"a KV cache of {cache.dtype} is not supported without a GPU:"
+        " set server.dtype to float32 or bfloat16"
     )

@@ -1,15 +1,18 @@
-"""The out-of-tree platform that SGLang runs on when there is no GPU: device queries by psutil, every operator in plain torch."""
+"""The out-of-tree platform for SGLang without a GPU: psutil and plain torch."""
 
 from __future__ import annotations
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
-# SGLang asks by this name, in several places, whether Triton kernels may run; any other name would need a GPU for them.
+# SGLang decides by this name, in several places, whether Triton kernels may run. Under any other
+# name it would need a GPU for them.
 ATTENTION_BACKEND = "torch_native"
 
 
 class CpuPlatform(SRTPlatform, CpuDeviceMixin):
+    """The CPU as SGLang sees it."""
+
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
@@ -19,7 +22,7 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
     get_current_memory_usage = CpuDeviceMixin.get_current_memory_usage
 
     def init_backend(self) -> None:
-        """Called once in each worker, before a model runner exists: put our attention where SGLang looks for it."""
+        """Register the attention backend: called in each worker before its model runner."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from areal_lite.servers.cpu.attention import PagedCpuAttention

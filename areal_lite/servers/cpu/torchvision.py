@@ -1,11 +1,12 @@
 """A stand-in for torchvision in the processes of an SGLang server.
 
-SGLang's configuration modules import torchvision for image models, and the torchvision of a package index does not load with a CPU
-build of torch. A text model never calls it, so names are all that is needed: every module `torchvision.*` imports, every attribute
-is a placeholder, and calling a placeholder raises ImportError.
+SGLang's configuration modules import torchvision for image models. The torchvision of a package
+index does not load with a CPU build of torch. A text model never calls it, so names are enough:
+every module `torchvision.*` imports, every attribute is a placeholder, and calling a placeholder
+raises ImportError.
 
-transformers would believe in it too, so it is installed in server processes only (their workers are forked and inherit it), and never
-beside a real torchvision.
+transformers would take the stand-in for the real package, so it is installed in server processes
+only (their workers are forked and inherit it), and never next to a real torchvision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 
 class _Placeholder(type):
-    """The metaclass of every name the stand-in hands out: attributes of a placeholder are placeholders."""
+    """The metaclass of placeholders: their attributes are placeholders too."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -28,7 +29,8 @@ class _Placeholder(type):
 
     def __call__(cls, *args: object, **kwargs: object) -> None:
         raise ImportError(
-            f"{cls.__name__} was called, but torchvision is not installed: this server can run text models only"
+            f"{cls.__name__} was called, but torchvision is not installed:"
+            " this server can run text models only"
         )
 
 
@@ -55,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing: the module has no code."""
 
 
 def stand_in_for_torchvision() -> None:
