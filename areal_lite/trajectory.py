@@ -1,28 +1,90 @@
-"""The data that flows: Segment, Trajectory, Group, TrainBatch, and what must always hold of them.
+"""The data that flows through a run: Segment, Trajectory, Group, TrainBatch.
 
-Invariants of a trajectory (checked by `Trajectory.check` wherever one enters the system, L = number of tokens):
+Invariants of a trajectory of L tokens, asserted by `Trajectory.check` wherever one is created:
 
-* `tokens`, `loss_mask`, `behavior_logprobs`, `versions` have length L;
-* `loss_mask` is 1 exactly on the tokens that the policy sampled. Prompt and environment tokens have mask 0, log-prob 0.0, version -1;
-* a sampled token's version is >= 0 and versions never decrease along the sequence: weights only move forward;
-* a sampled token's log-prob is <= 0 or not finite. A token whose log-prob is not finite keeps its place but leaves the loss and its
-  denominator (`TrainBatch.loss_mask` is 0 there) and is counted;
-* the first token is never sampled: nothing precedes it that could have predicted it.
+* `tokens`, `loss_mask`, `behavior_logprobs` and `versions` have length L.
+* `loss_mask` is true exactly for the tokens that the policy sampled. Prompt and environment tokens
+  have mask false, log-prob 0.0 and version -1.
+* The version of a sampled token is >= 0, and versions never decrease along the sequence: weights
+  only move forward.
+* The log-prob of a sampled token is <= 0 or not finite. A token without a finite log-prob stays in
+  the sequence, leaves the loss and its denominator (`TrainBatch.loss_mask`), and is counted.
+* The first token is not sampled: nothing precedes it that could have predicted it.
 
-Token ids come from the server and go to the trainer as they are: nothing here ever sees text.
+Token ids go from the server to the trainer unchanged. Nothing here sees text.
+
+Example: a prompt of two tokens, a push of version 5 after the second sampled token, one token from
+the environment, and a second turn. L = 8, three segments:
+
+    tokens      p0   p1   a    b    c    env  d    e
+    loss_mask   -    -    x    x    x    -    x    x
+    versions    -1   -1   4    4    5    -1   5    5
+    segments              [ 4    4 ][ 5 ]     [ 5    5 ]
+                Segment(4, 2, 4), Segment(5, 4, 5), Segment(5, 6, 8)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import msgspec
 import numpy as np
 
-FINISH_REASONS = ("stop", "length", "abort")
-# One token may come back with a log-prob a rounding error above zero.
+# A server may round a log-prob of 0 to a value slightly above.
 _LOGPROB_SLACK = 1e-4
+
+
+class FinishReason(StrEnum):
+    """Why generation ended, in the server's words."""
+
+    STOP = "stop"
+    """The policy sampled a stop token."""
+    LENGTH = "length"
+    """The token budget was used up: the trajectory is truncated."""
+    ABORT = "abort"
+    """The request was aborted, for example by a push. Only parts of a trajectory have this."""
+
+
+_FINISH_REASONS = frozenset(FinishReason)
+
+
+class GroupState(StrEnum):
+    """The life cycle of a rollout group, as the store has it.
+
+        IN_FLIGHT ──> FINISHED ──> USED
+            ├──> FILTERED  └──> DROPPED
+            └──> DROPPED
+
+    USED, FILTERED and DROPPED are final, except that a resumed run takes back USED groups whose
+    step is lost.
+    """
+
+    IN_FLIGHT = "in_flight"
+    """Its trajectories are being generated."""
+    FINISHED = "finished"
+    """It has trajectories with rewards, and waits for the trainer."""
+    USED = "used"
+    """A training step has used it."""
+    FILTERED = "filtered"
+    """It finished, and a filter found nothing to learn in it."""
+    DROPPED = "dropped"
+    """Every rollout failed, it became too stale, or a resume discarded it. Its prompt is drawn
+    again."""
+
+
+class InterruptMode(StrEnum):
+    """What a push does to the requests in flight (`rollout.interrupt`)."""
+
+    IN_PLACE = "in_place"
+    """Pause. Requests keep their KV cache, of the old weights, and continue with the new ones."""
+    RETRACT = "retract"
+    """Pause. The server discards the KV cache, and computes it again with the new weights."""
+    ABORT = "abort"
+    """Requests end with what they have, and are sent again as prompt plus that prefix."""
+    NONE = "none"
+    """Wait until no request is in flight: no trajectory has tokens of two versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +96,24 @@ class Segment:
     end: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One sampled sequence: a prompt and what followed it.
+    """One sampled sequence: a prompt and its continuation.
 
-    tokens int32 [L] · loss_mask bool [L] · behavior_logprobs float32 [L] (nats, of the distribution sampled from) · versions int32 [L].
-    `started_at` and `finished_at` are wall-clock seconds; `requests` counts the HTTP requests that it took (more than one after an abort).
-    `kv_version`: its KV cache holds nothing of an older version than this; -1 where that is not known. It may be older than all of
-    `versions`: a request in a server's queue during a push in place begins with a prefix that the old weights have cached.
+    Args:
+        group_id: the group that it belongs to.
+        sample_index: its number within the group.
+        tokens: int32 [L].
+        loss_mask: bool [L], true for sampled tokens.
+        behavior_logprobs: float32 [L], nats, of the distribution that was sampled from.
+        versions: int32 [L], the version of the weights that sampled each token, else -1.
+        finish_reason: a FinishReason.
+        reward: None until it is scored.
+        started_at, finished_at: wall-clock seconds.
+        requests: number of HTTP requests, more than one after an abort or in several turns.
+        kv_version: the KV cache holds nothing of older versions than this; -1 if unknown. It can be
+            older than every entry of `versions`: a request that was queued during an in-place push
+            may begin with a prefix that the old weights have cached.
     """
 
     group_id: int
@@ -59,50 +131,45 @@ class Trajectory:
     kv_version: int = -1
 
     def check(self) -> Trajectory:
-        """Return self if every invariant holds. Raises ValueError that names the trajectory and the broken rule."""
-        where = f"trajectory {self.group_id}/{self.sample_index} (prompt {self.prompt_id})"
+        """Return self. Raises ValueError that names the trajectory and the broken invariant."""
+        if broken := self._broken_invariant():
+            name = f"trajectory {self.group_id}/{self.sample_index} (prompt {self.prompt_id})"
+            raise ValueError(f"{name}: {broken}")
+        return self
+
+    def _broken_invariant(self) -> str | None:
         length = len(self.tokens)
-        arrays = {
-            "loss_mask": self.loss_mask,
-            "behavior_logprobs": self.behavior_logprobs,
-            "versions": self.versions,
-        }
-        for name, array in arrays.items():
-            if len(array) != length:
-                raise ValueError(f"{where}: {length} tokens but {len(array)} {name}")
+        for name in ("loss_mask", "behavior_logprobs", "versions"):
+            if (other := len(getattr(self, name))) != length:
+                return f"{length} tokens but {other} {name}"
         if length == 0:
-            raise ValueError(f"{where}: no tokens")
-        if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(
-                f"{where}: finish reason {self.finish_reason!r} is none of {', '.join(FINISH_REASONS)}"
-            )
-        mask, some = (
-            self.loss_mask.astype(bool, copy=False),
-            np.count_nonzero,
-        )  # several times as fast as any() on so few numbers
+            return "no tokens"
+        if self.finish_reason not in _FINISH_REASONS:
+            expected = ", ".join(FinishReason)
+            return f"finish reason {self.finish_reason!r} is none of {expected}"
+        # On arrays this short, count_nonzero is several times as fast as any.
+        some = np.count_nonzero
+        mask = self.loss_mask.astype(bool, copy=False)
         given = ~mask
         if mask[0]:
-            raise ValueError(
-                f"{where}: the first token is marked as sampled, but nothing precedes it"
-            )
+            return "the first token is marked as sampled, but nothing precedes it"
         if some(self.versions[given] != -1) or some(self.behavior_logprobs[given]):
-            raise ValueError(
-                f"{where}: a token that was not sampled carries a version or a log-prob"
-            )
+            return "a token that was not sampled carries a version or a log-prob"
         sampled = self.versions[mask]
         if some(sampled < 0):
-            raise ValueError(f"{where}: a sampled token has no version")
+            return "a sampled token has no version"
         if some(sampled[1:] < sampled[:-1]):
-            raise ValueError(
-                f"{where}: versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}"
-            )
+            return f"versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}"
         if some((self.behavior_logprobs > _LOGPROB_SLACK) & (self.behavior_logprobs < np.inf)):
-            raise ValueError(f"{where}: a log-prob above zero: {np.nanmax(self.behavior_logprobs)}")
-        return self
+            return f"a log-prob above zero: {np.nanmax(self.behavior_logprobs)}"
+        return None
 
     @property
     def segments(self) -> list[Segment]:
-        """Runs of sampled tokens of equal version, in order; environment tokens between two runs end a segment."""
+        """Return the runs of sampled tokens of one version, in order.
+
+        Environment tokens between two runs end a segment, also if the version is the same.
+        """
         versions = self.versions
         edges = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
         starts, ends = [0, *edges], [*edges, len(versions)]
@@ -110,14 +177,17 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
+        """Return the number of sampled tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Group:
-    """The trajectories of one prompt, tied by `group_id`. `size` is how many were asked for; fewer may have survived.
+    """The trajectories of one prompt, tied by `group_id`.
 
-    `prompt_index` is the prompt's place in the data set, -1 when it is not to be asked again."""
+    `size` trajectories were asked for; failed rollouts are missing. `prompt_index` is the position
+    of the prompt in the data set, or -1 if it cannot be drawn again.
+    """
 
     group_id: int
     prompt_id: str
@@ -127,7 +197,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """Lowest version of any sampled token; -1 when nothing was sampled."""
+        """Return the lowest version of a sampled token; -1 if nothing was sampled."""
         sampled = [t.versions[t.loss_mask.astype(bool)] for t in self.trajectories]
         sampled = [v for v in sampled if len(v)]
         return int(min(v.min() for v in sampled)) if sampled else -1
@@ -146,16 +216,24 @@ _SEQUENCE_ARRAYS = {
     "truncated": np.bool_,
     "kv_versions": np.int32,
 }
+_ARRAYS = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class TrainBatch:
-    """Trajectories laid end to end: the trainer's input.
+    """Trajectories laid end to end: n sequences with T tokens in all.
 
-    Per token (T in all): tokens int32, loss_mask bool, behavior_logprobs float32, versions int32.
-    Per sequence (n in all): rewards float32, group_ids int64, sample_indices int32, truncated bool (finish reason `length`),
-    kv_versions int32 (as Trajectory.kv_version).
-    cu_seqlens int64 [n + 1]: sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+    Args:
+        tokens: int32 [T].
+        loss_mask: bool [T], true where a token takes part in the loss.
+        behavior_logprobs: float32 [T], finite.
+        versions: int32 [T].
+        rewards: float32 [n], NaN without a reward.
+        group_ids: int64 [n].
+        sample_indices: int32 [n].
+        truncated: bool [n], true for finish reason `length`.
+        kv_versions: int32 [n], as in Trajectory.
+        cu_seqlens: int64 [n + 1]; sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
     """
 
     tokens: np.ndarray
@@ -171,10 +249,14 @@ class TrainBatch:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """Lay trajectories end to end. Tokens with a non-finite log-prob lose their mask here (and get log-prob 0)."""
+        """Lay trajectories end to end.
+
+        A token whose log-prob is not finite gets mask false and log-prob 0 here.
+        """
         if not trajectories:
             raise ValueError("a batch needs at least one trajectory")
         lengths = [len(t.tokens) for t in trajectories]
+        rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
         logprobs = np.concatenate([t.behavior_logprobs for t in trajectories]).astype(np.float32)
         finite = np.isfinite(logprobs)
         return cls(
@@ -182,39 +264,42 @@ class TrainBatch:
             loss_mask=np.concatenate([t.loss_mask for t in trajectories]).astype(bool) & finite,
             behavior_logprobs=np.where(finite, logprobs, np.float32(0)),
             versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
-            rewards=np.array(
-                [np.nan if t.reward is None else t.reward for t in trajectories], np.float32
-            ),
+            rewards=np.array(rewards, np.float32),
             group_ids=np.array([t.group_id for t in trajectories], np.int64),
             sample_indices=np.array([t.sample_index for t in trajectories], np.int32),
-            truncated=np.array([t.finish_reason == "length" for t in trajectories], bool),
+            truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories]),
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
-            cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            cu_seqlens=_cumulative(lengths),
         )
 
     @property
     def num_sequences(self) -> int:
+        """Return n."""
         return len(self.rewards)
 
     @property
     def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each sequence, int64 [n]."""
         return np.diff(self.cu_seqlens)
 
     @property
     def sequence_ids(self) -> np.ndarray:
-        """int64 [T]: the index of each token's sequence."""
+        """Return the index of each token's sequence, int64 [T]."""
         return np.repeat(np.arange(self.num_sequences), self.lengths)
 
     def token_indices(self, sequences: np.ndarray) -> np.ndarray:
-        """int64: where the tokens of the sequences stand, in the order of `sequences`."""
+        """Return the indices of the tokens of `sequences`, in the given order, int64."""
         lengths = self.lengths[sequences]
         ends = np.cumsum(lengths)
-        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(
-            self.cu_seqlens[sequences] - ends + lengths, lengths
-        )
+        shifts = self.cu_seqlens[sequences] - (ends - lengths)
+        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shifts, lengths)
 
     def minibatches(self, num: int) -> list[np.ndarray]:
-        """Sequence indices of `num` minibatches: whole groups, in the order in which they first appear, equally many each."""
+        """Split into `num` minibatches of equally many whole groups; return sequence indices.
+
+        Groups keep the order in which they first appear. Raises ValueError if they cannot be split
+        equally.
+        """
         _, first, inverse = np.unique(self.group_ids, return_index=True, return_inverse=True)
         order = np.argsort(np.argsort(first))[inverse]
         groups = len(first)
@@ -222,65 +307,45 @@ class TrainBatch:
             raise ValueError(f"{groups} groups cannot be split into {num} minibatches")
         return [np.flatnonzero(order // (groups // num) == m) for m in range(num)]
 
-    def select(self, indices: Sequence[int]) -> TrainBatch:
-        """The batch of the sequences `indices`, in that order."""
+    def select(self, indices: Sequence[int] | np.ndarray) -> TrainBatch:
+        """Return the batch of the sequences `indices`, in that order."""
         indices = np.asarray(indices, np.int64)
-        where, lengths = self.token_indices(indices), self.lengths[indices]
+        token_indices = self.token_indices(indices)
         return TrainBatch(
-            **{name: getattr(self, name)[where] for name in _TOKEN_ARRAYS},
+            **{name: getattr(self, name)[token_indices] for name in _TOKEN_ARRAYS},
             **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},
-            cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+            cu_seqlens=_cumulative(self.lengths[indices]),
         )
 
     def to_frames(self) -> list[bytes | memoryview]:
-        """For a socket: a msgpack header (names and lengths), then one raw little-endian buffer per array. No pickle."""
-        arrays = {
-            name: getattr(self, name) for name in (*_TOKEN_ARRAYS, *_SEQUENCE_ARRAYS, "cu_seqlens")
-        }
-        header = msgspec.msgpack.encode([[name, len(array)] for name, array in arrays.items()])
-        return [
-            header,
-            *(
-                memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b""
-                for a in arrays.values()
-            ),
-        ]
+        """Encode for a socket, without pickle.
+
+        The first frame is a msgpack header of names and lengths. Each further frame is the raw
+        little-endian buffer of one array.
+        """
+        arrays = [getattr(self, name) for name in _ARRAYS]
+        header = msgspec.msgpack.encode([[n, len(a)] for n, a in zip(_ARRAYS, arrays)])
+        buffers = [memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b"" for a in arrays]
+        return [header, *buffers]
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
-        """The inverse of `to_frames`. Raises ValueError for frames that are not a batch."""
-        dtypes = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
+        """Decode what `to_frames` encoded. Raises ValueError for frames that are not a batch."""
         header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, int]])
-        if [name for name, _ in header] != list(dtypes) or len(frames) != len(dtypes) + 1:
+        if [name for name, _ in header] != list(_ARRAYS) or len(frames) != len(_ARRAYS) + 1:
             raise ValueError(f"not a batch: {header} in {len(frames)} frames")
         arrays = {}
         for (name, length), frame in zip(header, frames[1:]):
-            array = np.frombuffer(frame, dtypes[name])
+            array = np.frombuffer(frame, _ARRAYS[name])
             if len(array) != length:
                 raise ValueError(
                     f"not a batch: {name} has {len(array)} elements, its header says {length}"
                 )
-            arrays[name] = array.copy()  # a buffer of the socket is read-only and may be reused
+            # Copied because a socket's buffer is read-only and may be reused.
+            arrays[name] = array.copy()
         return cls(**arrays)
 
 
-def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group]]:
-    """Deal whole groups to data-parallel ranks: equally many groups each, tokens as equal as a greedy longest-first deal gets them.
-
-    Raises ValueError when the groups cannot be dealt equally.
-    """
-    if len(groups) % num_shards:
-        raise ValueError(
-            f"{len(groups)} groups cannot be dealt equally to {num_shards} data-parallel ranks"
-        )
-    capacity = len(groups) // num_shards
-    weight = {g.group_id: sum(len(t.tokens) for t in g.trajectories) for g in groups}
-    shards: list[list[Group]] = [[] for _ in range(num_shards)]
-    load = [0] * num_shards
-    for group in sorted(groups, key=lambda g: (-weight[g.group_id], g.group_id)):
-        target = min(
-            (i for i in range(num_shards) if len(shards[i]) < capacity), key=lambda i: (load[i], i)
-        )
-        shards[target].append(group)
-        load[target] += weight[group.group_id]
-    return [sorted(shard, key=lambda g: g.group_id) for shard in shards]
+def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return [0, l0, l0 + l1, ...], int64."""
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)

@@ -11,7 +11,7 @@ from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.store_thread import StoreThread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
     """What controller and dispatcher are made of; a simulator replaces those that wait for the world. `clock` is in seconds since 1970."""
 

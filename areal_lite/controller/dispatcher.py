@@ -175,7 +175,11 @@ class Dispatcher:
             return
         self._empty_in_a_row = 0
         group = Group(
-            group_id, prompt.prompt_id, size, [trajectory for trajectory, _ in survivors], index
+            group_id=group_id,
+            prompt_id=prompt.prompt_id,
+            size=size,
+            trajectories=[trajectory for trajectory, _ in survivors],
+            prompt_index=index,
         )
         record = self._rollout.record_text
         texts = [(prompt.text, text) if record else (None, None) for _, text in survivors]

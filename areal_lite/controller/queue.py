@@ -1,13 +1,15 @@
-"""Finished groups on their way to the trainer: oldest first, none too old, dealt to the data-parallel ranks.
+"""The queue of finished groups between dispatcher and trainer, oldest first.
 
-Oldest means admitted first (lowest `group_id`), so a slow prompt that has finished at last is next and is not starved by quick ones.
-Admission keeps what is used in order within `max_staleness` (areal_lite/controller/admission.py); a straggler may still exceed it. The hard
-bound is applied here, when the trainer at version v takes a batch: a token is overdue if its version is below v - max_staleness.
+* Oldest means admitted first (lowest `group_id`): a slow group is next as soon as it has finished,
+  and quick ones do not overtake it.
+* Admission keeps groups within `max_staleness` if they are used in order (`admission.py`). A slow
+  group may still exceed it, so the hard bound is applied here, when the trainer takes a batch. At
+  trainer version v a token is overdue if its version is below v - max_staleness.
+* `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
+  sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
+  prompt is drawn again. Dropped groups are counted by length, because long ones tend to be late.
 
-* `mask`: an overdue token leaves the loss and its denominator; the rest of its sequence stays.
-* `drop`: a group with an overdue token leaves; its prompt will be handed out again. Counted by length: the long ones are the late ones.
-
-Pure: no clock, no I/O.
+No clock and no I/O here.
 """
 
 from __future__ import annotations
@@ -19,14 +21,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_lite.trajectory import Group, TrainBatch, balanced_shards
+from areal_lite.trajectory import Group, TrainBatch
 
-_NO_BOUND = 2**30  # versions
+# In versions: more steps than any run has.
+_NO_BOUND = 2**30
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class BatchAssignment:
-    """The batch of one step: its groups, one shard per data-parallel rank, how many tokens were overdue, and which groups it uses up."""
+    """The batch of one training step.
+
+    Args:
+        groups: its groups.
+        shards: one TrainBatch per data-parallel rank.
+        masked_tokens: number of overdue tokens that were masked.
+        group_ids: the groups that the step uses up.
+    """
 
     groups: list[Group]
     shards: list[TrainBatch]
@@ -35,28 +45,28 @@ class BatchAssignment:
 
 
 class GroupQueue:
-    """Finished groups in order of admission."""
+    """Finished groups in the order of admission."""
 
     def __init__(self, max_staleness: int | None, overdue: str):
-        """`max_staleness=None`: nothing is overdue."""
-        self._max_staleness, self._overdue = (
-            _NO_BOUND if max_staleness is None else max_staleness,
-            overdue,
-        )
+        """`max_staleness` is in versions, None for no bound. `overdue` is `mask` or `drop`."""
+        if overdue not in ("mask", "drop"):
+            raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
+        self._max_staleness = _NO_BOUND if max_staleness is None else max_staleness
+        self._overdue = overdue
         self._groups: list[Group] = []
-        self.dropped_by_length: Counter[int] = (
-            Counter()
-        )  # longest completion, rounded up to a power of two -> groups
+        # longest completion of the group, rounded up to a power of two -> number of groups
+        self.dropped_by_length: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
+        """Add a finished group."""
         assert group.trajectories, "an empty group cannot be trained on"
         bisect.insort(self._groups, group, key=lambda g: g.group_id)
 
     def drop_overdue(self, version: int) -> list[Group]:
-        """Take out and return the groups that a trainer at `version` must not use; none in mode `mask`."""
+        """Remove and return the groups with an overdue token; none in mode `mask`."""
         if self._overdue == "mask":
             return []
         oldest = version - self._max_staleness
@@ -68,26 +78,56 @@ class GroupQueue:
         return dropped
 
     def take(self, count: int, version: int, num_shards: int) -> BatchAssignment | None:
-        """The oldest `count` groups, dealt to `num_shards`; None while there are fewer. Call `drop_overdue` first.
+        """Take the oldest `count` groups for a trainer at `version`; None while there are fewer.
 
-        Raises ValueError when they cannot be dealt equally.
+        Call `drop_overdue` first. Raises ValueError if the shards cannot be equal.
         """
         if len(self._groups) < count:
             return None
         groups = self._groups[:count]
-        shards = [shard(dealt) for dealt in balanced_shards(groups, num_shards)]
-        masked = sum(_mask_overdue(batch, version - self._max_staleness) for batch in shards)
+        shards = make_shards(groups, num_shards)
+        masked = sum(_mask_overdue(shard, version - self._max_staleness) for shard in shards)
         del self._groups[:count]
-        return BatchAssignment(groups, shards, masked, [group.group_id for group in groups])
+        return BatchAssignment(
+            groups=groups,
+            shards=shards,
+            masked_tokens=masked,
+            group_ids=[group.group_id for group in groups],
+        )
 
 
-def shard(groups: Sequence[Group]) -> TrainBatch:
-    """The groups of one rank, end to end."""
-    return TrainBatch.from_trajectories([t for group in groups for t in group.trajectories])
+def make_shards(groups: Sequence[Group], num_shards: int) -> list[TrainBatch]:
+    """Lay out one TrainBatch per data-parallel rank."""
+    return [
+        TrainBatch.from_trajectories([t for group in shard for t in group.trajectories])
+        for shard in balanced_shards(groups, num_shards)
+    ]
+
+
+def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group]]:
+    """Distribute whole groups over data-parallel ranks, equally many to each.
+
+    Tokens are balanced greedily: the longest group goes to the rank with the fewest tokens. Raises
+    ValueError if the groups cannot be distributed equally.
+    """
+    if len(groups) % num_shards:
+        raise ValueError(
+            f"{len(groups)} groups cannot be dealt equally to {num_shards} data-parallel ranks"
+        )
+    capacity = len(groups) // num_shards
+    num_tokens = {g.group_id: sum(len(t.tokens) for t in g.trajectories) for g in groups}
+    shards: list[list[Group]] = [[] for _ in range(num_shards)]
+    load = [0] * num_shards
+    for group in sorted(groups, key=lambda g: (-num_tokens[g.group_id], g.group_id)):
+        open_shards = [i for i in range(num_shards) if len(shards[i]) < capacity]
+        target = min(open_shards, key=lambda i: (load[i], i))
+        shards[target].append(group)
+        load[target] += num_tokens[group.group_id]
+    return [sorted(shard, key=lambda g: g.group_id) for shard in shards]
 
 
 def _mask_overdue(batch: TrainBatch, oldest: int) -> int:
-    """Clear the loss mask of tokens sampled before version `oldest`; how many there were."""
+    """Mask the tokens sampled before version `oldest` and return their number."""
     overdue = batch.loss_mask & (batch.versions < oldest)
     batch.loss_mask &= ~overdue
     return int(np.count_nonzero(overdue))

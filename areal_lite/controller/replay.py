@@ -1,18 +1,25 @@
-"""Replay of trajectories, prompt by prompt, for objectives that are off-policy by construction (TBA, arXiv 2503.18929).
+"""A replay buffer of trajectories by prompt, for objectives that are off-policy by construction.
 
-Searching and training are decoupled altogether: generation never waits, what it finds goes in here, and a batch is drawn whenever the
-trainer wants one. Trajectories of any version may meet in a batch, so only Trajectory Balance may learn from it
-(algo/trajectory_balance.py). The trainer remembers the reference log-probs of what it was given (megatron/reference.py).
+Search and training are decoupled (TBA, arXiv 2503.18929): generation never waits, everything that
+it finds goes into the buffer, and a batch is drawn whenever the trainer wants one. A batch mixes
+trajectories of any version, so only Trajectory Balance can learn from it
+(algo/trajectory_balance.py). The trainer caches reference log-probs (megatron/reference.py).
 
-Each of a batch's prompts is chosen anew, none twice:
+A batch has distinct prompts. Each is chosen as follows, with m = `recency_probability` and group
+size K:
 
-    with probability m (`recency_probability`)   the prompt that was added to last, its newest K trajectories
-    otherwise                                    any prompt, K of its trajectories with probability ~ exp(reward / temperature), or uniform
+    with probability m   the prompt that was added to last, and its newest K trajectories
+    otherwise            any prompt, and K of its trajectories without replacement (Gumbel top-K):
+                         with probability ~ exp(reward / temperature), or uniformly
 
-without replacement (Gumbel top-K), K being the group size. A prompt with fewer gives what it has; one with a single trajectory waits:
-there is nothing to balance. It holds no two equal sequences of a prompt (the newer one stays), the newest `capacity` of each, and the
-`max_prompts` prompts added to last. It can be filled again from the store (`Store.finished_groups`). Drawing depends on the seed, the
-version and the content only. Pure: no clock, no I/O.
+* A prompt with fewer than K trajectories gives all it has. A prompt with one is not drawn: there
+  is nothing to balance.
+* The buffer holds distinct sequences of a prompt (the newer of two equal ones), the newest
+  `capacity` of each prompt, and the `max_prompts` prompts that were added to last.
+* A draw depends only on the seed, the version and the content.
+* A resumed run fills the buffer again from `Store.finished_groups`.
+
+No clock and no I/O here.
 """
 
 from __future__ import annotations
@@ -24,42 +31,45 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.config import ReplayConfig
-from areal_lite.controller.queue import BatchAssignment, shard
-from areal_lite.trajectory import Group, Trajectory, balanced_shards
+from areal_lite.controller.queue import BatchAssignment, make_shards
+from areal_lite.trajectory import Group, Trajectory
 
 
 class ReplayBuffer:
-    """Stands where GroupQueue does; `len` is the number of prompts that can be drawn."""
+    """Takes the place of GroupQueue. `len` is the number of prompts that can be drawn."""
 
     def __init__(self, config: ReplayConfig, group_size: int, seed: int):
-        self._config, self._group_size, self._seed = config, group_size, seed
-        self._prompts: dict[
-            str, list[Trajectory]
-        ] = {}  # the one added to last is last; oldest trajectory first
-        self._used: set[int] = set()  # groups that are in here and were drawn
-        self._num_drawn = 0  # groups
-        self.dropped_by_length: Counter[int] = Counter()  # nothing is too old here
+        self._config = config
+        self._group_size = group_size
+        self._seed = seed
+        # The prompt that was added to last comes last. Of each, the oldest trajectory comes first.
+        self._prompts: dict[str, list[Trajectory]] = {}
+        # Ids of the rollout groups that are in the buffer and were used by a step.
+        self._used: set[int] = set()
+        self._num_drawn = 0
+        # Always empty: nothing is too old here.
+        self.dropped_by_length: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return sum(len(held) > 1 for held in self._prompts.values())
+        return sum(len(trajectories) > 1 for trajectories in self._prompts.values())
+
+    def __iter__(self) -> Iterator[list[Trajectory]]:
+        """Iterate over the trajectories of each prompt."""
+        return iter(self._prompts.values())
 
     @property
     def num_trajectories(self) -> int:
+        """Return the number of trajectories in the buffer."""
         return sum(map(len, self._prompts.values()))
 
-    def __iter__(self) -> Iterator[list[Trajectory]]:
-        """What is held of each prompt."""
-        return iter(self._prompts.values())
-
     def put(self, group: Group, used: bool = False) -> None:
-        """`used`: a step has used its group already (a buffer that is filled again from `Store.finished_groups`)."""
+        """Add a finished group. `used` says that a step has used it, before a resume."""
         before = self._prompts.pop(group.prompt_id, [])
         distinct: dict[bytes, Trajectory] = {}
-        for trajectory in reversed([*before, *group.trajectories]):  # newest first
+        for trajectory in reversed([*before, *group.trajectories]):
             distinct.setdefault(trajectory.tokens.tobytes(), trajectory)
-        after = self._prompts[group.prompt_id] = list(distinct.values())[: self._config.capacity][
-            ::-1
-        ]
+        newest = list(distinct.values())[: self._config.capacity]
+        after = self._prompts[group.prompt_id] = newest[::-1]
         if used:
             self._used.add(group.group_id)
         self._forget(before, after)
@@ -67,62 +77,67 @@ class ReplayBuffer:
             self._forget(self._prompts.pop(next(iter(self._prompts))), [])
 
     def _forget(self, before: list[Trajectory], after: list[Trajectory]) -> None:
+        """Forget the use of groups that have left the buffer."""
         self._used -= {t.group_id for t in before} - {t.group_id for t in after}
 
     def drop_overdue(self, version: int) -> list[Group]:
-        """None: there is no bound on staleness."""
+        """Return nothing: there is no bound on staleness."""
         return []
 
     def take(self, count: int, version: int, num_shards: int) -> BatchAssignment | None:
-        """`count` groups for a trainer at `version`, dealt to `num_shards`; None while there are fewer prompts.
+        """Draw `count` groups for a trainer at `version`; None while there are fewer prompts.
 
-        Raises ValueError when they cannot be dealt equally.
+        Raises ValueError if the shards cannot be equal.
         """
         if len(self) < count:
             return None
         rng = np.random.default_rng([self._seed, version])
         drawn = [
-            self._members(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
+            self._draw(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
         ]
-        group_ids = sorted({t.group_id for members in drawn for t in members} - self._used)
+        group_ids = sorted(
+            {t.group_id for trajectories in drawn for t in trajectories} - self._used
+        )
         groups = [
-            self._group(number, members)
-            for number, members in enumerate(drawn, start=self._num_drawn)
+            _as_group(number, trajectories)
+            for number, trajectories in enumerate(drawn, start=self._num_drawn)
         ]
-        shards = [shard(dealt) for dealt in balanced_shards(groups, num_shards)]
+        shards = make_shards(groups, num_shards)
         self._used.update(group_ids)
         self._num_drawn += count
-        return BatchAssignment(groups, shards, 0, group_ids)
+        return BatchAssignment(groups=groups, shards=shards, masked_tokens=0, group_ids=group_ids)
 
     def _choose(self, count: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
-        """`count` prompts, and whether each was chosen for being recent."""
+        """Choose `count` prompts, each with whether it was chosen for its recency."""
         newest = [prompt_id for prompt_id, held in reversed(self._prompts.items()) if len(held) > 1]
         others = iter(rng.permutation(len(newest)).tolist())
         chosen: dict[str, bool] = {}
-        for recent in rng.random(count) < self._config.recency_probability:
+        for recent in (rng.random(count) < self._config.recency_probability).tolist():
             candidates = iter(newest) if recent else (newest[i] for i in others)
-            chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = bool(
-                recent
-            )
+            chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = recent
         return list(chosen.items())
 
-    def _members(self, prompt_id: str, recent: bool, rng: np.random.Generator) -> list[Trajectory]:
+    def _draw(self, prompt_id: str, recent: bool, rng: np.random.Generator) -> list[Trajectory]:
+        """Draw up to K trajectories of one prompt, oldest first."""
         held = self._prompts[prompt_id]
         if recent:
             return held[-self._group_size :]
-        rewards = np.array([t.reward for t in held], np.float64)
-        scores = (
-            rewards / self._config.temperature
-            if self._config.by == "reward"
-            else np.zeros(len(held))
-        )
-        best = np.argsort(-(scores + rng.gumbel(size=len(held))))[: self._group_size]
+        logits = np.zeros(len(held))
+        if self._config.by == "reward":
+            logits = np.array([t.reward for t in held], np.float64) / self._config.temperature
+        best = np.argsort(-(logits + rng.gumbel(size=len(held))))[: self._group_size]
         return [held[i] for i in sorted(best.tolist())]
 
-    def _group(self, group_id: int, members: list[Trajectory]) -> Group:
-        """A draw is a group of its own: its members may come from several groups."""
-        renamed = [
-            replace(t, group_id=group_id, sample_index=sample_index)
-            for sample_index, t in enumerate(members)
-        ]
-        return Group(group_id, members[0].prompt_id, len(members), renamed)
+
+def _as_group(number: int, trajectories: list[Trajectory]) -> Group:
+    """Make a group of a draw: its trajectories may come from several rollout groups."""
+    renamed = [
+        replace(t, group_id=number, sample_index=sample_index)
+        for sample_index, t in enumerate(trajectories)
+    ]
+    return Group(
+        group_id=number,
+        prompt_id=trajectories[0].prompt_id,
+        size=len(trajectories),
+        trajectories=renamed,
+    )

@@ -44,7 +44,15 @@ async def serve(run_dir: Path) -> None:
     books = Store(run_dir / STORE_FILE)
     store = StoreThread(books)
     client = SGLangClient(config.server.health_timeout_s)
-    parts = Dependencies(prompts, eval_prompts, tokenizer, rewards, store, time.time, eval_sets)
+    parts = Dependencies(
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        tokenizer=tokenizer,
+        rewards=rewards,
+        store=store,
+        clock=time.time,
+        eval_sets=eval_sets,
+    )
     controller = Controller(
         config, parts, client, lambda: announced_servers(run_dir), partial(mark_unhealthy, run_dir)
     )

@@ -279,7 +279,11 @@ class Store:
             )
             yield (
                 Group(
-                    group_id, prompt_id, size, [_trajectory(row, prompt_id) for row in rows], index
+                    group_id=group_id,
+                    prompt_id=prompt_id,
+                    size=size,
+                    trajectories=[_trajectory(row, prompt_id) for row in rows],
+                    prompt_index=index,
                 ),
                 bool(used),
             )
@@ -294,9 +298,9 @@ class Store:
 def _trajectory(row: dict[str, Any], prompt_id: str) -> Trajectory:
     versions = np.frombuffer(row["versions"], np.int32)
     return Trajectory(
-        row["group_id"], prompt_id, row["sample_index"], np.frombuffer(row["tokens"], np.int32), versions >= 0,
-        np.frombuffer(row["logprobs"], np.float32), versions, row["finish_reason"], row["reward"],
-        row["started_at"], row["finished_at"], row["requests"], row["kv_version"],
+        group_id=row["group_id"], prompt_id=prompt_id, sample_index=row["sample_index"], tokens=np.frombuffer(row["tokens"], np.int32), loss_mask=versions >= 0,
+        behavior_logprobs=np.frombuffer(row["logprobs"], np.float32), versions=versions, finish_reason=row["finish_reason"], reward=row["reward"],
+        started_at=row["started_at"], finished_at=row["finished_at"], requests=row["requests"], kv_version=row["kv_version"],
     )  # fmt: skip
 
 

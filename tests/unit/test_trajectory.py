@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.trajectory import Group, Segment, TrainBatch, Trajectory, balanced_shards
+from areal_lite.trajectory import Segment, TrainBatch, Trajectory
 
 
 def trajectory(
@@ -114,26 +114,6 @@ def test_select_takes_whole_sequences(items, data):
     expected = TrainBatch.from_trajectories([items[i] for i in chosen])
     for name in TrainBatch.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(batch.select(chosen), name), getattr(expected, name))
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6),
-    st.integers(1, 3),
-)
-def test_shards_hold_every_group_once_and_equally_many(lengths, ranks):
-    groups = [
-        Group(i, f"p{i}", len(g), [trajectory(1, [0] * n, i, m) for m, n in enumerate(g)])
-        for i, g in enumerate(lengths * ranks)
-    ]
-    shards = balanced_shards(groups, ranks)
-    assert sorted(g.group_id for shard in shards for g in shard) == list(range(len(groups)))
-    assert {len(shard) for shard in shards} == {len(groups) // ranks}
-
-
-def test_shards_that_cannot_be_equal_are_refused():
-    with pytest.raises(ValueError, match="3 groups cannot be dealt equally to 2"):
-        balanced_shards([Group(i, "p", 1, [trajectory()]) for i in range(3)], 2)
 
 
 def test_minibatches_are_whole_groups():

@@ -8,18 +8,22 @@ from areal_lite.trajectory import Group, Trajectory
 
 
 def group(*rewards: float) -> Group:
-    arrays = (
-        np.zeros(2, np.int32),
-        np.array([False, True]),
-        np.zeros(2, np.float32),
-        np.array([-1, 0], np.int32),
-    )
     return Group(
-        0,
-        "p",
-        len(rewards),
-        [
-            Trajectory(0, "p", sample_index, *arrays, "stop", reward)
+        group_id=0,
+        prompt_id="p",
+        size=len(rewards),
+        trajectories=[
+            Trajectory(
+                group_id=0,
+                prompt_id="p",
+                sample_index=sample_index,
+                tokens=np.zeros(2, np.int32),
+                loss_mask=np.array([False, True]),
+                behavior_logprobs=np.zeros(2, np.float32),
+                versions=np.array([-1, 0], np.int32),
+                finish_reason="stop",
+                reward=reward,
+            )
             for sample_index, reward in enumerate(rewards)
         ],
     )

@@ -39,7 +39,15 @@ def a_batch(rank: int) -> TrainBatch:
     return TrainBatch.from_trajectories(
         [
             Trajectory(
-                rank, "p", 0, np.arange(n, dtype=np.int32), mask, logprobs, versions, "stop", 1.0
+                group_id=rank,
+                prompt_id="p",
+                sample_index=0,
+                tokens=np.arange(n, dtype=np.int32),
+                loss_mask=mask,
+                behavior_logprobs=logprobs,
+                versions=versions,
+                finish_reason="stop",
+                reward=1.0,
             )
         ]
     )

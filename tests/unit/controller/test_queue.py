@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.controller.batch_stats import batch_stats
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.queue import GroupQueue, balanced_shards
 from areal_lite.trajectory import Group, Trajectory
 
 
@@ -19,12 +19,17 @@ def group(
         n = len(versions)
         trajectories.append(
             Trajectory(
-                group_id, f"p{group_id}", sample_index, np.arange(2 + n, dtype=np.int32), np.array([False] * 2 + [True] * n),
-                np.array([0, 0] + [-0.1] * n, np.float32), np.array([-1, -1, *versions], np.int32), finish,
-                rewards[sample_index] if rewards else 1.0,
+                group_id=group_id, prompt_id=f"p{group_id}", sample_index=sample_index, tokens=np.arange(2 + n, dtype=np.int32), loss_mask=np.array([False] * 2 + [True] * n),
+                behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32), versions=np.array([-1, -1, *versions], np.int32), finish_reason=finish,
+                reward=rewards[sample_index] if rewards else 1.0,
             ).check()
         )  # fmt: skip
-    return Group(group_id, f"p{group_id}", len(completions), trajectories)
+    return Group(
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        size=len(completions),
+        trajectories=trajectories,
+    )
 
 
 @given(st.permutations(range(8)), st.integers(1, 8))
@@ -109,3 +114,23 @@ def test_stats() -> None:
     assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
         "tokens that are too old are not trained on"
     )
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6),
+    st.integers(1, 3),
+)
+def test_shards_hold_every_group_once_and_equally_many(lengths, ranks) -> None:
+    groups = [
+        group(i, *([0] * n for n in group_lengths))
+        for i, group_lengths in enumerate(lengths * ranks)
+    ]
+    shards = balanced_shards(groups, ranks)
+    assert sorted(g.group_id for shard in shards for g in shard) == list(range(len(groups)))
+    assert {len(shard) for shard in shards} == {len(groups) // ranks}
+
+
+def test_shards_that_cannot_be_equal_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 groups cannot be dealt equally to 2"):
+        balanced_shards([group(i, [0]) for i in range(3)], 2)

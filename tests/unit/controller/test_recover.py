@@ -37,17 +37,17 @@ def group(group_id: int, version: int, reward: float = 0.5) -> Group:
     versions = np.array([-1, max(0, version - 1), version], np.int32)
     logprobs = np.array([0, -1, -1], np.float32)
     one = Trajectory(
-        group_id,
-        f"p{group_id}",
-        0,
-        np.arange(3, dtype=np.int32),
-        versions >= 0,
-        logprobs,
-        versions,
-        "stop",
-        reward,
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        sample_index=0,
+        tokens=np.arange(3, dtype=np.int32),
+        loss_mask=versions >= 0,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        finish_reason="stop",
+        reward=reward,
     )
-    return Group(group_id, f"p{group_id}", 1, [one])
+    return Group(group_id=group_id, prompt_id=f"p{group_id}", size=1, trajectories=[one])
 
 
 class Run:
@@ -312,14 +312,14 @@ def test_what_cannot_go_on_is_said_at_once(tmp_path, capsys) -> None:
         run_dir / "config.yaml"
     ).read_text()
     for other, complaint in (
-        ({"model": tmp_path / "other"}, "model=.*other: the run in .* began with .*model and"),
-        ({"data.seed": 9}, "data.seed=9: the run .* began with 1"),
-        ({"debug": "rollout_only"}, "debug=rollout_only goes on with nothing"),
+        ({"model": tmp_path / "other"}, "model=.*other: the run in .* started with .*model and"),
+        ({"data.seed": 9}, "data.seed=9: the run .* started with 1"),
+        ({"debug": "rollout_only"}, "debug=rollout_only continues no run"),
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
         (
             {"buffer.replay.capacity": 8, "algo.loss": "tb", "algo.reference": "${model}"},
-            "buffer.replay.capacity=8: the run began with 0",
+            "buffer.replay.capacity=8: the run started with 0",
         ),
     ):
         with pytest.raises(ValueError, match=complaint):

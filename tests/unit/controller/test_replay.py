@@ -23,8 +23,8 @@ def trajectory(
 ) -> Trajectory:
     n = len(completion)
     return Trajectory(
-        group_id, prompt, sample_index, np.array([9, 9, *completion], np.int32), np.array([False] * 2 + [True] * n),
-        np.array([0, 0] + [-0.1] * n, np.float32), np.array([-1, -1] + [version] * n, np.int32), "stop", reward,
+        group_id=group_id, prompt_id=prompt, sample_index=sample_index, tokens=np.array([9, 9, *completion], np.int32), loss_mask=np.array([False] * 2 + [True] * n),
+        behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32), versions=np.array([-1, -1] + [version] * n, np.int32), finish_reason="stop", reward=reward,
     ).check()  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def group(group_id: int, prompt: str, *members: tuple[int, float]) -> Group:
         trajectory(group_id, i, prompt, [token], reward, group_id)
         for i, (token, reward) in enumerate(members)
     ]
-    return Group(group_id, prompt, len(members), trajectories)
+    return Group(group_id=group_id, prompt_id=prompt, size=len(members), trajectories=trajectories)
 
 
 def buffer(size: int = 2, seed: int = 1, **config) -> ReplayBuffer:

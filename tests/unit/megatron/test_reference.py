@@ -29,15 +29,15 @@ def batch_of(sequences: list[tuple[int, ...]]) -> TrainBatch:
     def trajectory(sample_index: int, tokens: tuple[int, ...]) -> Trajectory:
         versions = np.array([-1, *[0] * (len(tokens) - 1)], np.int32)
         return Trajectory(
-            0,
-            "p",
-            sample_index,
-            np.array(tokens, np.int32),
-            versions >= 0,
-            np.zeros(len(tokens), np.float32),
-            versions,
-            "stop",
-            0.0,
+            group_id=0,
+            prompt_id="p",
+            sample_index=sample_index,
+            tokens=np.array(tokens, np.int32),
+            loss_mask=versions >= 0,
+            behavior_logprobs=np.zeros(len(tokens), np.float32),
+            versions=versions,
+            finish_reason="stop",
+            reward=0.0,
         )
 
     return TrainBatch.from_trajectories(

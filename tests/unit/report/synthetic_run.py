@@ -30,9 +30,9 @@ def trajectory(group_id, sample_index, segments, started_at, finished_at, reward
     """Make a trajectory; `segments` are (version, tokens)."""
     versions = np.repeat([version for version, _ in segments], [tokens for _, tokens in segments])
     return Trajectory(
-        group_id,
-        f"prompt-{group_id}",
-        sample_index,
+        group_id=group_id,
+        prompt_id=f"prompt-{group_id}",
+        sample_index=sample_index,
         tokens=np.zeros(PROMPT + len(versions), np.int32),
         loss_mask=np.repeat([False, True], [PROMPT, len(versions)]),
         behavior_logprobs=np.repeat(np.array([0, -1], np.float32), [PROMPT, len(versions)]),
@@ -86,7 +86,12 @@ def hand_made(run_dir, killed=False):
     ]
     store = Store(run_dir / "trajectories.sqlite")
     for step, members in enumerate(groups):
-        group = Group(members[0].group_id, members[0].prompt_id, 2, members)
+        group = Group(
+            group_id=members[0].group_id,
+            prompt_id=members[0].prompt_id,
+            size=2,
+            trajectories=members,
+        )
         write_group(store, group, step if step < (1 if killed else 2) else None)
     store.close()
     log = MetricsLog(run_dir, LoggerConfig(), {})
@@ -156,7 +161,14 @@ def simulate(
                     group_id, sample_index, segments, start, end, float(rng.random() < reward_rate)
                 )
             )
-        groups.append(Group(group_id, members[0].prompt_id, group_size, members))
+        groups.append(
+            Group(
+                group_id=group_id,
+                prompt_id=members[0].prompt_id,
+                size=group_size,
+                trajectories=members,
+            )
+        )
         write_group(
             store, groups[-1], group_id // batch_groups if group_id < batch_groups * steps else None
         )

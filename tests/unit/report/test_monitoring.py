@@ -38,15 +38,22 @@ def keys_of_a_batch_reply() -> set[str]:
         config.trainer.batch_groups = 1
         tokenizer = SimpleNamespace(eos_ids=(1,))
         parts = Dependencies(
-            SimpleNamespace(num_prompts=1),
-            None,
-            tokenizer,
+            prompts=SimpleNamespace(num_prompts=1),
+            eval_prompts=None,
+            tokenizer=tokenizer,
             rewards=None,
             store=None,
             clock=lambda: 0.0,
         )
         controller = Controller(config, parts, client=None, announced=list)
-        controller.queue.put(Group(0, "prompt", 1, [trajectory(0, 0, [(0, 5)], 0.0, 1.0)]))
+        controller.queue.put(
+            Group(
+                group_id=0,
+                prompt_id="prompt",
+                size=1,
+                trajectories=[trajectory(0, 0, [(0, 5)], 0.0, 1.0)],
+            )
+        )
         reply, _ = await controller.handle(PullBatch(0, 0, 1))
         return reply.info
 

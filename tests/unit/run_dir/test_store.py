@@ -19,24 +19,27 @@ def trajectory(group_id: int, sample_index: int, sampled: int = 3) -> Trajectory
     mask = np.array([False] * 2 + [True] * sampled)
     tokens = np.arange(2 + sampled, dtype=np.int32)
     return Trajectory(
-        group_id,
-        f"p{group_id}",
-        sample_index,
-        tokens,
-        mask,
-        logprobs,
-        versions,
-        "stop",
-        0.5,
-        10.0,
-        11.0,
-        2,
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        sample_index=sample_index,
+        tokens=tokens,
+        loss_mask=mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        finish_reason="stop",
+        reward=0.5,
+        started_at=10.0,
+        finished_at=11.0,
+        requests=2,
     )
 
 
 def group(group_id: int, members: int = 2) -> Group:
     return Group(
-        group_id, f"p{group_id}", members, [trajectory(group_id, m) for m in range(members)]
+        group_id=group_id,
+        prompt_id=f"p{group_id}",
+        size=members,
+        trajectories=[trajectory(group_id, m) for m in range(members)],
     )
 
 

@@ -43,9 +43,9 @@ def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
             if rng.random() < 0.2:
                 logprobs[-1] = np.nan
             trajectory = Trajectory(
-                10 * group, str(group), sample_index, rng.integers(2, 9, prompt + length).astype(np.int32), sampled, logprobs,
-                np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1).astype(np.int32),
-                str(rng.choice(["stop", "length"])), float(rng.choice([0.0, 0.5, 1.0])),
+                group_id=10 * group, prompt_id=str(group), sample_index=sample_index, tokens=rng.integers(2, 9, prompt + length).astype(np.int32), loss_mask=sampled, behavior_logprobs=logprobs,
+                versions=np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1).astype(np.int32),
+                finish_reason=str(rng.choice(["stop", "length"])), reward=float(rng.choice([0.0, 0.5, 1.0])),
             )  # fmt: skip
             trajectories.append(trajectory.check())
     batch = TrainBatch.from_trajectories(

@@ -12,7 +12,16 @@ def sequence(versions: list[int], kv_version: int, difference: float) -> Traject
     logprobs = np.where(versions >= 0, -1 - difference, 0).astype(np.float32)
     tokens = np.arange(len(versions), dtype=np.int32)
     return Trajectory(
-        0, "p", 0, tokens, versions >= 0, logprobs, versions, "stop", 1.0, kv_version=kv_version
+        group_id=0,
+        prompt_id="p",
+        sample_index=0,
+        tokens=tokens,
+        loss_mask=versions >= 0,
+        behavior_logprobs=logprobs,
+        versions=versions,
+        finish_reason="stop",
+        reward=1.0,
+        kv_version=kv_version,
     ).check()
 
 
