@@ -47,7 +47,8 @@ class Prompt:
     """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
 
     `messages` is the conversation from which the chat template made the text; it is empty for plain
-    text."""
+    text.
+    """
 
     prompt_id: str
     tokens: list[int]
@@ -73,7 +74,8 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     """Load the training or the held-out prompts, tokenized for the checkpoint in `model_path`.
 
     Raises ValueError if the source, a file, a row or the tokenizer cannot be used, or if no prompt
-    is short enough."""
+    is short enough.
+    """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
     name = SOURCES.get(config.source, config.source)
@@ -91,7 +93,8 @@ def load_eval_sets(
     """Load further held-out sets, by the stem of their path.
 
     A path is a .jsonl file or anything that `data.source=hf` can load; the other keys are those of
-    `config`."""
+    `config`.
+    """
 
     def load(path: str) -> PromptSet:
         source = "jsonl" if path.endswith(".jsonl") else "hf"

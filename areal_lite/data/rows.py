@@ -1,7 +1,8 @@
 """Readers of data files: each yields rows with an id that says where the row is from.
 
 A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1. It depends on the row's
-place in its source only."""
+place in its source only.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class Tokenizer:
 
     `eos_ids` are the ids that end a completion: those of generation_config.json (or else
     config.json) first, then the tokenizer's own. Raises ValueError if the folder has no usable
-    tokenizer."""
+    tokenizer.
+    """
 
     def __init__(self, model_path: str | Path) -> None:
         self.path = Path(model_path)
@@ -55,7 +56,8 @@ class Tokenizer:
         """Return the token ids of a text.
 
         `add_special_tokens` adds the tokens that the tokenizer puts around every text: often a BOS,
-        often nothing."""
+        often nothing.
+        """
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -100,7 +102,8 @@ class Tokenizer:
 
         They contain `messages`, and begin with the token that closes the answer. The answers
         themselves never pass through the template, because it may trim them or drop parts of
-        earlier ones."""
+        earlier ones.
+        """
         text = self.render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
         )
