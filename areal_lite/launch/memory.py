@@ -1,12 +1,18 @@
-"""What a run will need, computed before it starts: parameters exactly, memory and the cost of a push of weights from them.
+"""What a run needs, computed before it starts: parameters exactly, memory and weight pushes.
 
-Parameter counts are those of the tables in `architectures`. States follow the layout of the ranks: with N parameters on a rank, b bytes
-each, and the distributed optimizer (ZeRO stage 1, arXiv:1910.02054) over d data- and context-parallel ranks,
+Parameter counts follow the tables in `megatron.architectures`. States follow the layout of the
+ranks. With N parameters on a rank, b bytes each, and the distributed optimizer (ZeRO stage 1,
+arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in bytes:
 
-    weights b N · gradients 4 N · float32 masters 4 N / d (none for b = 4: weights are their own) · Adam moments 8 N / d
+    weights b N · gradients 4 N · Adam moments 8 N / d
+    float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
 
-Activations are estimates (in the manner of Korthikanti et al., 2022, arXiv:2205.05198), of the tensors that autograd keeps. Not counted:
-what an operation needs while it runs, fragmentation, and the libraries' own memory (about 1 GiB on a GPU).
+Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
+2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
+libraries' own memory (about 1 GiB on a GPU).
+
+Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (2 or 4), stage a
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -21,9 +27,13 @@ from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, p
 from areal_lite.megatron.logprobs import CHUNK, KEPT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on one rank. `head`: logits of a chunk of tokens and those kept; `activations`: of the microbatches in flight."""
+    """Bytes on one rank.
+
+    activations: of the microbatches in flight.
+    head: the logits of a chunk of tokens, and the logits kept for backward.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -40,7 +50,9 @@ class RankMemory:
 def parameter_sizes(
     hf: PretrainedConfig, vocab_size: int | None = None
 ) -> Iterator[tuple[str, int]]:
-    """(Megatron's name, elements) of every parameter of the whole model, layer by layer as they are pushed; layers and experts are counted.
+    """Iterate over (Megatron's name, elements) of all parameters, in the order of a push.
+
+    Layers and experts are counted over the whole model.
 
     vocab_size: rows of embedding and output layer, if there are more than tokens.
     """
@@ -50,16 +62,17 @@ def parameter_sizes(
     if not hf.tie_word_embeddings:
         yield "output_layer.weight", rows * hf.hidden_size
     sizes, names = _layer_sizes(hf), ARCHITECTURES[hf.model_type].layer
-    counted = sorted(
+    layer_sizes = sorted(
         (name.format(expert=e), sizes[name])
         for name in names
         for e in range(hf.num_experts if "{expert}" in name else 1)
     )
     for layer in range(hf.num_hidden_layers):
-        yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in counted)
+        yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
 
 
 def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
+    """Count the elements of every parameter that a layer can have."""
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     expert = getattr(hf, "moe_intermediate_size", 0)
@@ -80,26 +93,27 @@ def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
 
 
 def num_parameters(hf: PretrainedConfig) -> int:
-    """Of the whole model, tied embeddings counted once."""
+    """Count the parameters of the whole model, tied embeddings once."""
     return sum(size for _, size in parameter_sizes(hf))
 
 
 def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) -> tuple[int, int]:
-    """(parameters outside of experts, parameters of experts) of each rank of a pipeline stage."""
+    """Count the parameters of each rank of a stage: (outside experts, of experts)."""
     stages, tensor = trainer.pipeline_parallel, trainer.tensor_parallel
-    layers_of_a_chunk = hf.num_hidden_layers // (stages * trainer.virtual_pipeline)
+    layers_per_chunk = hf.num_hidden_layers // (stages * trainer.virtual_pipeline)
     dense = experts = 0
     for name, size in parameter_sizes(hf, padded_vocab(hf, tensor)):
         if name.startswith("decoder.layers."):
-            there = int(name.split(".")[2]) // layers_of_a_chunk % stages == stage
+            on_stage = int(name.split(".")[2]) // layers_per_chunk % stages == stage
         elif name.startswith("embedding."):
-            # A tied embedding is also the output layer, and a last stage that is not the first has a copy.
-            there = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
+            # A tied embedding is also the output layer: a last stage other than the first has a
+            # copy.
+            on_stage = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
         else:
-            there = stage == stages - 1
-        if there and ".local_experts." in name:
+            on_stage = stage == stages - 1
+        if on_stage and ".local_experts." in name:
             experts += size
-        elif there:
+        elif on_stage:
             dense += size if layout(name, hf).replicated else size // tensor
     return dense, experts // (tensor * trainer.expert_parallel)
 
@@ -107,7 +121,7 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
 def rank_memory(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
 ) -> RankMemory:
-    """Of each rank of a pipeline stage, with microbatches that are full. itemsize: bytes of a parameter, 2 or 4."""
+    """Estimate the memory of each rank of a stage, with full microbatches."""
     dense, experts = rank_parameters(hf, trainer, stage)
     replicas = trainer.data_parallel * trainer.context_parallel
     sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
@@ -128,48 +142,50 @@ def rank_memory(
 def activation_bytes_per_token(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
 ) -> float:
-    """Of one token of the microbatches that are in flight on a stage when it has most of them (1F1B: as many as there are stages from it on).
+    """Estimate the bytes kept for one token of each microbatch in flight, at the stage's peak.
 
-    Recomputing `full` keeps each layer's input, and one layer at a time whole; `selective` only what the attention kernel keeps, little.
+    1F1B keeps as many microbatches in flight as there are stages from this one on. Recomputing
+    `full` keeps each layer's input and one whole layer at a time. `selective` saves only what the
+    attention kernel keeps, which is little.
     """
     tensor, stages = trainer.tensor_parallel, trainer.pipeline_parallel
-    layers, of_a_layer = hf.num_hidden_layers / stages, _layer_activations(hf, trainer, itemsize)
+    layers = hf.num_hidden_layers / stages
+    per_layer = _layer_activations(hf, trainer, itemsize)
     in_flight = stages - stage
     if trainer.virtual_pipeline > 1:
         in_flight += (stages - 1) / trainer.virtual_pipeline
     if trainer.recompute == "full":
         inputs = layers * hf.hidden_size * itemsize / (tensor if trainer.sequence_parallel else 1)
-        return in_flight * inputs + of_a_layer
-    return in_flight * layers * of_a_layer
+        return in_flight * inputs + per_layer
+    return in_flight * layers * per_layer
 
 
 def _layer_activations(hf: PretrainedConfig, trainer: TrainerConfig, b: int) -> float:
-    """Bytes that one layer keeps of one token."""
+    """Estimate the bytes that one layer keeps for one token; b: bytes of an activation."""
     tensor = trainer.tensor_parallel
+    names = ARCHITECTURES[hf.model_type].layer
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    norms = (
-        2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)
-    )  # float32 input, normed, output
-    head_norms = (
-        (4 + b) * (queries + keys)
-        if "self_attention.q_layernorm.weight" in ARCHITECTURES[hf.model_type].layer
-        else 0
-    )
-    attention = (
-        b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
-    )  # q k v, turned q and k, output
-    if (
-        "mlp.router.weight" in ARCHITECTURES[hf.model_type].layer
-    ):  # for each expert of a token: its copy of the token, the MLP's inside, its output
+    # Two norms: the input in float32, the normalized input and the output.
+    norms = 2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)
+    has_head_norms = "self_attention.q_layernorm.weight" in names
+    head_norms = (4 + b) * (queries + keys) if has_head_norms else 0
+    # Query, key and value, rotated query and key, and the output.
+    attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
+    if "mlp.router.weight" in names:
+        # For each expert of a token: a copy of the token, the inside of the MLP, its output.
         mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
-    else:  # gate and up projection, the one activated, the other offset, their product
+    else:
+        # Both projections, the activated one, the other with its offset, and their product.
         mlp = b * 5 * hf.intermediate_size / tensor
     return norms + (head_norms + attention) / tensor + mlp
 
 
 def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:
-    """Of the KV cache, on each GPU of a server; heads are copied where there are fewer than GPUs."""
+    """Count the bytes of KV cache for one token on each GPU of a server.
+
+    Heads are copied where there are fewer of them than GPUs.
+    """
     heads = max(hf.num_key_value_heads // tensor_parallel, 1)
     return 2 * hf.num_hidden_layers * heads * head_dim(hf) * itemsize
 
@@ -177,7 +193,7 @@ def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int
 def push_buckets(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int
 ) -> list[int]:
-    """Bytes of each bucket of a push of all weights (`hf.WeightStream.buckets`)."""
+    """Count the bytes of each bucket of a push of all weights (`WeightStream.buckets`)."""
     buckets = [0]
     for _, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
         if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:

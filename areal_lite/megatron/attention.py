@@ -1,15 +1,21 @@
 """Causal self-attention over packed sequences, with rotary embedding, as Megatron's core attention.
 
-`PackedSequences` is made once per microbatch and carries what every layer needs: cosines and sines of each token's position, and how to lay
-the sequences out in a few padded blocks [n, heads, length, dim] of similar length. Causality makes a mask needless there: padding stands to
-the right of each sequence, so no real token sees it, and the output and the gradient of padding are dropped. Under context parallelism the
-segments of this rank see keys of all ranks (see context.py), and where a segment begins in its sequence takes a mask to say. On a GPU, in
-half precision, packed sequences are attended to as they are: by flash-attn where it is installed, else by PyTorch's own copy of it.
+`PackedSequences` is built once per microbatch and carries what every layer needs. Attention is
+computed in one of two ways:
+
+* On a GPU in half precision: variable-length attention over the packed tokens, by flash-attn where
+  it is installed, else by PyTorch's copy of it.
+* Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
+  Padding stands to the right of each sequence, so causality hides it from every real token and no
+  mask is needed. The output and the gradient of padding are dropped.
+
+Under context parallelism the segments of this rank see keys of all ranks (see context_parallel.py),
+and blocks need a mask, because a segment may begin in the middle of its sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +27,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from areal_lite.megatron.context_parallel import LocalTokens
+from areal_lite.megatron.packing import to_device
 
 try:
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 except ImportError:
     flash_attn_varlen_func = None
 
@@ -31,33 +38,110 @@ except ImportError:
 MIN_FILL = 0.85
 
 
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, plus what this attention needs.
+@dataclass(kw_only=True)
+class PaddedBlocks:
+    """Segments laid out in padded blocks; a slot is one entry of a block.
 
-    cos, sin [l, 1, head_dim] · blocks: (sequences, queries, keys) of each padded block, none where sequences are taken as they are ·
-    rows int64 [p]: the token in each place of the blocks, in order · places int64 [l]: the place of each token ·
-    key_rows int64 [k]: the key in each place, among those of all ranks; None without context parallelism, where it is `rows` ·
-    masks: bool [sequences, 1, queries, keys] of each block, which keys a query sees; empty where all before it and itself.
+    Segments stand in the order of their number of keys, most first. One with less than `MIN_FILL`
+    of the keys of its block's first segment opens a new block. Padding repeats the segment's last
+    token, so that it holds finite numbers.
+
+    shapes: (segments, queries, keys) of each block.
+    token_index: int64 [p], the token in each slot.
+    slot_index: int64 [l], the slot of each token.
+    key_index: int64 [q], the key in each slot.
+    masks: bool [segments, 1, queries, keys] for each block, true where a query sees a key. Empty
+        where every query sees the keys up to its own.
     """
 
-    cos: Tensor = None
-    sin: Tensor = None
-    blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    rows: Tensor = None
-    places: Tensor = None
-    key_rows: Tensor = None
-    masks: list[Tensor] = field(default_factory=list)
+    shapes: list[tuple[int, int, int]]
+    token_index: Tensor
+    slot_index: Tensor
+    key_index: Tensor
+    masks: list[Tensor]
+
+    @classmethod
+    def build(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, masked: bool) -> PaddedBlocks:
+        """Lay out segments bounded by `cu_seqlens_q` with the keys bounded by `cu_seqlens_k`.
+
+        Both are int32 [n + 1] in CPU memory, as is the result.
+        """
+        keys = cu_seqlens_k.diff()
+        order = keys.argsort(descending=True, stable=True)
+        shapes, token_index, key_index, masks = [], [], [], []
+        slot_index = torch.empty(int(cu_seqlens_q[-1]), dtype=torch.int64)
+        first, offset = 0, 0
+        while first < len(order):
+            count = int((keys[order[first:]] >= MIN_FILL * keys[order[first]]).sum())
+            members = order[first : first + count]
+            tokens, real = _padded_index(cu_seqlens_q, members)
+            seen, _ = _padded_index(cu_seqlens_k, members)
+            slot_index[tokens[real]] = offset + real.flatten().nonzero()[:, 0]
+            shapes.append((count, tokens.shape[1], seen.shape[1]))
+            token_index.append(tokens.flatten())
+            key_index.append(seen.flatten())
+            if masked:
+                before = (keys - cu_seqlens_q.diff())[members]
+                masks.append(_mask(before, tokens.shape[1], seen.shape[1]))
+            first += count
+            offset += tokens.numel()
+        return cls(
+            shapes=shapes,
+            token_index=torch.cat(token_index),
+            slot_index=slot_index,
+            key_index=torch.cat(key_index),
+            masks=masks,
+        )
+
+
+def _padded_index(cu_seqlens: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token index of each segment, padded, and which are real: [members, longest]."""
+    starts = cu_seqlens[:-1].long()[members, None]
+    lengths = cu_seqlens.diff().long()[members, None]
+    column = torch.arange(int(lengths.max()))
+    return starts + column.minimum(lengths - 1), column < lengths
+
+
+def _mask(before: Tensor, queries: int, keys: int) -> Tensor:
+    """Let query i of a segment see the `before` [n] keys in front of it, and its own i + 1."""
+    last = before[:, None, None] + torch.arange(queries)[:, None]
+    return (torch.arange(keys) <= last)[:, None]
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, and what this attention needs besides.
+
+    cos, sin: [l, 1, head_dim], of the angle of each token's position.
+    key_index: int64, the gathered index of each key, in the order of the blocks where there are
+        blocks. None without context parallelism, where the keys are those of this rank.
+    blocks: None where variable-length attention takes the tokens as they are.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    key_index: Tensor | None = None
+    blocks: PaddedBlocks | None = None
 
     @classmethod
     def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:
-        """`local` is in CPU memory, the result where `inv_freq` is, float32 [head_dim / 2]: angles in float32, then rounded to `dtype`."""
+        """Describe `local`, in CPU memory, on the device of `inv_freq`, float32 [head_dim / 2].
+
+        Angles are computed in float32, then rounded to `dtype`.
+        """
         device = inv_freq.device
         angles = local.position_ids[:, None].to(device).float() * inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]
         cu_seqlens_q = local.cu_seqlens
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
-        packed = cls(
+        key_index, blocks = local.key_index, None
+        if device.type != "cuda" or dtype == torch.float32:
+            blocks = PaddedBlocks.build(cu_seqlens_q, cu_seqlens_k, masked=key_index is not None)
+            if key_index is not None:
+                key_index = key_index[blocks.key_index]
+            blocks = to_device(blocks, device)
+            blocks.masks = [mask.to(device) for mask in blocks.masks]
+        return cls(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens_q.to(device),
             cu_seqlens_kv=cu_seqlens_k.to(device),
@@ -65,171 +149,114 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=int(cu_seqlens_k.diff().max()),
             cos=angles.cos().to(dtype),
             sin=angles.sin().to(dtype),
-            key_rows=local.key_rows,
+            key_index=None if key_index is None else key_index.to(device),
+            blocks=blocks,
         )
-        if device.type != "cuda" or dtype == torch.float32:
-            packed.blocks, packed.rows, packed.places, in_blocks = block_layout(
-                cu_seqlens_q, cu_seqlens_k
-            )
-            if local.key_rows is not None:
-                packed.key_rows = local.key_rows[in_blocks]
-                packed.masks = [
-                    mask.to(device)
-                    for mask in block_masks(packed.blocks, cu_seqlens_q, cu_seqlens_k)
-                ]
-            packed.rows, packed.places = packed.rows.to(device), packed.places.to(device)
-        if packed.key_rows is not None:
-            packed.key_rows = packed.key_rows.to(device)
-        return packed
 
 
-def block_layout(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
-    """(blocks, rows, places) of `PackedSequences`, and the key in each place of the blocks, for segments bounded by `cu_seqlens_q` [n + 1]
-    that see the keys bounded by `cu_seqlens_k` [n + 1].
-
-    Segments are taken in `_order`; one with less than `MIN_FILL` of the keys of the block's first opens a new block. A padded place
-    repeats the segment's last token, so that it holds something finite.
-    """
-    keys, order = cu_seqlens_k.diff(), _order(cu_seqlens_k)
-    blocks, rows, key_rows = [], [], []
-    places = torch.empty(int(cu_seqlens_q[-1]), dtype=torch.int64)
-    first, offset = 0, 0
-    while first < len(order):
-        count = int((keys[order[first:]] >= MIN_FILL * keys[order[first]]).sum())
-        members = order[first : first + count]
-        row, real = _padded_rows(cu_seqlens_q, members)
-        key_row, _ = _padded_rows(cu_seqlens_k, members)
-        places[row[real]] = offset + real.flatten().nonzero()[:, 0]
-        blocks.append((count, row.shape[1], key_row.shape[1]))
-        rows.append(row.flatten())
-        key_rows.append(key_row.flatten())
-        first, offset = first + count, offset + row.numel()
-    return blocks, torch.cat(rows), places, torch.cat(key_rows)
-
-
-def block_masks(
-    blocks: list[tuple[int, int, int]], cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
-) -> list[Tensor]:
-    """`PackedSequences.masks`: the last query of a segment sees all its keys, each query before it one less."""
-    before = (cu_seqlens_k.diff() - cu_seqlens_q.diff())[_order(cu_seqlens_k)]
-    parts = before.split([count for count, _, _ in blocks])
-    return [
-        (torch.arange(keys) <= part[:, None, None] + torch.arange(queries)[:, None])[:, None]
-        for part, (_, queries, keys) in zip(parts, blocks)
-    ]
-
-
-def _order(cu_seqlens_k: Tensor) -> Tensor:
-    """Segments with the most keys first."""
-    return cu_seqlens_k.diff().argsort(descending=True, stable=True)
-
-
-def _padded_rows(cu_seqlens: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
-    """int64 and bool [members, longest]: the rows of each segment, and which are real."""
-    starts, lengths = cu_seqlens[:-1].long()[members, None], cu_seqlens.diff().long()[members, None]
-    column = torch.arange(int(lengths.max()))
-    return starts + column.minimum(lengths - 1), column < lengths
-
-
-class _Take(torch.autograd.Function):
-    """x[rows], where `places` undoes `rows`: one gather in each direction. Repeated rows are padding and have no gradient."""
+class _TokensToSlots(torch.autograd.Function):
+    """Gather x[token_index], the content of every slot. Padding gets no gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, rows)
+    def forward(ctx, x: Tensor, token_index: Tensor, slot_index: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_index)
+        return x.index_select(0, token_index)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx, *grads: Tensor):
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class _Return(torch.autograd.Function):
-    """y[places], the inverse of `_Take`: padding is dropped and gets gradient zero."""
+class _SlotsToTokens(torch.autograd.Function):
+    """Gather y[slot_index], the inverse. Padding is dropped and gets the gradient zero."""
 
     @staticmethod
-    def forward(ctx, y: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx, y: Tensor, slot_index: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_index)
         ctx.shape = y.shape
-        return y.index_select(0, places)
+        return y.index_select(0, slot_index)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [t, heads, dim], the two halves of dim being the two coordinates (Su et al., 2021, arXiv:2104.09864)."""
+    """Apply the rotary embedding to x [t, heads, dim] (Su et al., 2021, arXiv:2104.09864).
+
+    The two coordinates of a rotation stand in the two halves of dim.
+    """
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention of query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim], within each packed sequence."""
+    """Causal attention within each packed sequence.
+
+    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim].
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
         super().__init__(config=config)
 
     def forward(
         self,
-        query,
-        key,
-        value,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attention_mask=None,
         attn_mask_type=None,
         attention_bias=None,
-        packed_seq_params: PackedSequences = None,
+        packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
         packed = packed_seq_params
-        query, key = rotate(query, packed.cos, packed.sin), rotate(key, packed.cos, packed.sin)
-        if packed.key_rows is not None:
+        assert packed is not None
+        query = rotate(query, packed.cos, packed.sin)
+        key = rotate(key, packed.cos, packed.sin)
+        if packed.key_index is not None:
             group = parallel_state.get_context_parallel_group()
-            seen = gather_from_sequence_parallel_region(
+            gathered = gather_from_sequence_parallel_region(
                 torch.cat((key, value), -1), group=group
-            ).index_select(0, packed.key_rows)
-            key, value = seen.chunk(2, -1)
-        if not packed.blocks:
+            )
+            key, value = gathered.index_select(0, packed.key_index).chunk(2, -1)
+        blocks = packed.blocks
+        if blocks is None:
             return _varlen(query, key, value, packed).flatten(1)
-        query = _Take.apply(query, packed.rows, packed.places)
-        if packed.key_rows is None:
-            key, value = (_Take.apply(x, packed.rows, packed.places) for x in (key, value))
-        return _Return.apply(_in_blocks(query, key, value, packed), packed.places)
+        query = _TokensToSlots.apply(query, blocks.token_index, blocks.slot_index)
+        if packed.key_index is None:
+            key = _TokensToSlots.apply(key, blocks.token_index, blocks.slot_index)
+            value = _TokensToSlots.apply(value, blocks.token_index, blocks.slot_index)
+        return _SlotsToTokens.apply(_in_blocks(query, key, value, blocks), blocks.slot_index)
 
 
-def _in_blocks(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    """[p, heads * dim], for all places of the blocks."""
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: PaddedBlocks) -> Tensor:
+    """Attend block by block: [p, heads * dim], for all slots."""
     outputs, start, key_start = [], 0, 0
-    for i, (count, queries, keys) in enumerate(packed.blocks):
-        span, key_span = (
-            slice(start, start + count * queries),
-            slice(key_start, key_start + count * keys),
-        )
-        q = query[span].unflatten(0, (count, queries)).transpose(1, 2)
-        k, v = (x[key_span].unflatten(0, (count, keys)).transpose(1, 2) for x in (key, value))
-        mask = packed.masks[i] if packed.masks else None
+    for i, (count, queries, keys) in enumerate(blocks.shapes):
+        end, key_end = start + count * queries, key_start + count * keys
+        q = query[start:end].unflatten(0, (count, queries)).transpose(1, 2)
+        k = key[key_start:key_end].unflatten(0, (count, keys)).transpose(1, 2)
+        v = value[key_start:key_end].unflatten(0, (count, keys)).transpose(1, 2)
+        mask = blocks.masks[i] if blocks.masks else None
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
-        start, key_start = span.stop, key_span.stop
+        start, key_start = end, key_end
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    """[l, heads, dim]; where a segment has more keys than queries, its last query sees all of them."""
+    """Attend over packed tokens: [l, heads, dim].
+
+    Where a segment has more keys than queries, its last query sees all of them.
+    """
     bounds = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv)
+    tensors = (query, key.contiguous(), value.contiguous())
     if flash_attn_varlen_func is not None:
-        return flash_attn_varlen_func(
-            query, key.contiguous(), value.contiguous(), *bounds, causal=True
-        )
+        return flash_attn_varlen_func(*tensors, *bounds, causal=True)
     grouped = query.shape[1] != key.shape[1]
-    return varlen_attn(
-        query,
-        key.contiguous(),
-        value.contiguous(),
-        *bounds,
-        window_size=(-1, 0),
-        enable_gqa=grouped,
-    )
+    out = varlen_attn(*tensors, *bounds, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out

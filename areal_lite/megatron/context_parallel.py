@@ -1,16 +1,22 @@
-"""Which tokens of a microbatch this rank computes: all of them, or its share of each sequence (context parallelism).
+"""The tokens of a microbatch that this rank computes: all, or its share (context parallelism).
 
-With n context-parallel ranks each sequence is cut into 2n chunks of equal size, the last ones padded, and rank r takes chunks r and
-2n - 1 - r ("zigzag"): causal attention then costs every rank the same (Llama 3, arXiv:2407.21783, 3.3.2). Queries stay where they are; keys
-and values are gathered, and a chunk sees those of its sequence up to its own end.
+With n context-parallel ranks each sequence is cut into 2n chunks of equal size, the last ones
+padded. Rank r computes chunks r and 2n - 1 - r ("zigzag"), so causal attention costs every rank the
+same (Llama 3, arXiv:2407.21783, 3.3.2). With n = 2 and a sequence of 8 tokens:
 
-Where shapes must agree (sequence parallelism, pipeline stages), the tokens of a rank are padded at the end by sequences of their own.
-The rest of the code sees whole microbatches: `places` undoes the split, and drops all padding.
+    tokens   0 1 | 2 3 | 4 5 | 6 7
+    rank       0     1     1     0
+
+Queries stay on their rank. Keys and values are gathered from all ranks, and a chunk sees those of
+its sequence up to its own end. Where shapes must agree (sequence parallelism, pipeline stages), the
+tokens of a rank are padded at the end by sequences of their own.
+
+The rest of the code sees whole microbatches: `gathered_index` undoes the split and drops padding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,83 +25,99 @@ from torch import Tensor
 from areal_lite.megatron.packing import Microbatch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LocalTokens:
-    """l tokens of this rank, in m segments laid end to end: sequences, or chunks of them.
+    """l tokens of this rank in m segments laid end to end: sequences, or chunks of sequences.
 
-    tokens, position_ids, following int64 [l]: ids, positions in the sequence, and the id of the token after each (any, after the last) ·
-    cu_seqlens int32 [m + 1] · places int64 [t]: where token i of the microbatch stands among the tokens of all ranks laid end to end.
-    Of context parallelism only: key_rows int64 [k], the tokens (counted like `places`) that each segment sees, segment after segment,
-    bounded by cu_seqlens_k int32 [m + 1]; a segment's last token sees all of them, each token before it one less.
+    The *gathered* tokens are those of all context-parallel ranks laid end to end, rank by rank.
+
+    tokens, position_ids: int64 [l], ids and positions within the sequence.
+    following: int64 [l], the id of the token after each; arbitrary after a sequence's last token.
+    cu_seqlens: int32 [m + 1], the bounds of the segments.
+    gathered_index: int64 [t], the index of each token of the microbatch in the gathered tokens.
+    key_index: int64 [k], the gathered index of every key that each segment sees, segment after
+        segment. The last token of a segment sees all its keys, each token before it one less.
+        None without context parallelism.
+    cu_seqlens_k: int32 [m + 1], the bounds of the segments in `key_index`.
     """
 
     tokens: Tensor
     position_ids: Tensor
     following: Tensor
     cu_seqlens: Tensor
-    places: Tensor
-    key_rows: Tensor | None = None
+    gathered_index: Tensor
+    key_index: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-
-    def to(self, device: torch.device) -> LocalTokens:
-        """The same with its tensors on `device`."""
-        tensors = (getattr(self, field.name) for field in fields(self))
-        return LocalTokens(
-            *(None if t is None else t.to(device, non_blocking=True) for t in tensors)
-        )
 
 
 def local_length(microbatch: Microbatch, size: int, multiple: int = 1) -> int:
-    """Tokens of the microbatch that each of `size` context-parallel ranks computes, padding included: a multiple of `multiple`."""
+    """Count the tokens that each of `size` context-parallel ranks computes.
+
+    Padding is included; the result is a multiple of `multiple`.
+    """
     lengths = microbatch.cu_seqlens.diff().numpy()
     length = lengths.sum() if size == 1 else 2 * _chunk(lengths, size).sum()
     return int(-(-length // multiple) * multiple)
 
 
 def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> LocalTokens:
-    """The `length` tokens (at least `local_length`) of `rank` among `size` context-parallel ranks. The microbatch is in CPU memory."""
+    """Select the tokens of one context-parallel rank.
+
+    Args:
+        microbatch: in CPU memory.
+        size: number of context-parallel ranks.
+        rank: this rank among them.
+        length: tokens of each rank, at least `local_length`.
+    """
     cu_seqlens = microbatch.cu_seqlens.numpy().astype(np.int64)
     split = [_segments(cu_seqlens, size, r) for r in range(size)]
-    places = np.empty(cu_seqlens[-1], np.int64)
+    gathered_index = np.empty(cu_seqlens[-1], np.int64)
     for r, segments in enumerate(split):
-        places[segments.rows[segments.real]] = r * length + np.flatnonzero(segments.real)
+        kept = segments.token_index[segments.real]
+        gathered_index[kept] = r * length + np.flatnonzero(segments.real)
     mine = split[rank]
-    padding = length - len(mine.rows)
-    # No padding sequence is longer than the longest real one: attention to it stays cheap.
-    longest = int(mine.counts.max())
-    tail = np.array(
-        [longest] * (padding // longest) + [padding % longest] * (padding % longest > 0), np.int64
-    )
-    rows = np.concatenate((mine.rows, np.zeros(padding, np.int64)))
+    padding = length - len(mine.token_index)
+    tail = _padding_counts(padding, int(mine.counts.max()))
+    token_index = np.concatenate((mine.token_index, np.zeros(padding, np.int64)))
     local = LocalTokens(
-        tokens=microbatch.tokens[rows],
-        position_ids=microbatch.position_ids[rows],
-        following=microbatch.tokens.roll(-1)[rows],
+        tokens=microbatch.tokens[token_index],
+        position_ids=microbatch.position_ids[token_index],
+        following=microbatch.tokens.roll(-1)[token_index],
         cu_seqlens=_bounds(np.concatenate((mine.counts, tail))),
-        places=torch.from_numpy(places),
+        gathered_index=torch.from_numpy(gathered_index),
     )
     if size > 1:
         # Keys beyond the end of a sequence are seen by padding only.
         ends = mine.first + mine.counts
-        last = np.diff(cu_seqlens)[mine.sequence] - 1
-        seen = np.repeat(cu_seqlens[mine.sequence], ends) + np.minimum(
-            _ragged_arange(ends), np.repeat(last, ends)
-        )
-        own = rank * length + np.arange(len(mine.rows), length)
-        local.key_rows = torch.from_numpy(np.concatenate((places[seen], own)))
+        last = np.repeat(np.diff(cu_seqlens)[mine.sequence] - 1, ends)
+        starts = np.repeat(cu_seqlens[mine.sequence], ends)
+        seen = starts + np.minimum(_ragged_arange(ends), last)
+        own_padding = rank * length + np.arange(len(mine.token_index), length)
+        local.key_index = torch.from_numpy(np.concatenate((gathered_index[seen], own_padding)))
         local.cu_seqlens_k = _bounds(np.concatenate((ends, tail)))
     return local
 
 
-@dataclass(slots=True)
+def _padding_counts(padding: int, longest: int) -> np.ndarray:
+    """Divide padding into sequences no longer than the longest real one: attention stays cheap."""
+    full, rest = divmod(padding, longest)
+    return np.array([longest] * full + [rest] * (rest > 0), np.int64)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Segments:
-    """sequence, first, counts int64 [m]: the sequence of each segment, its first position there, its tokens with padding.
-    rows int64, real bool [l]: the token of the microbatch at each place (padding repeats the sequence's last), and whether it is no padding."""
+    """The m segments of one rank, l tokens with padding.
+
+    sequence, first, counts: int64 [m], the sequence of each segment, the position of its first
+        token there, and its number of tokens with padding.
+    token_index: int64 [l], the token of the microbatch; padding repeats the sequence's last.
+    real: bool [l], false for padding.
+    """
 
     sequence: np.ndarray
     first: np.ndarray
     counts: np.ndarray
-    rows: np.ndarray
+    token_index: np.ndarray
     real: np.ndarray
 
 
@@ -104,19 +126,24 @@ def _segments(cu_seqlens: np.ndarray, size: int, rank: int) -> _Segments:
     sequence = np.arange(len(lengths))
     if size == 1:
         return _Segments(
-            sequence,
-            np.zeros_like(lengths),
-            lengths,
-            np.arange(cu_seqlens[-1]),
-            np.ones(cu_seqlens[-1], bool),
+            sequence=sequence,
+            first=np.zeros_like(lengths),
+            counts=lengths,
+            token_index=np.arange(cu_seqlens[-1]),
+            real=np.ones(cu_seqlens[-1], bool),
         )
     chunk = _chunk(lengths, size)
     sequence, counts = np.repeat(sequence, 2), np.repeat(chunk, 2)
     first = np.stack((rank * chunk, (2 * size - 1 - rank) * chunk), 1).ravel()
     position = np.repeat(first, counts) + _ragged_arange(counts)
     last = np.repeat(lengths[sequence] - 1, counts)
-    rows = np.repeat(starts[sequence], counts) + np.minimum(position, last)
-    return _Segments(sequence, first, counts, rows, position <= last)
+    return _Segments(
+        sequence=sequence,
+        first=first,
+        counts=counts,
+        token_index=np.repeat(starts[sequence], counts) + np.minimum(position, last),
+        real=position <= last,
+    )
 
 
 def _chunk(lengths: np.ndarray, size: int) -> np.ndarray:
@@ -124,7 +151,7 @@ def _chunk(lengths: np.ndarray, size: int) -> np.ndarray:
 
 
 def _ragged_arange(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
+    """Return 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, ..."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 

@@ -1,7 +1,8 @@
-"""Critic: a value model on the policy's engine, from the same Hugging Face folder, with a scalar value layer instead of the output layer.
+"""Critic: a value model on the policy's engine, from the same Hugging Face folder.
 
-Entry i of the values is the value of the state before token i, made of the tokens before it (0 for a sequence's first token): the same
-alignment as the log-probs of the policy. The value layer starts at zero.
+A scalar value layer, zero at first, stands in place of the output layer. Entry i of the values is
+the value of the state before token i, computed from the tokens before it, as with log-probs. It is
+0 for the first token of a sequence.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from areal_lite.megatron.head import value_head
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.trainable import TrainableModel
 
-# (values [t], microbatch) -> (this microbatch's share of the global loss, detached scalars to sum); values carry gradients.
+# (values [t], microbatch) -> (share of the global loss, detached scalars to sum).
+# The values carry gradients.
 ValueLossFn = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Critic(TrainableModel):
-    """Its optimizer, learning rate, schedule and clipping are those of the TrainerConfig that it is given."""
+    """A value model. Optimizer, schedule and clipping are those of its own TrainerConfig."""
 
     part = "critic"
 
@@ -29,9 +31,15 @@ class Critic(TrainableModel):
         super().__init__(config, model_path, seed, with_values=True)
 
     def values(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """float32 [T] on the critic's device, on every rank: the values of all tokens of the flat batch that `microbatches` partition."""
+        """Compute the values of all tokens of a flat batch: float32 [T], on every rank.
+
+        The microbatches partition the batch.
+        """
         return self.outputs(microbatches, value_head)
 
     def update(self, microbatches: Sequence[Microbatch], loss_fn: ValueLossFn) -> dict[str, float]:
-        """One optimizer step on the sum of what `loss_fn` returns; see `TrainableModel.step`."""
+        """Run one optimizer step on the sum of `loss_fn` over the microbatches.
+
+        See `TrainableModel.step`.
+        """
         return self.step(microbatches, value_head, loss_fn)

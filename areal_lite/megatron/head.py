@@ -1,14 +1,16 @@
-"""From hidden states to what is wanted of each token: its log-prob and the entropy before it, or its value.
+"""From hidden states to per-token results: a log-prob and an entropy, or a value.
 
-A head is called on the last pipeline stage as head(chunk, hidden, following): hidden [l, 1, hidden] (with sequence parallelism this rank's
-share of them), following int64 [l], the token after each. It returns a tuple of float32 [l], equal on all tensor-parallel ranks, about
-`following`.
+A head is called on the last pipeline stage as head(chunk, hidden, following):
+
+* hidden: [l, 1, hidden]; with sequence parallelism, this rank's share of them,
+* following: int64 [l], the token after each.
+
+It returns a tuple of float32 [l] about `following`, equal on all tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,46 +19,42 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from areal_lite.megatron.logprobs import lm_logprobs
-from areal_lite.megatron.model import Backbone, device
+from areal_lite.megatron.model import Backbone
+from areal_lite.megatron.parallel import current_device, process_group
 
 Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
-    """The head that gives (log-prob of the token, entropy of the distribution it is drawn from), in nats. fp32: output layer in float32."""
-    return partial(_language, temperature, vocab_size, fp32)
+    """Make the head that returns (log-prob of the token, entropy of its distribution), in nats.
 
+    fp32: compute the output layer in float32.
+    """
 
-def _language(
-    temperature: float,
-    vocab_size: int,
-    fp32: bool,
-    chunk: Backbone,
-    hidden: Tensor,
-    following: Tensor,
-) -> tuple[Tensor, Tensor]:
-    hidden, group = (
-        whole_sequence(chunk, hidden)[:, 0],
-        parallel_state.get_tensor_model_parallel_group(),
-    )
-    return lm_logprobs(
-        hidden,
-        chunk.output_weight(),
-        following,
-        temperature,
-        group,
-        vocab_size=vocab_size,
-        fp32=fp32,
-    )
+    def head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        return lm_logprobs(
+            _whole_sequence(chunk, hidden)[:, 0],
+            chunk.output_weight(),
+            following,
+            temperature,
+            process_group(parallel_state.get_tensor_model_parallel_group()),
+            vocab_size=vocab_size,
+            fp32=fp32,
+        )
+
+    return head
 
 
 class ValueLayer(torch.nn.Module):
-    """One number per token, in place of the output layer; zero before training. The same on all tensor-parallel ranks."""
+    """Map a hidden state to one number, in place of the output layer.
+
+    It is zero before training, and the same on all tensor-parallel ranks.
+    """
 
     def __init__(self, config):
         super().__init__()
         self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device())
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -64,12 +62,15 @@ class ValueLayer(torch.nn.Module):
 
 
 def value_head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor]:
-    """The head that gives the value of the state before the token."""
-    return (chunk.output_layer(whole_sequence(chunk, hidden))[:, 0, 0],)
+    """Return the value of the state before the token."""
+    return (chunk.output_layer(_whole_sequence(chunk, hidden))[:, 0, 0],)
 
 
-def whole_sequence(chunk: Backbone, hidden: Tensor) -> Tensor:
-    """[l, 1, hidden] on every tensor-parallel rank, of which each must find the same gradient."""
+def _whole_sequence(chunk: Backbone, hidden: Tensor) -> Tensor:
+    """Return [l, 1, hidden] on every tensor-parallel rank.
+
+    Each rank must then find the same gradient of it.
+    """
     if not chunk.config.sequence_parallel:
         return hidden
     return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

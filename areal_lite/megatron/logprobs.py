@@ -1,18 +1,29 @@
-"""Log-probability of given tokens and entropy, straight from the last hidden states: the full logits never exist.
+"""Log-probability of given tokens and entropy, straight from the last hidden states.
 
-With x = hidden @ weight^T / temperature and logZ = logsumexp(x) over the whole vocabulary:
+The full logits never exist. With x = hidden @ weight^T / temperature, p = softmax(x) and
+logZ = logsumexp(x) over the whole vocabulary:
 
     logprob = x[target] - logZ          d logprob / d x = onehot(target) - p
     entropy = logZ - sum(p x)           d entropy / d x = -p (log p + entropy)
 
-Forward and backward go over the tokens a chunk at a time. Backward computes the logits of a chunk again, except for those of the first
-chunks (`KEPT` logits), so memory does not grow with tokens x vocabulary. Each rank of the tensor-parallel group holds a slice of the
-vocabulary: one all-gather of four numbers per token makes the results equal on all ranks, one all-reduce the gradient of the hidden states.
+Each rank of the tensor-parallel group holds a slice of the vocabulary.
+
+Forward:
+    Step 1. Compute the logits of a chunk of tokens on this rank's slice.
+    Step 2. Reduce them to four numbers for each token: the peak, and relative to the peak the sum
+            of exp(x), the sum of x exp(x), and the target's x. Keep the logits of the first chunks.
+    Step 3. All-gather the four numbers and combine them over the slices.
+Backward:
+    Step 4. For each chunk take the kept logits or compute them again; turn them into the gradient.
+    Step 5. All-reduce the gradient of the hidden states over the slices.
+
+At most `KEPT` logits are kept, so memory does not grow with tokens x vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +32,17 @@ from torch.autograd.function import once_differentiable
 
 CHUNK = 1024  # tokens
 KEPT = 1 << 25  # logits kept for backward: 128 MiB in float32
+
+
+class _Options(NamedTuple):
+    """width: rows of this rank's slice that are tokens. keep: chunks whose logits are kept."""
+
+    temperature: float
+    group: dist.ProcessGroup | None
+    width: int
+    fp32: bool
+    chunk: int
+    keep: int
 
 
 def lm_logprobs(
@@ -34,120 +56,119 @@ def lm_logprobs(
     fp32: bool = False,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy of softmax(hidden @ weight^T / temperature): float32 [t], nats. Both carry gradients.
+    """Compute log-probs of `targets` and entropies of softmax(hidden @ weight^T / temperature).
 
-    hidden [t, h]: the same on all ranks of the tensor-parallel `group` (None: no slices), and so is its gradient, already summed over it.
-    weight [V / tp, h]: this rank's rows of the LM head. Its gradient adds up in float32, under Megatron's DDP right in `main_grad`.
-    targets int64 [t]: ids of the whole vocabulary. Ids from `vocab_size` on are padding and have probability 0.
-    fp32: compute the head in float32, whatever the dtype (float64 stays). Otherwise matrix products have the dtype of the weight.
-    chunk: how many tokens at a time.
+    Both are float32 [t], in nats, and carry gradients.
+
+    Args:
+        hidden: [t, h], the same on all ranks of `group`. So is its gradient, already summed.
+        weight: [V / tp, h], this rank's rows of the output layer. Its gradient adds up in float32,
+            under Megatron's DDP right in `main_grad`.
+        targets: int64 [t], ids of the whole vocabulary.
+        temperature: divides the logits.
+        group: the tensor-parallel ranks; None for a weight that is not split.
+        vocab_size: ids from here on are padding and have probability 0.
+        fp32: compute in float32, whatever the dtype of the weight (float64 stays).
+        chunk: tokens computed at a time.
     """
     first = len(weight) * (group.rank() if group is not None else 0)
     width = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
     chunk = max(min(chunk, len(hidden)), 1)
     keep = KEPT // max(chunk * width, 1) if torch.is_grad_enabled() else 0
-    return _LmLogProbs.apply(
-        hidden, weight, targets - first, temperature, group, width, fp32, chunk, keep
-    )
+    options = _Options(temperature, group, width, fp32, chunk, keep)
+    return _LmLogProbs.apply(hidden, weight, targets - first, options)
 
 
 class _LmLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, local, temperature, group, width, fp32, chunk, keep):
-        head = _head(weight, width, fp32)
-        owned = (local >= 0) & (local < width)
+    def forward(ctx, hidden: Tensor, weight: Tensor, local: Tensor, options: _Options):
+        """`local`: targets, counted from the first row of this rank's slice."""
+        head = _head(weight, options)
+        owned = (local >= 0) & (local < options.width)
         column = torch.where(owned, local, 0)
-        # Of this rank's logits: the peak, and relative to it the sum of exp, the sum of x exp, and the target's x.
-        # A rank without columns adds nothing: sums of zero below any other peak.
-        stats = torch.zeros(
-            4,
-            len(hidden),
-            dtype=torch.promote_types(hidden.dtype, torch.float32),
-            device=hidden.device,
-        )
-        peak, total, weighted, chosen = stats
-        peak.fill_(torch.finfo(stats.dtype).min)
+        # A rank without columns adds nothing: its sums are zero and its peak is below any other.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        stats = torch.zeros(4, len(hidden), dtype=dtype, device=hidden.device)
+        peak, sum_exp, sum_x_exp, target_x = stats
+        peak.fill_(torch.finfo(dtype).min)
         kept = []
-        for rows in _chunks(len(hidden), width, chunk):
-            x = _logits(hidden[rows], head, temperature, stats.dtype)
+        for rows in _chunks(len(hidden), options):
+            # Step 1.
+            x = _logits(hidden[rows], head, options.temperature, dtype)
+            # Step 2.
             torch.amax(x, -1, out=peak[rows])
             x.sub_(peak[rows, None])
-            chosen[rows] = x.gather(-1, column[rows, None])[:, 0]
+            target_x[rows] = x.gather(-1, column[rows, None])[:, 0]
             e = x.exp()
-            torch.sum(e, -1, out=total[rows])
-            torch.sum(e.mul_(x), -1, out=weighted[rows])
-            if len(kept) < keep:
+            torch.sum(e, -1, out=sum_exp[rows])
+            torch.sum(e.mul_(x), -1, out=sum_x_exp[rows])
+            if len(kept) < options.keep:
                 kept.append(x)
             del x, e  # before the next chunk needs as much
-        chosen.masked_fill_(~owned, -math.inf)
-        shift, total, weighted, chosen = _combine(stats, group)
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, column, owned, peak, log_total - shift, entropy)
-        ctx.kept, ctx.options = kept, (temperature, group, width, fp32, chunk)
+        target_x.masked_fill_(~owned, -math.inf)
+        # Step 3.
+        shift, sum_exp, sum_x_exp, target_x = _combine(stats, options.group)
+        log_sum = sum_exp.log()
+        entropy = log_sum - sum_x_exp / sum_exp
+        ctx.save_for_backward(hidden, weight, column, owned, peak, log_sum - shift, entropy)
+        ctx.kept = kept
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        return chosen - log_total, entropy
+        return target_x - log_sum, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprob: Tensor | None, grad_entropy: Tensor | None):
-        hidden, weight, column, owned, peak, log_z, entropy = (
-            ctx.saved_tensors
-        )  # log_z is relative to this rank's peak
-        temperature, group, width, fp32, chunk = ctx.options
+    def backward(ctx, *grads: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # log_z is relative to this rank's peak.
+        hidden, weight, column, owned, peak, log_z, entropy = ctx.saved_tensors
+        options = ctx.options
         kept, ctx.kept = ctx.kept[::-1], []
-        grad_logprob = (
-            torch.zeros_like(entropy) if grad_logprob is None else grad_logprob / temperature
+        grad_logprob, grad_entropy = (
+            None if grad is None else grad / options.temperature for grad in grads
         )
-        grad_entropy = None if grad_entropy is None else grad_entropy / temperature
-        grad_chosen = grad_logprob * owned
-        head = _head(weight, width, fp32)
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(entropy)
+        grad_target = grad_logprob * owned
+        head = _head(weight, options)
         grad_hidden = torch.zeros(hidden.shape, dtype=head.dtype, device=hidden.device)
         grad_weight = _gradient_buffer(weight) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(hidden), width, chunk):
+        for rows in _chunks(len(hidden), options):
+            # Step 4.
             if kept:
                 logp = kept.pop().sub_(log_z[rows, None])
             else:
-                logp = _logits(hidden[rows], head, temperature, peak.dtype).sub_(
-                    peak[rows, None] + log_z[rows, None]
-                )
+                logp = _logits(hidden[rows], head, options.temperature, peak.dtype)
+                logp.sub_(peak[rows, None] + log_z[rows, None])
             if grad_entropy is None:
                 slope = logp.exp_().mul_(-grad_logprob[rows, None])
             else:
                 p = logp.exp()
-                slope = (
-                    logp.add_(entropy[rows, None])
-                    .mul_(-grad_entropy[rows, None])
-                    .sub_(grad_logprob[rows, None])
-                    .mul_(p)
-                )
+                slope = logp.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                slope.sub_(grad_logprob[rows, None]).mul_(p)
                 del p
-            slope.scatter_add_(-1, column[rows, None], grad_chosen[rows, None])
+            slope.scatter_add_(-1, column[rows, None], grad_target[rows, None])
             slope = slope.to(head.dtype)
             torch.mm(slope, head, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight[:width], slope.t(), hidden[rows].to(head.dtype))
+                _add_product(grad_weight[: options.width], slope.t(), hidden[rows].to(head.dtype))
             del logp, slope
-        if group is not None and group.size() > 1:
-            dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden.to(hidden.dtype), _result(weight, grad_weight), *[None] * 7
+        # Step 5.
+        if options.group is not None and options.group.size() > 1:
+            dist.all_reduce(grad_hidden, group=options.group)
+        return grad_hidden.to(hidden.dtype), _weight_gradient(weight, grad_weight), None, None
 
 
-def _chunks(tokens: int, width: int, size: int) -> list[slice]:
-    return (
-        [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-        if width
-        else []
-    )
+def _chunks(tokens: int, options: _Options) -> list[slice]:
+    if not options.width:
+        return []
+    starts = range(0, tokens, options.chunk)
+    return [slice(start, min(start + options.chunk, tokens)) for start in starts]
 
 
-def _head(weight: Tensor, width: int, fp32: bool) -> Tensor:
-    """The rows of `weight` that are tokens, in the dtype of the matrix products."""
-    return (
-        weight[:width].to(torch.promote_types(weight.dtype, torch.float32))
-        if fp32
-        else weight[:width]
-    )
+def _head(weight: Tensor, options: _Options) -> Tensor:
+    """Return the rows of `weight` that are tokens, in the dtype of the matrix products."""
+    head = weight[: options.width]
+    return head.to(torch.promote_types(weight.dtype, torch.float32)) if options.fp32 else head
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -158,29 +179,30 @@ def _logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype
 def _combine(
     stats: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From each rank's (peak, sum of exp, sum of x exp, target's x), relative to its own peak, those of the whole vocabulary.
+    """Combine the four numbers of each rank, relative to its own peak, over the vocabulary.
 
-    Relative to the highest peak; first of the four is this rank's peak.
+    Returns them relative to the highest peak; the first is this rank's peak.
     """
     every = stats
     if group is not None and group.size() > 1:
         every = stats.new_empty(group.size() * 4, stats.shape[1])
         dist.all_gather_into_tensor(every, stats, group=group)
-    peak, total, weighted, chosen = every.view(-1, *stats.shape).unbind(1)
+    peak, sum_exp, sum_x_exp, target_x = every.view(-1, *stats.shape).unbind(1)
     highest = peak.amax(0)
     shift = peak - highest
     scale = shift.exp()
-    total, weighted = total * scale, (weighted + total * shift) * scale
-    return stats[0] - highest, total.sum(0), weighted.sum(0), (chosen + shift).amax(0)
+    sum_x_exp = (sum_x_exp + sum_exp * shift) * scale
+    sum_exp = sum_exp * scale
+    return stats[0] - highest, sum_exp.sum(0), sum_x_exp.sum(0), (target_x + shift).amax(0)
 
 
 def _gradient_buffer(weight: Tensor) -> Tensor:
-    """What products are added to, in at least float32: Megatron's own buffer where there is one."""
-    if hasattr(weight, "main_grad"):
-        return weight.main_grad
-    return torch.zeros(
-        weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device
-    )
+    """Return the buffer, of at least float32, that products are added to."""
+    main_grad = getattr(weight, "main_grad", None)  # Megatron's own
+    if main_grad is not None:
+        return main_grad
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -190,13 +212,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _result(weight: Tensor, grad: Tensor | None) -> Tensor | None:
-    """What autograd gets. Megatron's hook must see some gradient, which it ignores, or for tied weights adds: zeros, then."""
-    if grad is None or not hasattr(weight, "main_grad"):
-        return None if grad is None else grad.to(weight.dtype)
-    weight.grad_added_to_main_grad = True
-    return (
-        torch.zeros_like(weight)
-        if getattr(weight, "zero_out_wgrad", False)
-        else torch.empty_like(weight)
-    )
+def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Return the gradient for autograd.
+
+    Where it is already in `main_grad`, Megatron's hook must still see some gradient. The hook
+    ignores it, or, for tied weights, adds it; then it must be zero.
+    """
+    if grad is None:
+        return None
+    if not hasattr(weight, "main_grad"):
+        return grad.to(weight.dtype)
+    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
+    zero = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zero else torch.empty_like(weight)

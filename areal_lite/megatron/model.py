@@ -1,11 +1,13 @@
 """A Hugging Face configuration -> a Megatron-core GPT model.
 
-The model is stock Megatron-core but for two parts of its layer specification: `RMSNorm` and `PackedAttention` (which also applies
-the rotary embedding; Megatron's own would loop over the packed sequences). Weights are allocated, not initialised: they come from a
-checkpoint.
+The model is stock Megatron-core except for two parts of its layer specification: `RMSNorm`, and
+`PackedAttention`, which also applies the rotary embedding (Megatron's own loops over the packed
+sequences). Weights are allocated but not initialised, because they come from a checkpoint.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -28,105 +30,110 @@ from transformers import PretrainedConfig
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import check_supported, padded_vocab, transformer_config
 from areal_lite.megatron.attention import PackedAttention
-from areal_lite.megatron.parallel import transformer_settings
+from areal_lite.megatron.parallel import current_device, transformer_settings
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467): the norm in float32, the product with the weight in x's dtype."""
+    """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467).
+
+    The norm is computed in float32, the product with the weight in the dtype of x.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=device())
-        )
-        self.weight.sequence_parallel = (
-            config.sequence_parallel
-        )  # then a rank has the gradient of its tokens only
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
+        self.weight = torch.nn.Parameter(weight)
+        # Tells Megatron that a rank has the gradient of its own tokens only.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
-        return self.weight * (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)).to(
-            x.dtype
-        )
-
-
-def device() -> torch.device:
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
 
 
 class Backbone(GPTModel):
-    """One chunk of layers, with the embedding below it and the output layer above it where it is the first or the last.
+    """One chunk of layers, with the embedding and the output layer where it is first and last.
 
-    Its output is hidden states, [l, 1, hidden] (l / tp of them with sequence parallelism), after the final norm where it is the last:
-    what is made of them is up to a head, and logits never exist whole.
+    It returns hidden states [l, 1, hidden] (l / tp of them with sequence parallelism), after the
+    final norm where it is last. A head turns them into results, so logits never exist whole.
     """
 
-    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:
+    config: TransformerConfig
+
+    def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_states
 
+    def layer(self, index: int) -> Any:
+        """Return the transformer layer `index`, counted within this chunk."""
+        return self.decoder.layers[index]
+
     def output_weight(self) -> Tensor:
-        """[V / tp, hidden]: the output layer's weight, or the embedding's where they are one."""
-        return (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else self.output_layer.weight
-        )
+        """Return the output layer's weight, [V / tp, hidden]; the embedding's where it is tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        weight = self.output_layer.weight
+        assert weight is not None
+        return weight
 
 
 class Chunks(torch.nn.ModuleList):
-    """All chunks of this rank as one module, for checkpoints: their sharded tensors count layers over the whole model."""
+    """All chunks of this rank as one module, for checkpoints.
+
+    Their sharded tensors count layers over the whole model.
+    """
 
     def sharded_state_dict(self, **options) -> dict[str, dict]:
-        return {str(i): chunk.sharded_state_dict(**options) for i, chunk in enumerate(self)}
+        chunks: list[Any] = list(self)
+        return {str(i): chunk.sharded_state_dict(**options) for i, chunk in enumerate(chunks)}
 
-    def load_state_dict(self, state: dict[str, dict]) -> None:
+    def load_state_dict(self, state: dict[str, dict]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for i, chunk in enumerate(self):
             chunk.load_state_dict(state[str(i)])
 
 
 def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
-    """Raise ValueError for a model that is not supported, or that cannot be split in this way."""
+    """Raise ValueError for a model that is not supported or cannot be split in this way."""
     check_supported(hf, trainer.tensor_parallel, trainer.expert_parallel)
-    if (
-        getattr(hf, "num_experts", 0)
-        and trainer.tensor_parallel > 1
-        and not trainer.sequence_parallel
-    ):
+    has_experts = getattr(hf, "num_experts", 0) > 0
+    if has_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         raise ValueError(
-            "Megatron wants trainer.sequence_parallel=true for a model with experts and trainer.tensor_parallel > 1"
+            "trainer.sequence_parallel=false with trainer.tensor_parallel > 1 does not work with"
+            " experts: set it to true"
         )
     if hf.num_hidden_layers % (trainer.pipeline_parallel * trainer.virtual_pipeline):
         raise ValueError(
-            f"{hf.num_hidden_layers} layers cannot be split over trainer.pipeline_parallel={trainer.pipeline_parallel}"
-            f" x trainer.virtual_pipeline={trainer.virtual_pipeline}: make their product divide the layers"
+            f"{hf.num_hidden_layers} layers cannot be split over trainer.pipeline_parallel="
+            f"{trainer.pipeline_parallel} x trainer.virtual_pipeline={trainer.virtual_pipeline}:"
+            " make their product divide the layers"
         )
 
 
 def build_chunks(
     hf: PretrainedConfig, dtype: torch.dtype, trainer: TrainerConfig, tie: bool
-) -> Chunks:
-    """This rank's chunks of the model, in order, their weights not yet set. `tie`: whether the output layer shares the embedding's weight.
+) -> list[Backbone]:
+    """Build this rank's chunks of the model, in order, without setting their weights.
 
-    Raises ValueError for a model that is not supported, or that cannot be split in this way.
+    tie: whether the output layer shares the embedding's weight.
+
+    Raises ValueError for a model that is not supported or cannot be split in this way.
     """
     check_layout(hf, trainer)
     config = transformer_config(hf, dtype, **transformer_settings(trainer, dtype))
     stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-    return Chunks(_build_chunk(hf, config, tie, stage) for stage in stages)
+    return [_build_chunk(hf, config, tie, stage) for stage in stages]
 
 
 def _build_chunk(
     hf: PretrainedConfig, config: TransformerConfig, tie: bool, vp_stage: int | None
 ) -> Backbone:
-    layers = [layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    layers = [_layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    # Megatron's annotation admits ModuleSpec only; its code takes both.
+    block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]
     model = Backbone(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        transformer_layer_spec=block,
         vocab_size=padded_vocab(hf, config.tensor_model_parallel_size),
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -139,27 +146,31 @@ def _build_chunk(
     return model
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Stock Megatron but for the norms and the attention; all layers are alike."""
-    layer = get_gpt_layer_local_spec(
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return Megatron's layer with our norms and attention; all layers are alike."""
+    spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    layer: Any = spec.submodules
+    layer.input_layernorm = RMSNorm
+    layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return spec
 
 
 def _mark_split_weights(model: GPTModel) -> None:
-    """Megatron marks weights as split only while it initialises them; the gradient norm would count those of one rank only."""
+    """Mark weights as split. Megatron does so only when it initialises them.
+
+    Without the mark the gradient norm would count the weights of one rank only.
+    """
     for module in model.modules():
-        dim = 1 if isinstance(module, RowParallelLinear) else 0
-        if (
-            isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
-            and module.weight is not None
-        ):
-            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)

@@ -1,7 +1,8 @@
-"""AdamW with float32 master weights, its learning-rate schedule, and updates that are skipped when something is not finite.
+"""AdamW with float32 master weights, its learning-rate schedule, and skipped updates.
 
-Everything is counted in updates (optimizer steps): a training step has `trainer.minibatches` of them. Moments and master weights are
-sharded over the data-parallel ranks (Megatron's distributed optimizer; ZeRO stage 1, arXiv:1910.02054).
+Schedules count updates (optimizer steps): a training step has `trainer.minibatches` of them.
+Moments and master weights are sharded over the data-parallel ranks (Megatron's distributed
+optimizer; ZeRO stage 1, arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.parallel import on_every_rank
 
 
 def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
-    """AdamW; biases and norms are not decayed."""
+    """Describe AdamW in Megatron's terms; biases and norms are not decayed."""
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -38,11 +39,15 @@ def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConf
 
 
 def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamScheduler:
-    """The learning rate of update k = 1, 2, ... of n = steps x minibatches. Up to k = warmup it is lr k / warmup, then
+    """Build the schedule of updates k = 1, 2, ... of n = steps x minibatches.
+
+    Up to k = warmup the learning rate is lr k / warmup. Then it is
 
     * constant: lr
-    * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017, arXiv:1608.03983)
-    * wsd: lr until the last `lr_decay_steps` updates, which go down in a straight line to min_lr at k = n (Hu et al., 2024, arXiv:2404.06395)
+    * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017,
+      arXiv:1608.03983)
+    * wsd: lr, until the last `lr_decay_steps` updates, which go down in a straight line to min_lr
+      at k = n (Hu et al., 2024, arXiv:2404.06395)
     """
     styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
     updates = config.steps * config.minibatches
@@ -66,10 +71,10 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
 
 
 def apply_gradients(optimizer: Any, clip_grad: float, loss: float) -> dict[str, float]:
-    """Clip and step. Every rank calls it, after gradients are reduced.
+    """Clip the reduced gradients and update the weights. Every rank calls it.
 
-    Returns `grad_norm` (before clipping), `lr`, and `skipped`: 1.0 when the loss or a gradient was not finite on any rank; weights and
-    moments then stay as they are, everywhere.
+    Returns `grad_norm` (before clipping), `lr`, and `skipped`: 1.0 when the loss or a gradient was
+    not finite on any rank. Weights and moments then stay as they are on all ranks.
     """
     lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()
@@ -77,7 +82,7 @@ def apply_gradients(optimizer: Any, clip_grad: float, loss: float) -> dict[str, 
     healthy = on_every_rank(math.isfinite(loss) and math.isfinite(grad_norm))
     if healthy:
         if clip_grad > 0:
-            for part in optimizer.chained_optimizers:  # experts have one of their own
+            for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
         optimizer.step_with_ready_grads()
@@ -85,36 +90,42 @@ def apply_gradients(optimizer: Any, clip_grad: float, loss: float) -> dict[str, 
 
 
 class SkippedSteps:
-    """Ends a run that has stopped to learn: `limit` training steps in a row with an update that was skipped."""
+    """End a run after `limit` consecutive training steps with a skipped update."""
 
     def __init__(self, limit: int):
         self.limit = limit
-        self.in_a_row = 0
+        self.consecutive = 0
 
     def record(self, step: int, skipped: float) -> None:
-        """`skipped`: updates skipped in `step`. Raises FloatingPointError at the limit, on all ranks at the same step."""
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self.in_a_row >= self.limit:
+        """Count a step with `skipped` skipped updates.
+
+        Raises FloatingPointError at the limit, on all ranks at the same step.
+        """
+        self.consecutive = self.consecutive + 1 if skipped else 0
+        if self.consecutive >= self.limit:
             raise FloatingPointError(
-                f"loss or gradient not finite in the last {self.in_a_row} training steps up to {step}: their batches are in bad_batches/"
-                " (areal_lite.system.files.load_batch); lower trainer.lr, or resume from a checkpoint before"
+                f"loss or gradient not finite in the last {self.consecutive} training steps up to"
+                f" {step}: inspect their batches in bad_batches/"
+                " (areal_lite.run_dir.bad_batches.load_batch), lower trainer.lr, or resume from an"
+                " earlier checkpoint"
             )
 
 
 def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:
-    """Move Adam moments to host memory and free the gradient buffers: 12 of the 18 bytes a bfloat16 parameter takes, before sharding.
+    """Move Adam moments to host memory and free the gradient buffers.
 
-    Master weights stay: in float32 they are the model's own. Until `onload` the model computes log-probs, but no gradients.
+    This frees 12 of the 18 bytes that a bfloat16 parameter takes, before sharding. Master weights
+    stay, because in float32 they are the model's own. Until `onload` the model computes log-probs,
+    but no gradients.
     """
+    cuda = torch.cuda.is_available()
     _move_moments(optimizer, torch.device("cpu"))
     for ddp in chunks:
-        ddp.offload_grad_buffers(
-            synchronize=torch.cuda.is_available(), empty_cache=torch.cuda.is_available()
-        )
+        ddp.offload_grad_buffers(synchronize=cuda, empty_cache=cuda)
 
 
 def onload(optimizer: Any, chunks: Iterable[DistributedDataParallel], device: torch.device) -> None:
-    """Undo `offload`. Gradients are zero then."""
+    """Undo `offload`; the gradients are zero."""
     for ddp in chunks:
         ddp.restore_grad_buffers(synchronize=torch.cuda.is_available())
     _move_moments(optimizer, device)
@@ -125,10 +136,3 @@ def _move_moments(optimizer: Any, device: torch.device) -> None:
         for state in one.optimizer.state.values():
             for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
                 state[name] = state[name].to(device)
-
-
-def on_every_rank(condition: bool) -> bool:
-    """Whether `condition` holds on all ranks. Every rank calls it."""
-    flag = torch.tensor(float(condition), device="cuda" if torch.cuda.is_available() else "cpu")
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

@@ -1,14 +1,18 @@
 """Sequences -> microbatches under a token budget, of about equal cost.
 
-A microbatch is a set of whole sequences laid end to end, without padding. Every sequence is in exactly one microbatch; none is cut or
-dropped. A sequence longer than the budget gets a microbatch of its own.
+A microbatch is a set of whole sequences laid end to end, without padding. Invariants:
 
-The budget bounds memory, which grows with tokens; time also grows with the square of each length. In units of the time that a layer's
-matrices take for one token, a sequence of L tokens costs L + L^2 / crossover, where `crossover` is the length at which attention takes as
-much time as the matrices (`attention_crossover`). Equal costs keep a pipeline's stages busy.
+* Every sequence is in exactly one microbatch; none is cut or dropped.
+* A microbatch holds at most `budget` tokens, or one sequence that is longer.
 
-Data-parallel ranks may run different numbers of microbatches, since gradients are reduced once, after the last. Where ranks must keep step
-(experts spread over them), they take the largest number that any of them needs.
+The budget bounds memory, which grows with tokens. Time also grows with the square of each length:
+in units of the time that a layer's matrices take for one token, a sequence of L tokens costs
+L + L^2 / crossover, where `crossover` is the length at which attention takes as much time as the
+matrices (`attention_crossover`). Equal costs keep the stages of a pipeline busy.
+
+Data-parallel ranks may run different numbers of microbatches, because gradients are reduced once,
+after the last. Where ranks must keep step (expert parallelism), all run the largest number that any
+of them needs.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +33,18 @@ from areal_lite.trajectory import TrainBatch
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
+_Dataclass = TypeVar("_Dataclass", bound=Any)
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, kw_only=True)
 class Microbatch:
     """t tokens of n sequences laid end to end.
 
-    tokens int64 [t] · cu_seqlens int32 [n + 1] · position_ids int64 [t] (0 at each sequence's first token) ·
-    token_index int64 [t]: the index of each token in the flat batch that the microbatch was made from.
+    tokens: int64 [t].
+    cu_seqlens: int32 [n + 1], the bounds of the sequences.
+    position_ids: int64 [t], 0 at each sequence's first token.
+    token_index: int64 [t], the index of each token in the flat batch.
+    max_seqlen: tokens of the longest sequence.
     """
 
     tokens: Tensor
@@ -44,77 +53,93 @@ class Microbatch:
     token_index: Tensor
     max_seqlen: int
 
-    def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch with its tensors on `device`."""
-        tensors = (
-            t.to(device, non_blocking=True)
-            for t in (self.tokens, self.cu_seqlens, self.position_ids, self.token_index)
-        )
-        return Microbatch(*tensors, self.max_seqlen)
+
+def to_device(instance: _Dataclass, device: torch.device) -> _Dataclass:
+    """Copy a dataclass with its tensors on `device`."""
+    values = {field.name: getattr(instance, field.name) for field in fields(instance)}
+    moved = {
+        name: value.to(device, non_blocking=True)
+        for name, value in values.items()
+        if isinstance(value, Tensor)
+    }
+    return replace(instance, **moved)
 
 
 def attention_crossover(config: TransformerConfig) -> float:
-    """The sequence length at which causal attention takes as many operations as a layer's matrices; in Qwen3-0.6B, about 7,700 tokens.
+    """Return the length, in tokens, at which causal attention costs as much as a layer's matrices.
 
-    Per token and layer: 2 operations for each of a matrix's weights, and 2 L width for scores and mixing, half of it masked.
+    Per token and layer there are 2 operations for each weight of a matrix, and 2 L width for scores
+    and mixing, half of which is masked. Qwen3-0.6B: about 7,700 tokens.
     """
-    width, groups = (
-        n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups)
-    )
-    experts = config.moe_router_topk if config.num_moe_experts else 1
-    ffn = (config.moe_ffn_hidden_size if config.num_moe_experts else None) or config.ffn_hidden_size
-    matrices = config.hidden_size * (
-        2 * width + 2 * groups + (3 if config.gated_linear_unit else 2) * ffn * experts
-    )
-    return matrices / width
+    assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
+    width = config.num_attention_heads * config.kv_channels
+    groups = config.num_query_groups * config.kv_channels
+    ffn = config.ffn_hidden_size
+    if config.num_moe_experts:
+        ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk
+    projections = 3 if config.gated_linear_unit else 2
+    return config.hidden_size * (2 * width + 2 * groups + projections * ffn) / width
 
 
 def pack(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | np.ndarray,
     budget: int,
     *,
     crossover: float = math.inf,
     at_least: int = 0,
     multiple: int = 1,
 ) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `budget` tokens and about equal cost; a longer sequence stands alone.
+    """Divide sequences into bins of at most `budget` tokens and about equal cost.
 
-    The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed. So each bin costs at most one of its
-    sequences more than any bin that still had room for another such as its own, and fewer than 2 x tokens / budget + 1 bins are used beside
-    those of sequences that are too long. There are at least `at_least` bins and a multiple of `multiple`, or one per sequence.
-    Raises ValueError when the budget is not positive.
+    The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed.
+    So, without its shortest sequence, a bin costs no more than any bin that has room for one more
+    sequence like its own shortest. Sequences that fit use fewer than 2 x tokens / budget + 1 bins;
+    longer ones stand alone.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: tokens that a bin may hold.
+        crossover: tokens, see the module's docstring.
+        at_least: the smallest number of bins.
+        multiple: the number of bins is a multiple of this. With too few sequences for `at_least`
+            or `multiple`, each sequence gets a bin.
+
+    Returns the indices of the sequences in each bin. Raises ValueError for a budget below 1.
     """
     if budget <= 0:
-        raise ValueError(f"trainer.tokens_per_microbatch={budget}: must be positive")
-    lengths = np.asarray(lengths, np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    alone = int((lengths > budget).sum())
+        raise ValueError(f"trainer.tokens_per_microbatch={budget}: it must be positive")
+    sizes = np.asarray(lengths, np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    alone = int((sizes > budget).sum())
     longest, rest = order[:alone], order[alone:]
-    count = max(at_least - alone, -(-int(lengths[rest].sum()) // budget))
+    count = max(at_least - alone, -(-int(sizes[rest].sum()) // budget))
     while True:
         count = min(count + -(count + alone) % multiple, len(rest))
-        bins, left = _balance(rest, lengths, budget, crossover, count)
+        bins, left = _balance(rest, sizes, budget, crossover, count)
         if not left:
             return [[int(i)] for i in longest] + bins
         count += -(-left // budget)
 
 
 def _balance(
-    order: np.ndarray, lengths: np.ndarray, budget: int, crossover: float, count: int
+    order: np.ndarray, sizes: np.ndarray, budget: int, crossover: float, count: int
 ) -> tuple[list[list[int]], int]:
-    """Deal the sequences `order`, longest first, to `count` bins; also returns how many tokens found no place."""
+    """Divide the sequences `order`, longest first, into `count` bins.
+
+    Returns the bins and the number of tokens that did not fit.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [budget] * count
-    open_bins = [(0.0, b) for b in range(count)]  # a heap: the cheapest first
-    sizes = lengths[order]
-    for done, (i, size) in enumerate(zip(order.tolist(), sizes.tolist())):
-        while open_bins and room[open_bins[0][1]] < size:
+    capacity = [budget] * count
+    open_bins = [(0.0, b) for b in range(count)]  # a heap: (cost, bin), the cheapest first
+    ordered = sizes[order]
+    for done, (i, size) in enumerate(zip(order.tolist(), ordered.tolist())):
+        while open_bins and capacity[open_bins[0][1]] < size:
             heapq.heappop(open_bins)
         if not open_bins:
-            return bins, int(sizes[done:].sum())
+            return bins, int(ordered[done:].sum())
         cost, target = open_bins[0]
         bins[target].append(i)
-        room[target] -= size
+        capacity[target] -= size
         heapq.heapreplace(open_bins, (cost + size + size * size / crossover, target))
     return bins, 0
 
@@ -127,17 +152,21 @@ def make_microbatches(
     group: dist.ProcessGroup | None = None,
     multiple: int = 1,
 ) -> list[Microbatch]:
-    """The sequences of `batch` in microbatches of at most `budget` tokens; `token_index` points into the tokens of `batch`.
+    """Pack the sequences of `batch` into microbatches of at most `budget` tokens.
 
-    group: ranks that should run equally many microbatches; all of them call this. multiple: of what their number should be, as an
-    interleaved pipeline demands. A rank with too few sequences has fewer: as many as it has sequences.
+    Args:
+        batch: this rank's sequences; `token_index` of the result points into its tokens.
+        budget: tokens.
+        crossover: tokens, see `pack`.
+        group: ranks that should run equally many microbatches; all of them call this.
+        multiple: their number should be a multiple of this, as an interleaved pipeline demands.
+
+    A rank with too few sequences returns one microbatch for each of them.
     """
     lengths = batch.lengths
     bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
     if group is not None and group.size() > 1:
-        most = torch.tensor(
-            len(bins), device=torch.device("cuda") if torch.cuda.is_available() else "cpu"
-        )
+        most = torch.tensor(len(bins), device="cuda" if torch.cuda.is_available() else "cpu")
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         bins = pack(lengths, budget, crossover=crossover, at_least=int(most), multiple=multiple)
     return [_microbatch(batch, lengths, sorted(members)) for members in bins]

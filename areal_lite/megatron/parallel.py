@@ -1,8 +1,9 @@
-"""Process groups of the trainer: torch.distributed and Megatron's parallel state, from `TrainerConfig` and torchrun's environment.
+"""Process groups of the trainer: torch.distributed and Megatron's parallel state.
 
-The world is tensor x context x data x pipeline ranks, in this order from the fastest-changing to the slowest: tensor-parallel ranks stand
-next to each other, pipeline stages farthest apart. Experts are dealt to some of the tensor x context x data ones. Without RANK in the
-environment the process is a world of one.
+They follow from `TrainerConfig` and torchrun's environment. The world is tensor x context x data x
+pipeline ranks, from the fastest-changing to the slowest: tensor-parallel ranks stand next to each
+other, pipeline stages farthest apart. Expert parallelism spreads experts over some of the tensor x
+context x data ranks. Without RANK in the environment the process is a world of one.
 """
 
 from __future__ import annotations
@@ -21,26 +22,28 @@ from areal_lite.config import TrainerConfig
 
 
 def select_device(config: TrainerConfig) -> torch.device:
-    """The device of this rank. Raises ValueError for a device that this machine does not have, or that Megatron-core would not use."""
+    """Return the device of this rank.
+
+    Raises ValueError for a device that this machine lacks or that Megatron-core would not use.
+    """
     cuda = torch.cuda.is_available()
     wanted = ("cuda" if cuda else "cpu") if config.device == "auto" else config.device
+    if wanted not in ("cpu", "cuda"):
+        raise ValueError(f"trainer.device={config.device}: use auto, cpu or cuda")
     if wanted == "cuda" and not cuda:
         raise ValueError("trainer.device=cuda, but torch sees no GPU: use trainer.device=cpu")
     if wanted == "cpu" and cuda:
         raise ValueError(
-            "trainer.device=cpu on a machine with a GPU: hide it with CUDA_VISIBLE_DEVICES= as Megatron-core would use it"
+            "trainer.device=cpu on a machine with a GPU, which Megatron-core would use:"
+            " hide it with CUDA_VISIBLE_DEVICES="
         )
-    if wanted not in ("cpu", "cuda"):
-        raise ValueError(f"trainer.device={config.device}: use auto, cpu or cuda")
-    return (
-        torch.device(wanted, int(os.environ.get("LOCAL_RANK", 0)))
-        if wanted == "cuda"
-        else torch.device("cpu")
-    )
+    if wanted == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def select_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """The dtype of parameters and activations. Raises ValueError for an unknown one."""
+    """Return the dtype of parameters and activations. Raises ValueError for an unknown one."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     names["auto"] = torch.bfloat16 if device.type == "cuda" else torch.float32
     if config.dtype not in names:
@@ -48,10 +51,18 @@ def select_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return names[config.dtype]
 
 
-def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
-    """Join the process group (nccl on GPUs, gloo without), build Megatron's groups, seed torch; return this rank's device.
+def current_device() -> torch.device:
+    """Return the device that Megatron-core uses on this rank."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
-    A second call only returns the device. Raises ValueError when the parallel sizes do not make up the world.
+
+def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
+    """Join the process group, build Megatron's groups and seed torch; return this rank's device.
+
+    A second call only returns the device. Raises ValueError when the parallel sizes do not make up
+    the world.
     """
     device = select_device(config)
     if parallel_state.model_parallel_is_initialized():
@@ -59,7 +70,8 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if config.world_size != world:
         raise ValueError(
-            f"trainer.tensor_parallel={config.tensor_parallel} x pipeline_parallel={config.pipeline_parallel}"
+            f"trainer.tensor_parallel={config.tensor_parallel}"
+            f" x pipeline_parallel={config.pipeline_parallel}"
             f" x context_parallel={config.context_parallel} x data_parallel={config.data_parallel}"
             f" ranks, but WORLD_SIZE is {world}: start that many"
         )
@@ -69,39 +81,42 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     else:
         torch.set_num_threads(config.threads)
-    # A rank may wait for its batch while another already waits in a collective.
-    timeout = timedelta(seconds=max(1800.0, 2 * config.batch_timeout_s))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+    _init_process_group(config, "nccl" if device.type == "cuda" else "gloo")
+    virtual = config.virtual_pipeline
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
         pipeline_model_parallel_size=config.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline
-        if config.virtual_pipeline > 1
-        else None,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=_expert_tensor_parallel(config),
     )
-    model_parallel_cuda_manual_seed(
-        seed
-    )  # Megatron wants its generators even where nothing draws from them
+    # Megatron demands its generators even where nothing draws from them.
+    model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     return device
 
 
+def _init_process_group(config: TrainerConfig, backend: str) -> None:
+    # A rank may wait for its batch while another already waits in a collective.
+    timeout = timedelta(seconds=max(1800.0, 2 * config.batch_timeout_s))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+
+
 def _expert_tensor_parallel(config: TrainerConfig) -> int:
-    """Experts that are dealt to ranks are whole there; those that are not are split like all else."""
+    """Return the ranks that share one expert.
+
+    Experts that are spread over ranks are whole there; otherwise they are split like all weights.
+    """
     return 1 if config.expert_parallel > 1 else config.tensor_parallel
 
 
 def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What Megatron's TransformerConfig must know of the layout, of communication and of recomputation."""
+    """Return TransformerConfig's fields for layout, communication and recomputation."""
     interleaved = config.virtual_pipeline > 1
     recompute = {
         "none": {},
@@ -122,11 +137,25 @@ def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str,
         "expert_tensor_parallel_size": _expert_tensor_parallel(config),
         "pipeline_dtype": dtype,
         "batch_p2p_sync": False,
-        # Between two interleaved stages both directions link the same two ranks, and batched messages would be mistaken for each other.
+        # Two interleaved stages exchange messages in both directions between the same two ranks,
+        # where batched messages would be mistaken for each other.
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
         **recompute[config.recompute],
     }
+
+
+def process_group(group: Any) -> dist.ProcessGroup:
+    """Narrow the type of one of Megatron's groups, which are optional before `init_distributed`."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def on_every_rank(condition: bool) -> bool:
+    """Return whether `condition` holds on all ranks. Every rank calls it."""
+    flag = torch.tensor(float(condition), device=current_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def data_parallel_rank() -> int:

@@ -1,7 +1,8 @@
-"""ParallelModel: this rank's part of a model, and microbatches through all parts of it.
+"""ParallelModel: this rank's part of a model, and how microbatches run through all parts.
 
-What policy, reference and critic have in common. Entry i of any per-token result belongs to token i and is made of the tokens before it;
-it is 0 for each sequence's first token, which has none. Every rank of a model is given the same microbatches.
+Policy, reference and critic share it. Entry i of a per-token result is about token i and computed
+from the tokens before it. It is 0 for the first token of a sequence, which has none. Every rank of
+a model is given the same microbatches.
 """
 
 from __future__ import annotations
@@ -22,24 +23,35 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron import hf
 from areal_lite.megatron.architectures import inverse_frequencies
 from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens, local_length, local_tokens
 from areal_lite.megatron.head import Head, ValueLayer
-from areal_lite.megatron.model import build_chunks
-from areal_lite.megatron.packing import Microbatch, attention_crossover, make_microbatches
-from areal_lite.megatron.parallel import init_distributed, select_dtype
+from areal_lite.megatron.hf.load import load_hf
+from areal_lite.megatron.model import Backbone, Chunks, build_chunks
+from areal_lite.megatron.packing import (
+    Microbatch,
+    attention_crossover,
+    make_microbatches,
+    to_device,
+)
+from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
 from areal_lite.trajectory import TrainBatch
 
-# Called on the last pipeline stage with what the head gave, float32 [t] each, and the microbatch.
-Finish = Callable[[tuple[Tensor, ...], Microbatch], Any]
+# Called on the last pipeline stage with the results of the head, float32 [t], and the microbatch.
+# With gradients it returns (loss, number of tokens, what to collect), as Megatron expects.
+FinishMicrobatch = Callable[[tuple[Tensor, ...], Microbatch], Any]
 
 
 class ParallelModel:
-    """Joins the process groups if `init_distributed` has not been called yet.
+    """A model that joins the process groups if `init_distributed` has not been called.
 
-    model_path: a Hugging Face folder. with_values: a value layer in place of the output layer.
+    Args:
+        config: layout, device and dtype.
+        model_path: a Hugging Face folder.
+        seed: of torch's generators.
+        with_values: whether a value layer stands in place of the output layer.
+
     Raises ValueError for a model or a setting that is not supported.
     """
 
@@ -51,89 +63,88 @@ class ParallelModel:
         self.dtype = select_dtype(config, self.device)
         self.source = Path(model_path)
         self.hf_config = AutoConfig.from_pretrained(self.source, local_files_only=True)
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.dp_group = parallel_state.get_data_parallel_group()
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.cp_group = parallel_state.get_context_parallel_group()
-        self.model = build_chunks(
-            self.hf_config,
-            self.dtype,
-            config,
-            tie=self.hf_config.tie_word_embeddings and not with_values,
-        )
-        last = self.model[-1]
+        self.tp_group = process_group(parallel_state.get_tensor_model_parallel_group())
+        self.dp_group = process_group(parallel_state.get_data_parallel_group())
+        self.pp_group = process_group(parallel_state.get_pipeline_model_parallel_group())
+        self.cp_group = process_group(parallel_state.get_context_parallel_group())
+        tie = self.hf_config.tie_word_embeddings and not with_values
+        self.chunks = build_chunks(self.hf_config, self.dtype, config, tie=tie)
+        self.model = Chunks(self.chunks)
+        last: Any = self.chunks[-1]
         if with_values and last.post_process:
-            last.output_layer = None  # of no use, and not loaded
-        hf.load_hf(self.model, self.source, self.hf_config)
+            last.output_layer = None  # not loaded
+        load_hf(self.chunks, self.source, self.hf_config)
         if with_values and last.post_process:
             last.output_layer = ValueLayer(last.config)
         self.inv_freq = inverse_frequencies(self.hf_config, self.device)
 
     def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
-        """This rank's batch in microbatches of at most `tokens_per_microbatch`, of about equal cost, as many as the layout wants."""
+        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens.
+
+        They are of about equal cost, and as many as the layout demands.
+        """
         return make_microbatches(
             batch,
             self.config.tokens_per_microbatch,
-            crossover=attention_crossover(self.model[0].config),
-            group=self.dp_group
-            if self.config.expert_parallel > 1
-            else None,  # experts are shared with other data-parallel ranks
+            crossover=attention_crossover(self.chunks[0].config),
+            # Expert parallelism shares experts with other data-parallel ranks.
+            group=self.dp_group if self.config.expert_parallel > 1 else None,
             multiple=self.pp_group.size() if self.config.virtual_pipeline > 1 else 1,
         )
 
     @torch.no_grad()
     def outputs(self, microbatches: Sequence[Microbatch], head: Head) -> Tensor:
-        """float32 [T]: the head's first result for all tokens of the flat batch that `microbatches` partition, on every rank."""
+        """Compute the head's first result for all tokens of a flat batch: float32 [T], every rank.
+
+        The microbatches partition the batch.
+        """
         self.model.eval()
-        result = torch.zeros(
-            1 + max(int(m.token_index.max()) for m in microbatches), device=self.device
-        )
+        tokens = 1 + max(int(m.token_index.max()) for m in microbatches)
+        result = torch.zeros(tokens, device=self.device)
 
         def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch) -> None:
             if not is_filler(microbatch):
                 result[microbatch.token_index] = outputs[0]
 
-        self.run(list(self.model), microbatches, head, finish, forward_only=True)
+        self.run(self.chunks, microbatches, head, finish, forward_only=True)
         self.from_last_stage(result)
         return result
 
     def run(
         self,
-        modules: list[torch.nn.Module],
+        modules: Sequence[torch.nn.Module],
         microbatches: Sequence[Microbatch],
         head: Head,
-        finish: Finish,
+        finish: FinishMicrobatch,
         forward_only: bool,
     ) -> list[Any]:
-        """All microbatches through `modules` (the chunks, or what wraps them); what `finish` returned for each, on the last stage.
+        """Run all microbatches through `modules`: the chunks, or wrappers of them.
 
-        With gradients `finish` returns (loss, number of tokens, what to collect), as Megatron wants it.
+        Returns the results of `finish`, one for each microbatch, on the last stage.
         """
-        microbatches = self._equally_many(microbatches)
+        microbatches = self._with_fillers(microbatches)
+        size, rank = self.cp_group.size(), self.cp_group.rank()
         multiple = self.tp_group.size() if self.config.sequence_parallel else 1
-        lengths = [local_length(m, self.cp_group.size(), multiple) for m in microbatches]
+        lengths = [local_length(m, size, multiple) for m in microbatches]
         if self.pp_group.size() > 1:  # stages send each other tensors of one shape
             lengths = [max(lengths)] * len(lengths)
-        local = [
-            local_tokens(m, self.cp_group.size(), self.cp_group.rank(), length)
-            for m, length in zip(microbatches, lengths)
-        ]
+        local = [local_tokens(m, size, rank, length) for m, length in zip(microbatches, lengths)]
         iterators = [iter(list(zip(microbatches, local))) for _ in modules]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, head, finish),
             data_iterator=iterators if len(modules) > 1 else iterators[0],
-            model=modules,
+            model=list(modules),
             num_microbatches=len(microbatches),
-            seq_length=lengths[0] * self.cp_group.size(),
+            seq_length=lengths[0] * size,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    def _equally_many(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """With fillers where all ranks, or all stages, must run equally many."""
+    def _with_fillers(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """Add fillers where all ranks, or all stages, must run equally many microbatches."""
         count = len(microbatches)
-        if self.config.expert_parallel > 1:  # experts are shared with other data-parallel ranks
+        if self.config.expert_parallel > 1:  # shares experts with other data-parallel ranks
             most = torch.tensor(count, device=self.device)
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
             count = int(most)
@@ -144,50 +155,56 @@ class ParallelModel:
     def _forward_step(
         self,
         head: Head,
-        finish: Finish,
+        finish: FinishMicrobatch,
         batches: Iterator[tuple[Microbatch, LocalTokens]],
         module: torch.nn.Module,
     ):
-        """Megatron's forward step: what this stage hands on, and on the last one the function that finishes the microbatch."""
+        """Run this stage on the next microbatch: Megatron's forward step.
+
+        Returns the output for the next stage. On the last stage it also returns the function that
+        finishes the microbatch.
+        """
         microbatch, local = next(batches)
         packed = PackedSequences.build(local, self.inv_freq, self.dtype)
-        local = local.to(self.device)
+        local = to_device(local, self.device)
         hidden = module(
             input_ids=local.tokens[None],
             position_ids=local.position_ids[None],
             attention_mask=None,
             packed_seq_params=packed,
         )
-        chunk = unwrap_model(module)
+        chunk: Any = unwrap_model(module)
+        assert isinstance(chunk, Backbone)
         if not chunk.post_process:
             return hidden, None
-        microbatch = microbatch.to(self.device)
-        outputs = tuple(
-            self._whole(x, local, microbatch) for x in head(chunk, hidden, local.following)
-        )
+        microbatch = to_device(microbatch, self.device)
+        results = head(chunk, hidden, local.following)
+        outputs = tuple(self._per_token(x, local, microbatch) for x in results)
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
 
-    def _whole(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
-        """[l] about the tokens that follow this rank's -> [t] about the tokens of the microbatch, the same on all context-parallel ranks."""
+    def _per_token(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
+        """Reorder [l], about the tokens that follow this rank's, to [t], about the microbatch's.
+
+        The result is the same on all context-parallel ranks.
+        """
         if self.cp_group.size() > 1:
             x = gather_from_sequence_parallel_region(
                 x, tensor_parallel_output_grad=False, group=self.cp_group
             )
-        # What belongs to a sequence's last token, and is about the next one's first, is dropped.
-        return (
-            x.index_select(0, local.places).roll(1).masked_fill(microbatch.position_ids == 0, 0.0)
-        )
+        x = x.index_select(0, local.gathered_index).roll(1)
+        # Drop the entry of a sequence's last token, which would be about the next one's first.
+        return x.masked_fill(microbatch.position_ids == 0, 0.0)
 
     def from_last_stage(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` on all stages of the pipeline with what the last one has in it: what a loss function wrote, for example."""
+        """Overwrite `tensor` on all pipeline stages with its content on the last stage."""
         if self.pp_group.size() > 1:
-            dist.broadcast(
-                tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=self.pp_group
-            )
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(tensor, last, group=self.pp_group)
 
     def share_from_last_stage(self, value: dict[str, float] | None) -> dict[str, float]:
-        """The dictionary that the last stage gives, on all stages of the pipeline."""
+        """Return, on all pipeline stages, the `value` of the last stage; others pass None."""
         if self.pp_group.size() == 1:
+            assert value is not None
             return value
         text = b"" if value is None else json.dumps(value).encode()
         size = torch.tensor(len(text), device=self.device)
@@ -198,16 +215,16 @@ class ParallelModel:
 
 
 def is_filler(microbatch: Microbatch) -> bool:
-    """Whether it is there only to make the number of microbatches right."""
+    """Return whether the microbatch only makes up the number of microbatches."""
     return not len(microbatch.token_index)
 
 
 def _filler() -> Microbatch:
-    one, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
     return Microbatch(
         tokens=one,
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         position_ids=one,
-        token_index=none,
+        token_index=torch.zeros(0, dtype=torch.int64),
         max_seqlen=1,
     )

@@ -1,6 +1,6 @@
-"""Reference: a frozen policy on the policy's engine. No gradients, no optimizer; on a GPU its weights wait in CPU memory between uses.
+"""Reference: a frozen policy on the policy's engine, and a cache of its log-probs.
 
-CachedReference: the same, each sequence computed once. For a replay buffer, which draws a sequence again and again.
+`CachedReference` computes each sequence once. It serves replay, which draws a sequence repeatedly.
 """
 
 from __future__ import annotations
@@ -16,63 +16,64 @@ from areal_lite.megatron.head import language_head
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.trajectory import TrainBatch
 
-_REMEMBERED_TOKENS = 2**24  # 8 bytes each, tokens and log-probs
+_CACHED_TOKENS = 2**24  # 8 bytes each, for token and log-prob
 
 
 class Reference(ParallelModel):
-    """Built with the TrainerConfig of the policy: layout, device and dtype are the same."""
+    """A model without gradients and optimizer; layout, device and dtype are the policy's.
+
+    On a GPU its weights wait in CPU memory between calls.
+    """
 
     def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int = 0):
         super().__init__(config, model_path, seed)
         self._parameters = [p.requires_grad_(False) for p in self.model.parameters()]
-        self._waiting = (
-            [p.data.to("cpu").pin_memory() for p in self._parameters]
-            if self.device.type == "cuda"
-            else []
-        )
-        self._rest()
+        self._waiting: list[Tensor] = []
+        if self.device.type == "cuda":
+            self._waiting = [p.data.to("cpu").pin_memory() for p in self._parameters]
+        self._release()
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """float32 [T] on the engine's device, as `Policy.logprobs` gives them."""
+        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting.to(self.device, non_blocking=True)
+        head = language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
         try:
-            return self.outputs(
-                self.microbatches(batch),
-                language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head),
-            )
+            return self.outputs(self.microbatches(batch), head)
         finally:
-            self._rest()
+            self._release()
 
-    def _rest(self) -> None:
-        """Give up the GPU memory of the weights."""
+    def _release(self) -> None:
+        """Free the GPU memory of the weights."""
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting
 
 
 class CachedReference:
-    """Stands where a Reference does. The ranks of a model remember alike, as they see the same batches."""
+    """A reference that keeps log-probs of at most `max_tokens` tokens, those used last.
 
-    def __init__(self, reference: Reference, max_tokens: int = _REMEMBERED_TOKENS):
-        """Beyond `max_tokens` those used longest ago are forgotten."""
-        self._reference, self._max_tokens = reference, max_tokens
-        self._known: dict[bytes, np.ndarray] = {}  # by the tokens; the one used last is last
+    The ranks of a model see the same batches, so their caches are equal.
+    """
+
+    def __init__(self, reference: Reference, max_tokens: int = _CACHED_TOKENS):
+        self._reference = reference
+        self._max_tokens = max_tokens
+        self._known: dict[bytes, np.ndarray] = {}  # tokens -> log-probs, the last used at the end
         self._tokens = 0
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """As Reference.logprobs; `temperature` is the same in every call."""
+        """Return what `Reference.logprobs` returns. Every call has the same `temperature`."""
         ends = batch.cu_seqlens
         keys = [batch.tokens[ends[i] : ends[i + 1]].tobytes() for i in range(batch.num_sequences)]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        # At least one: with expert parallelism the ranks compute together, whatever each of them knows.
-        new = sorted(i for key, i in first.items() if key not in self._known) or [
-            int(np.argmin(batch.lengths))
-        ]
+        # At least one sequence is computed: with expert parallelism all ranks compute together,
+        # whatever each of them knows.
+        shortest = int(np.argmin(batch.lengths))
+        new = sorted(i for key, i in first.items() if key not in self._known) or [shortest]
         computed = self._reference.logprobs(batch.select(new), temperature)
-        for i, values in zip(
-            new, np.split(computed.cpu().numpy(), np.cumsum(batch.lengths[new])[:-1])
-        ):
-            self._remember(keys[i], values.copy())
+        ends = np.cumsum(batch.lengths[new])[:-1]
+        for i, values in zip(new, np.split(computed.cpu().numpy(), ends)):
+            self._insert(keys[i], values.copy())
         for key in first:
             self._known[key] = self._known.pop(key)
         result = np.concatenate([self._known[key] for key in keys])
@@ -80,6 +81,6 @@ class CachedReference:
             self._tokens -= len(self._known.pop(next(iter(self._known))))
         return torch.from_numpy(result).to(computed.device)
 
-    def _remember(self, key: bytes, values: np.ndarray) -> None:
+    def _insert(self, key: bytes, values: np.ndarray) -> None:
         self._tokens += len(values) - len(self._known.pop(key, ()))
         self._known[key] = values

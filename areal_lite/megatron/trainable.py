@@ -1,4 +1,4 @@
-"""TrainableModel: a ParallelModel with gradients, optimizer, learning-rate schedule and checkpoints. The loss is a function given to `step`."""
+"""TrainableModel: a ParallelModel with gradients, optimizer, schedule and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.checkpoint import Saving, load_checkpoint
+from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.head import Head
 from areal_lite.megatron.optimizer import (
     apply_gradients,
@@ -31,7 +31,7 @@ from areal_lite.megatron.parallel_model import ParallelModel, is_filler
 
 
 class TrainableModel(ParallelModel):
-    """Every rank calls every method."""
+    """A model that trains. Every rank calls every method; see ParallelModel for the arguments."""
 
     part = "policy"  # its name in a checkpoint
 
@@ -44,10 +44,12 @@ class TrainableModel(ParallelModel):
         )
         self.ddps = [
             DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk)
-            for chunk in self.model
+            for chunk in self.chunks
         ]
         self.optimizer = get_megatron_optimizer(
-            optimizer_config(config, self.dtype), self.ddps, use_gloo_process_groups=False
+            optimizer_config(config, self.dtype),
+            [*self.ddps],
+            use_gloo_process_groups=False,
         )
         self.scheduler = build_scheduler(config, self.optimizer)
 
@@ -57,13 +59,22 @@ class TrainableModel(ParallelModel):
         head: Head,
         loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     ) -> dict[str, float]:
-        """One optimizer step on the sum, over microbatches and data-parallel ranks, of what `loss_fn` returns. Nothing is rescaled.
+        """Run one optimizer step on the sum of the losses, without rescaling it.
 
-        loss_fn(*what the head gives, microbatch) -> (this microbatch's share of the global loss, detached scalars to sum) is called on the
-        last pipeline stage, on all context- and tensor-parallel ranks alike, and sees whole microbatches.
-        Returns, on every rank, the summed metrics of `loss_fn` (it must give the same keys on every rank, and for every microbatch) and
-        `loss`, `grad_norm` (before clipping), `lr`, and `skipped`: 1.0 when the loss or a gradient was not finite; weights and moments
-        then stay as they are. The schedule advances either way: update k, counted from 1, uses its k-th learning rate.
+        The sum is over microbatches and data-parallel ranks. The schedule advances even when the
+        step is skipped: update k, counted from 1, uses its k-th learning rate.
+
+        Args:
+            microbatches: at least one; ValueError otherwise.
+            head: makes the per-token results.
+            loss_fn: (*results of the head, microbatch) -> (share of the global loss, detached
+                scalars to sum). It is called on the last pipeline stage, on all context- and
+                tensor-parallel ranks alike, with whole microbatches. The scalars have the same
+                names for every microbatch on every rank; `*_max` are reduced to their maximum.
+
+        Returns, on every rank, the reduced scalars and `loss`, `grad_norm` (before clipping), `lr`
+        and `skipped`: 1.0 when the loss or a gradient was not finite. Weights and moments then stay
+        as they are.
         """
         if not microbatches:
             raise ValueError("an update needs at least one microbatch on every data-parallel rank")
@@ -75,39 +86,45 @@ class TrainableModel(ParallelModel):
 
         def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch):
             if is_filler(microbatch):
-                return sum(outputs).sum() * 0.0, no_tokens, {}
-            share, metrics = loss_fn(*outputs, microbatch)
-            return share, no_tokens, {**metrics, "loss": share.detach()}
+                return torch.stack(outputs).sum() * 0.0, no_tokens, {}
+            share, scalars = loss_fn(*outputs, microbatch)
+            return share, no_tokens, {**scalars, "loss": share.detach()}
 
-        shares = self.run(self.ddps, microbatches, head, finish, forward_only=False)
-        finalize_model_grads(self.ddps)
-        metrics = self.share_from_last_stage(
-            self._sum_over_ranks([s for s in shares if s]) if shares else None
-        )
+        collected = self.run(self.ddps, microbatches, head, finish, forward_only=False)
+        finalize_model_grads([*self.ddps])
+        scalars = [one for one in collected if one]  # fillers have none
+        metrics = self.share_from_last_stage(self._reduce(scalars) if collected else None)
         self.scheduler.step(1)
         return metrics | apply_gradients(self.optimizer, self.config.clip_grad, metrics["loss"])
 
     def offload(self) -> None:
-        """Leave the GPU to a server: what only an update needs goes to host memory until `onload`; see `optimizer.offload`."""
+        """Move what only an update needs to host memory, until `onload`; a server gets the GPU.
+
+        See `optimizer.offload`.
+        """
         offload(self.optimizer, self.ddps)
 
     def onload(self) -> None:
+        """Undo `offload`."""
         onload(self.optimizer, self.ddps, self.device)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
-        """Write all that training needs to go on, and `extra` (plain data), to `folder`; readable under any parallel sizes."""
-        Saving(Path(folder), {self.part: self}, extra or {}).publish()
+        """Write the training state and `extra` (plain data); any parallel sizes can load it."""
+        PendingCheckpoint(Path(folder), {self.part: self}, extra or {}).publish()
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Take up what `save` wrote; return its `extra`. The schedule keeps its position and takes this configuration's shape."""
+        """Restore the state that `save` wrote; return its `extra`.
+
+        The schedule keeps its position and takes this configuration's shape.
+        """
         return load_checkpoint(Path(folder), {self.part: self})
 
-    def _sum_over_ranks(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sum the scalars of all microbatches of all data-parallel ranks; of those whose name ends in `_max`, the maximum."""
-        names = sorted(shares[0], key=lambda name: name.endswith("_max"))
+    def _reduce(self, scalars: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sum the scalars over microbatches and data-parallel ranks; `*_max`: their maximum."""
+        names = sorted(scalars[0], key=lambda name: name.endswith("_max"))
         sums = sum(not name.endswith("_max") for name in names)
         values = torch.stack(
-            [torch.stack([share[name].double() for name in names]) for share in shares]
+            [torch.stack([one[name].double() for name in names]) for one in scalars]
         )
         total, peak = values[:, :sums].sum(0), values[:, sums:].amax(0)
         dist.all_reduce(total, group=self.dp_group)

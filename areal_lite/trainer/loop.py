@@ -21,8 +21,8 @@ import torch.distributed as dist
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
-from areal_lite.megatron.optimizer import SkippedSteps, on_every_rank
-from areal_lite.megatron.parallel import data_parallel_rank, shutdown
+from areal_lite.megatron.optimizer import SkippedSteps
+from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR

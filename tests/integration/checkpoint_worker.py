@@ -82,7 +82,7 @@ class Story:
         dist.barrier()
         disk.set()
         checkpoints.save(6, {"step": 6})
-        while checkpoints.saving:
+        while checkpoints.pending:
             checkpoints.poll()
         return {"first": first, "second": second, "unpublished": unpublished}
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig
-from areal_lite.megatron.hf import weight_files
+from areal_lite.megatron.hf.load import weight_files
 from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 from tests.integration.architectures_worker import SETTINGS, VOCAB

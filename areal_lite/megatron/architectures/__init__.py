@@ -1,7 +1,12 @@
-"""The architectures that the trainer knows: a Hugging Face configuration -> Megatron's, and Megatron's parameters -> Hugging Face tensors.
+"""The architectures that the trainer supports, and their translation into Megatron's terms.
 
-One file each: which fields of Megatron's TransformerConfig it sets, and which tensors its layers have. A new one is such a file, and its
-name in `ARCHITECTURES`. What would be computed wrongly is refused here (`check_supported`), before a model is built.
+To add one:
+
+1. Write `architectures/<name>.py` with an `Architecture`, and list it in `ARCHITECTURES` below.
+   A parameter that no other architecture has also needs its size in `launch/memory.py`.
+2. List its name in `quickstart/make_model.py`, which makes tiny models of every architecture.
+3. Add a model to `MODELS` and `RUNS` in tests/integration/test_architectures.py, which compares it
+   with transformers. The tests of every entry, such as test_hf_layouts.py, find it by themselves.
 """
 
 from __future__ import annotations
@@ -37,49 +42,53 @@ ARCHITECTURES = {
     architecture.model_type: architecture
     for architecture in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 }
+# Tensor parallelism splits these fields of a configuration evenly.
+_SPLIT_FIELDS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def check_supported(hf: PretrainedConfig, tensor_parallel: int, expert_parallel: int = 1) -> None:
-    """Raise ValueError for a model that would be computed wrongly, or that cannot be split so many ways."""
+    """Raise ValueError for a model that would be computed wrongly or cannot be split this way."""
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"model type {hf.model_type!r} is not supported by the trainer: use one of {', '.join(ARCHITECTURES)}"
+            f"model type {hf.model_type!r} is not supported by the trainer:"
+            f" use one of {', '.join(ARCHITECTURES)}"
         )
     ARCHITECTURES[hf.model_type].check(hf)
     check_rope(hf)
-    if _has_window(hf):
-        raise ValueError(
-            f"sliding_window={hf.sliding_window} is not supported by the trainer: use a checkpoint without"
-        )
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
-        if getattr(hf, name, None):
+    for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
+        value = getattr(hf, name, None)
+        if _has_window(hf) if name == "sliding_window" else value:
             raise ValueError(
-                f"{name}={getattr(hf, name)} is not supported by the trainer: use a checkpoint without"
+                f"{name}={value} is not supported by the trainer: use a checkpoint without it"
             )
     if hf.hidden_act != "silu":
         raise ValueError(
-            f"hidden_act={hf.hidden_act} is not supported by the trainer: only silu is"
+            f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
         )
-    for name in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "moe_intermediate_size",
-    ):
-        if getattr(hf, name, 0) % tensor_parallel:
+    for name in _SPLIT_FIELDS:
+        if (size := getattr(hf, name, 0)) % tensor_parallel:
             raise ValueError(
-                f"{name}={getattr(hf, name)} cannot be split over trainer.tensor_parallel={tensor_parallel}"
+                f"{name}={size} cannot be split over trainer.tensor_parallel={tensor_parallel}"
             )
     experts = getattr(hf, "num_experts", 1)
     if experts % expert_parallel:
         raise ValueError(
-            f"a model with {experts} experts a layer cannot be split over trainer.expert_parallel={expert_parallel}"
+            f"a model with {experts} experts a layer cannot be split over"
+            f" trainer.expert_parallel={expert_parallel}"
         )
 
 
 def _has_window(hf: PretrainedConfig) -> bool:
-    """Whether some layer attends to fewer tokens than a sequence can have."""
-    window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
+    """Return whether some layer attends to fewer tokens than a sequence can have."""
+    window = getattr(hf, "sliding_window", None)
+    layers = getattr(hf, "layer_types", None)
     return (
         window is not None
         and window < hf.max_position_embeddings
@@ -90,19 +99,10 @@ def _has_window(hf: PretrainedConfig) -> bool:
 def transformer_config(
     hf: PretrainedConfig, dtype: torch.dtype, **settings: Any
 ) -> TransformerConfig:
-    """Megatron's description of the same network. `settings`: more of its fields, such as parallel sizes and recomputation.
+    """Describe the network in Megatron's terms.
 
-    Raises ValueError for settings under which the network cannot be trained.
+    settings: further fields, such as parallel sizes and recomputation.
     """
-    fields = ARCHITECTURES[hf.model_type].fields(hf)
-    if (
-        "num_moe_experts" in fields
-        and settings.get("tensor_model_parallel_size", 1) > 1
-        and not settings.get("sequence_parallel")
-    ):
-        raise ValueError(
-            "trainer.sequence_parallel=false with trainer.tensor_parallel > 1 does not work with experts: set it to true"
-        )
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -120,34 +120,31 @@ def transformer_config(
         perform_initialization=False,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Gradients are summed, not averaged, over microbatches and data-parallel ranks: each loss is already a share of the whole.
+        # Gradients are summed, not averaged, over microbatches and data-parallel ranks, because
+        # each microbatch's loss is already its share of the global loss.
         calculate_per_token_loss=True,
         **settings,
-        **fields,
+        **ARCHITECTURES[hf.model_type].fields(hf),
     )
-
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def layout(name: str, hf: PretrainedConfig) -> Parameter:
-    """The Hugging Face tensors of the Megatron parameter `name`, whose layer and expert are counted over the whole model.
+    """Return the Hugging Face tensors of a Megatron parameter and how they are split.
 
-    A model with tied embeddings has an output layer only on a last pipeline stage that is not the first: a copy of the embedding.
+    name: Megatron's name, its layer and expert counted over the whole model.
+
+    With tied embeddings an output layer exists only on a last pipeline stage that is not the
+    first; it is a copy of the embedding.
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return EMBEDDINGS[
-            "embedding.word_embeddings.weight"
-            if hf.tie_word_embeddings and name == "output_layer.weight"
-            else name
-        ]
+        if hf.tie_word_embeddings and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        return EMBEDDINGS[name]
     parameter = ARCHITECTURES[hf.model_type].layer[_EXPERT.sub("{expert}", layer[2])]
     expert = _EXPERT.search(layer[2])
-    return type(parameter)(
-        *(
-            f"model.layers.{layer[1]}.{name}".format(expert=expert and expert[0])
-            for name in parameter.names
-        )
+    tensors = (
+        f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
+        for tensor in parameter.names
     )
+    return type(parameter)(*tensors)

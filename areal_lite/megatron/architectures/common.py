@@ -1,4 +1,4 @@
-"""What the architectures share: blocks of the mapping Megatron parameter -> Hugging Face tensors, and the description of one architecture."""
+"""Building blocks of an architecture: tables `Megatron parameter -> Hugging Face tensors`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMBEDDINGS: Mapping = {
     "output_layer.weight": VocabParallel("lm_head.weight"),
 }
 
-# Below decoder.layers.{layer} and model.layers.{layer}.
+# Below decoder.layers.{layer} in Megatron and model.layers.{layer} in Hugging Face.
 ATTENTION: Mapping = {
     "input_layernorm.weight": Replicated("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": QKV(
@@ -59,10 +59,14 @@ EXPERTS: Mapping = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """`layer`: the parameters of one layer. `fields`: of Megatron's TransformerConfig, beyond those that every architecture has.
-    `check` raises ValueError for a configuration that would be computed wrongly."""
+    """What the trainer knows about one model type.
+
+    layer: the parameters of one layer.
+    fields: the fields of Megatron's TransformerConfig that not every architecture sets.
+    check: raises ValueError for a configuration that would be computed wrongly.
+    """
 
     model_type: str
     layer: Mapping

@@ -1,5 +1,5 @@
-"""Mistral, dense: the plain layer. Checkpoints with an active sliding window (7B v0.1) are refused."""
+"""Mistral, dense: the plain layer. An active sliding window (7B v0.1) is refused."""
 
 from areal_lite.megatron.architectures.common import ATTENTION, GATED_MLP, Architecture
 
-MISTRAL = Architecture("mistral", ATTENTION | GATED_MLP)
+MISTRAL = Architecture(model_type="mistral", layer=ATTENTION | GATED_MLP)

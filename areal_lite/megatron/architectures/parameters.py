@@ -1,12 +1,13 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and split over the ranks of its tensor-parallel group.
+"""How Hugging Face tensors become one Megatron parameter, split by tensor parallelism.
 
-Every kind has `names`, its Hugging Face tensors, and
-* `shard(hf, sources, rank, ranks)`: the part of rank `rank` of `ranks`, read from `sources` (safetensors slices of the tensors in `names`);
-  only what the rank needs is read,
-* `join(hf, shards)`: the Hugging Face tensors, from the parts of all ranks in order. One part is not copied where it need not be: a push
-  of the weights would read and write them once more.
+Matrices are [out, in]. Each kind of parameter has
 
-Both only move numbers, so a round trip gives the same bits back.
+* `names`: its Hugging Face tensors,
+* `shard`: reads the part of one rank, and only that part, from the safetensors files,
+* `join`: makes the Hugging Face tensors from the parts of all ranks. A part is not copied where
+  that can be avoided, because a weight push would read and write it once more.
+
+Both only move numbers, so a round trip returns the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import PretrainedConfig
 
 
 class Source(Protocol):
-    """A tensor in a file: what `safe_open(...).get_slice(name)` gives."""
+    """A tensor in a file, as `safe_open(...).get_slice(name)` returns it."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -30,23 +31,25 @@ class Source(Protocol):
 
 
 def head_dim(hf: PretrainedConfig) -> int:
+    """Return the width of one attention head."""
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
-    """Rows of the embedding and the output layer over all ranks: `vocab_size`, rounded up to a multiple of `tensor_parallel`.
+    """Round `vocab_size` up to a multiple of `tensor_parallel`: rows of embedding and output layer.
 
-    The rows from `vocab_size` on are zero, are never exported, and are no tokens: their logits must not count in a softmax.
+    Rows from `vocab_size` on are zero and are never exported. They are not tokens, so their logits
+    must not count in a softmax.
     """
     return -(-hf.vocab_size // tensor_parallel) * tensor_parallel
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """`names` may hold `{expert}`, which counts over the whole model."""
+    """One Megatron parameter. Its `names` may hold `{expert}`, counted over the whole model."""
 
     names: tuple[str, ...]
-    replicated = False  # whether every rank has the whole of it
+    replicated = False  # whether every rank holds all of it
 
     def __init__(self, *names: str):
         object.__setattr__(self, "names", names)
@@ -54,9 +57,11 @@ class Parameter:
     def shard(
         self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int
     ) -> Tensor:
+        """Read the part of tensor-parallel rank `rank` of `ranks` from the tensors `sources`."""
         raise NotImplementedError
 
     def join(self, hf: PretrainedConfig, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Make the Hugging Face tensors from the parts of all ranks, in order of rank."""
         raise NotImplementedError
 
 
@@ -73,7 +78,7 @@ class Replicated(Parameter):
 
 
 class RowParallel(Parameter):
-    """One matrix [out, in], split by its inputs."""
+    """One matrix, split along its inputs."""
 
     def shard(self, hf, sources, rank, ranks):
         return sources[0][:, _span(sources[0].get_shape()[1], rank, ranks)]
@@ -83,23 +88,25 @@ class RowParallel(Parameter):
 
 
 class GatedColumnParallel(Parameter):
-    """Gate and up projection, split by rows; a rank has its rows of the one, then those of the other."""
+    """Gate and up projection, each split along its outputs; a rank stacks its parts of the two."""
 
     def shard(self, hf, sources, rank, ranks):
-        return torch.cat([_rows(source, rank, ranks) for source in sources])
+        return torch.cat([_outputs(source, rank, ranks) for source in sources])
 
     def join(self, hf, shards):
         return [_cat(part) for part in zip(*(shard.chunk(2) for shard in shards))]
 
 
 class QKV(Parameter):
-    """Query, key and value projection. Megatron interleaves them by key-value group: the queries of the group, its key, its value."""
+    """Query, key and value projection, split along their outputs.
+
+    Megatron interleaves them by key-value group: the queries of the group, its key, its value.
+    """
 
     def shard(self, hf, sources, rank, ranks):
         groups = hf.num_key_value_heads // ranks
-        return torch.cat(
-            [_rows(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources], 1
-        ).flatten(0, 1)
+        parts = [_outputs(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources]
+        return torch.cat(parts, 1).flatten(0, 1)
 
     def join(self, hf, shards):
         groups, dim = hf.num_key_value_heads, head_dim(hf)
@@ -109,7 +116,7 @@ class QKV(Parameter):
 
 
 class VocabParallel(Parameter):
-    """One matrix [vocab_size, hidden], split by rows, with zero rows below it where it does not split evenly (`padded_vocab`)."""
+    """One matrix [vocab_size, hidden], split along the vocabulary, padded as in `padded_vocab`."""
 
     def shard(self, hf, sources, rank, ranks):
         found = sources[0].get_shape()[0]
@@ -126,7 +133,7 @@ class VocabParallel(Parameter):
         return [_cat(shards)[: hf.vocab_size]]
 
 
-def _rows(source: Source, rank: int, ranks: int) -> Tensor:
+def _outputs(source: Source, rank: int, ranks: int) -> Tensor:
     return source[_span(source.get_shape()[0], rank, ranks)]
 
 
@@ -134,10 +141,11 @@ def _span(size: int, rank: int, ranks: int) -> slice:
     part, rest = divmod(size, ranks)
     if rest:
         raise ValueError(
-            f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks} tensor-parallel ranks"
+            f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks}"
+            " tensor-parallel ranks"
         )
     return slice(rank * part, (rank + 1) * part)
 
 
 def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
+    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim)

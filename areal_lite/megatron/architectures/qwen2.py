@@ -2,4 +2,8 @@
 
 from areal_lite.megatron.architectures.common import ATTENTION, GATED_MLP, QKV_BIAS, Architecture
 
-QWEN2 = Architecture("qwen2", ATTENTION | QKV_BIAS | GATED_MLP, lambda hf: {"add_qkv_bias": True})
+QWEN2 = Architecture(
+    model_type="qwen2",
+    layer=ATTENTION | QKV_BIAS | GATED_MLP,
+    fields=lambda hf: {"add_qkv_bias": True},
+)

@@ -1,5 +1,9 @@
-"""Qwen3, dense: RMSNorm over each head's queries and keys."""
+"""Qwen3, dense: RMSNorm over the queries and keys of each head."""
 
 from areal_lite.megatron.architectures.common import ATTENTION, GATED_MLP, QK_NORM, Architecture
 
-QWEN3 = Architecture("qwen3", ATTENTION | QK_NORM | GATED_MLP, lambda hf: {"qk_layernorm": True})
+QWEN3 = Architecture(
+    model_type="qwen3",
+    layer=ATTENTION | QK_NORM | GATED_MLP,
+    fields=lambda hf: {"qk_layernorm": True},
+)

@@ -91,6 +91,7 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise ImportError(
-            "megatron.core was imported before areal_lite.megatron: import areal_lite.megatron first"
+            "megatron.core was imported before areal_lite.megatron:"
+            " import areal_lite.megatron first"
         )
     sys.meta_path.insert(0, _Finder(modules))

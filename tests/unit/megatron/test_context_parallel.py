@@ -1,4 +1,4 @@
-"""Splitting a microbatch over context-parallel ranks loses nothing, and every token sees exactly the tokens up to itself."""
+"""Context parallelism: the split loses nothing, and every token sees the tokens up to itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
 def microbatch_of(lengths: list[int]) -> Microbatch:
-    """Token i has id i."""
+    """Make a microbatch whose token i has the id i."""
     total = sum(lengths)
     return Microbatch(
         tokens=torch.arange(total),
@@ -35,7 +35,7 @@ def split(lengths: list[int], size: int, extra: int):
 
 
 @given(LENGTHS, st.sampled_from([1, 2, 3, 4]), st.integers(0, 90))
-def test_what_is_gathered_is_the_microbatch(lengths, size, extra):
+def test_gathered_tokens_are_the_microbatch(lengths, size, extra):
     whole, ranks = split(lengths, size, extra)
     for name, expected in (
         ("tokens", whole.tokens),
@@ -43,21 +43,19 @@ def test_what_is_gathered_is_the_microbatch(lengths, size, extra):
         ("following", whole.tokens.roll(-1)),
     ):
         assert torch.equal(
-            torch.cat([getattr(rank, name) for rank in ranks])[ranks[0].places], expected
+            torch.cat([getattr(rank, name) for rank in ranks])[ranks[0].gathered_index], expected
         )
-    assert len({tuple(rank.places.tolist()) for rank in ranks}) == 1
-    assert (
-        {len(rank.tokens) for rank in ranks}
-        == {int(rank.cu_seqlens[-1]) for rank in ranks}
-        == {local_length(whole, size) + extra}
-    )
+    assert len({tuple(rank.gathered_index.tolist()) for rank in ranks}) == 1
+    length = local_length(whole, size) + extra
+    assert {len(rank.tokens) for rank in ranks} == {length}
+    assert {int(rank.cu_seqlens[-1]) for rank in ranks} == {length}
 
 
 @given(LENGTHS, st.sampled_from([2, 3, 4]), st.integers(0, 90))
-def test_a_token_sees_those_of_its_sequence_up_to_itself(lengths, size, extra):
+def test_a_token_sees_its_sequence_up_to_itself(lengths, size, extra):
     whole, ranks = split(lengths, size, extra)
     gathered = torch.cat([rank.tokens for rank in ranks])
-    real = set(ranks[0].places.tolist())
+    real = set(ranks[0].gathered_index.tolist())
     seen_by = {}
     for r, rank in enumerate(ranks):
         bounds = zip(
@@ -65,9 +63,9 @@ def test_a_token_sees_those_of_its_sequence_up_to_itself(lengths, size, extra):
         )
         for start, end, first, last in (map(int, b) for b in bounds):
             for i in range(start, end):
-                place = r * len(rank.tokens) + i
-                if place in real:
-                    keys = rank.key_rows[first : last - (end - 1 - i)]
+                slot = r * len(rank.tokens) + i
+                if slot in real:
+                    keys = rank.key_index[first : last - (end - 1 - i)]
                     assert set(keys.tolist()) <= real  # no padding
                     seen_by[int(rank.tokens[i])] = gathered[keys].tolist()
     for token, position in zip(whole.tokens.tolist(), whole.position_ids.tolist()):
@@ -77,10 +75,10 @@ def test_a_token_sees_those_of_its_sequence_up_to_itself(lengths, size, extra):
 @given(LENGTHS, st.sampled_from([2, 4]))
 def test_ranks_see_equally_many_keys(lengths, size):
     _, ranks = split(lengths, size, 0)
-    assert len({len(rank.key_rows) for rank in ranks}) == 1
+    assert len({len(rank.key_index) for rank in ranks}) == 1
 
 
-def test_a_multiple_is_made_up_by_padding():
+def test_padding_fills_up_to_a_multiple():
     whole = microbatch_of([5, 3])
     assert [
         local_length(whole, 1),
@@ -92,25 +90,27 @@ def test_a_multiple_is_made_up_by_padding():
 
 @settings(max_examples=25, deadline=None)
 @given(LENGTHS, st.sampled_from([2, 3]), st.integers(0, 9))
-def test_attention_is_the_same_as_of_one_rank(lengths, size, extra):
-    """In float64; the gathering of keys and values is done here."""
+def test_attention_agrees_with_that_of_one_rank(lengths, size, extra):
+    """Keys and values are gathered here. All is float64."""
     torch.manual_seed(0)
     inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
     q, k, v = (torch.randn(sum(lengths), heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
     whole, ranks = split(lengths, size, extra)
     alone = PackedSequences.build(split(lengths, 1, 0)[1][0], inv_freq, torch.float64)
-    rows, key = alone.rows, rotate(k, alone.cos, alone.sin)
-    expected = _in_blocks(rotate(q, alone.cos, alone.sin)[rows], key[rows], v[rows], alone)[
-        alone.places
-    ]
+    key = rotate(k, alone.cos, alone.sin)
+    slots = alone.blocks.token_index
+    query = rotate(q, alone.cos, alone.sin)[slots]
+    expected = _in_blocks(query, key[slots], v[slots], alone.blocks)[alone.blocks.slot_index]
     ids = torch.cat([rank.tokens for rank in ranks])  # token i has id i
     outputs = []
     for rank in ranks:
         packed = PackedSequences.build(rank, inv_freq, torch.float64)
-        query = rotate(q[rank.tokens], packed.cos, packed.sin)[packed.rows]
-        out = _in_blocks(query, key[ids][packed.key_rows], v[ids][packed.key_rows], packed)
-        outputs.append(out[packed.places])
-    assert torch.allclose(torch.cat(outputs)[ranks[0].places], expected, atol=1e-12)
+        query = rotate(q[rank.tokens], packed.cos, packed.sin)[packed.blocks.token_index]
+        keys = ids[packed.key_index]
+        out = _in_blocks(query, key[keys], v[keys], packed.blocks)
+        outputs.append(out[packed.blocks.slot_index])
+    gathered = torch.cat(outputs)[ranks[0].gathered_index]
+    assert torch.allclose(gathered, expected, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention needs a GPU")
@@ -122,16 +122,13 @@ def test_flash_attention_sees_the_same_tokens(size):
     _, ranks = split(lengths, size, 5)
     ids = torch.cat([rank.tokens for rank in ranks])
     for rank in ranks:
-        slow, fast = (
-            PackedSequences.build(rank, inv_freq, torch.float32),
-            PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16),
-        )
-        rows = slow.rows if slow.key_rows is None else slow.key_rows
-        blocks = _in_blocks(
-            q[rank.tokens][slow.rows].float(), k[ids][rows].float(), v[ids][rows].float(), slow
-        )[slow.places]
-        keys = slice(None) if fast.key_rows is None else fast.key_rows.cpu()
-        flash = _varlen(
-            q[rank.tokens].cuda(), k[ids][keys].cuda(), v[ids][keys].cuda(), fast
-        ).flatten(1)
-        assert (flash.float().cpu() - blocks).abs().max() < 0.03
+        slow = PackedSequences.build(rank, inv_freq, torch.float32)
+        fast = PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16)
+        assert fast.blocks is None
+        query = q[rank.tokens]
+        keys = slow.blocks.token_index if slow.key_index is None else slow.key_index
+        slots = query[slow.blocks.token_index].float()
+        blocks = _in_blocks(slots, k[ids][keys].float(), v[ids][keys].float(), slow.blocks)
+        keys = slice(None) if fast.key_index is None else fast.key_index.cpu()
+        flash = _varlen(query.cuda(), k[ids][keys].cuda(), v[ids][keys].cuda(), fast).flatten(1)
+        assert (flash.float().cpu() - blocks[slow.blocks.slot_index]).abs().max() < 0.03

@@ -1,17 +1,21 @@
-"""What an architecture's configuration becomes, and what is refused because it would be computed wrongly."""
+"""Configurations in Megatron's terms, and those that are refused: computed, they would be wrong."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import (
     check_supported,
     inverse_frequencies,
     transformer_config,
 )
+from areal_lite.megatron.model import check_layout
 
 SIZES = dict(
     vocab_size=97,
@@ -111,21 +115,25 @@ def test_refused(architecture, fields, message):
 
 
 def test_experts_split_over_tensor_parallel_ranks_need_sequence_parallelism():
+    hf = config("qwen3_moe")
+    layout = TrainerConfig(tensor_parallel=2)
     with pytest.raises(
         ValueError, match="trainer.sequence_parallel=false with trainer.tensor_parallel > 1"
     ):
-        transformer_config(config("qwen3_moe"), torch.float32, tensor_model_parallel_size=2)
+        check_layout(hf, layout)
+    check_layout(hf, replace(layout, sequence_parallel=True))
     made = transformer_config(
-        config("qwen3_moe"), torch.float32, tensor_model_parallel_size=2, sequence_parallel=True
+        hf, torch.float32, tensor_model_parallel_size=2, sequence_parallel=True
     )
     assert made.num_moe_experts == 128
 
 
-def test_a_window_that_no_sequence_fills_is_none():
+def test_a_window_that_no_sequence_fills_is_accepted():
     check_supported(config("mistral", sliding_window=128, max_position_embeddings=128), 1)
+    # No layer of this one has the window.
     check_supported(
         config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=4), 1
-    )  # of no layer
+    )
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])
@@ -143,6 +151,6 @@ def test_frequencies_are_those_of_transformers(head_dim):
     assert scale == 1.0 and got.dtype == torch.float32
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     unstretched = 1e4 ** -power.float()
-    assert (got == unstretched).any() and torch.isclose(
-        got, unstretched / LLAMA3["factor"]
-    ).any()  # both ends are reached
+    # Both ends are reached.
+    assert (got == unstretched).any()
+    assert torch.isclose(got, unstretched / LLAMA3["factor"]).any()

@@ -1,4 +1,4 @@
-"""Import and export tables: every rank's part against the definition written out per head, and the tensors back bit by bit."""
+"""Import and export tables: every rank's part, and the tensors back bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXPERT = 3
 
 
 class File:
-    """A tensor in a file, counting what is read of it."""
+    """A tensor in a file that counts the elements read."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor, self.read = tensor, 0
@@ -30,7 +30,7 @@ class File:
 
 @st.composite
 def cases(draw):
-    """(configuration, ranks): sizes that can be split so, and any vocabulary."""
+    """Draw (configuration, ranks): sizes that can be split this way, and any vocabulary."""
     ranks = draw(st.integers(1, 4))
     groups = ranks * draw(st.integers(1, 3))
     config = AutoConfig.for_model(
@@ -62,7 +62,7 @@ def names(hf) -> list[str]:
 
 
 def shape(name: str, hf) -> tuple[int, ...]:
-    """Of a Hugging Face tensor."""
+    """Return the shape of a Hugging Face tensor."""
     width = hf.moe_intermediate_size if ".experts." in name else hf.intermediate_size
     heads, groups, dim, hidden = (
         hf.num_attention_heads,
@@ -120,7 +120,7 @@ def expected(plan, tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> to
 
 @given(cases(), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
-def test_parts_are_as_megatron_wants_them_and_give_the_same_bits_back(case, random):
+def test_parts_follow_megatrons_layout_and_return_the_same_bits(case, random):
     hf, ranks = case
     torch.manual_seed(random.randrange(2**31))
     for name in names(hf):
@@ -134,9 +134,8 @@ def test_parts_are_as_megatron_wants_them_and_give_the_same_bits_back(case, rand
             assert torch.equal(shards[-1], expected(plan, tensors, hf, rank, ranks)), name
             read += sum(f.read for f in files)
         size = sum(t.numel() for t in tensors)
-        assert read == (size * ranks if plan.replicated else size), (
-            name
-        )  # nothing is read that the rank does not hold
+        # A rank reads only what it holds.
+        assert read == (size * ranks if plan.replicated else size), name
         back = plan.join(hf, shards[:1] if plan.replicated else shards)
         assert len(back) == len(tensors) and all(
             torch.equal(a, b) for a, b in zip(back, tensors)
@@ -152,9 +151,8 @@ def test_names_count_over_the_whole_model():
     assert layout("decoder.layers.0.mlp.router.weight", hf).names == (
         "model.layers.0.mlp.gate.weight",
     )
-    assert layout("output_layer.weight", hf).names == (
-        "model.embed_tokens.weight",
-    )  # the last pipeline stage's copy
+    # The last pipeline stage has a copy of the embedding.
+    assert layout("output_layer.weight", hf).names == ("model.embed_tokens.weight",)
     hf.tie_word_embeddings = False
     assert layout("output_layer.weight", hf).names == ("lm_head.weight",)
 

@@ -1,4 +1,4 @@
-"""Microbatches hold every token once, whole sequences, under the budget; and so do the blocks that attention makes of them."""
+"""Microbatches and attention blocks hold every token once, in whole sequences under the budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.megatron.attention import MIN_FILL, block_layout
+from areal_lite.megatron.attention import MIN_FILL, PaddedBlocks
 from areal_lite.megatron.packing import attention_crossover, make_microbatches, pack
 from areal_lite.trajectory import TrainBatch
 
@@ -102,16 +102,15 @@ def test_a_sequence_longer_than_the_budget_stands_alone_and_whole():
     assert sorted(len(m.tokens) for m in microbatches) == [10, 50]
 
 
-def test_a_budget_that_holds_nothing_is_refused():
+def test_a_budget_of_zero_is_refused():
     with pytest.raises(ValueError, match="tokens_per_microbatch=0"):
         pack([1], 0)
 
 
 def test_the_crossover_of_a_published_model():
-    """Qwen3-0.6B, by hand: attention takes 2 L x 2048 operations per token; the matrices 2 x 15,728,640."""
-    from megatron.core.transformer import (
-        TransformerConfig,
-    )  # after areal_lite.trainer, which prepares it
+    """Qwen3-0.6B, by hand, per token: attention takes 2 L x 2048 operations, matrices 2 x 15.7M."""
+    # After areal_lite.megatron, which prepares it.
+    from megatron.core.transformer import TransformerConfig
 
     shape = dict(
         hidden_size=1024,
@@ -142,9 +141,8 @@ def test_microbatches_partition_the_batch(lengths, budget):
         range(sum(lengths))
     )
     for m in microbatches:
-        assert {t.dtype for t in (m.tokens, m.position_ids, m.token_index)} == {
-            torch.int64
-        } and m.cu_seqlens.dtype == torch.int32
+        assert {t.dtype for t in (m.tokens, m.position_ids, m.token_index)} == {torch.int64}
+        assert m.cu_seqlens.dtype == torch.int32
         assert np.array_equal(batch.tokens[m.token_index.numpy()], m.tokens.numpy())
         assert m.max_seqlen == int(m.cu_seqlens.diff().max())
         for start, end in zip(m.cu_seqlens[:-1].tolist(), m.cu_seqlens[1:].tolist()):
@@ -158,14 +156,15 @@ def test_microbatches_partition_the_batch(lengths, budget):
 @given(LENGTHS)
 def test_attention_blocks_hold_each_sequence_in_a_row_of_its_own(lengths):
     cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    blocks, rows, places, key_rows = block_layout(cu_seqlens, cu_seqlens)
-    assert torch.equal(rows, key_rows)
-    assert rows[places].tolist() == list(range(sum(lengths)))
-    assert sum(count for count, _, _ in blocks) == len(lengths)
+    blocks = PaddedBlocks.build(cu_seqlens, cu_seqlens, masked=False)
+    tokens = blocks.token_index
+    assert torch.equal(tokens, blocks.key_index)
+    assert tokens[blocks.slot_index].tolist() == list(range(sum(lengths)))
+    assert sum(count for count, _, _ in blocks.shapes) == len(lengths)
     start, seen = 0, []
-    for count, longest, keys in blocks:
+    for count, longest, keys in blocks.shapes:
         assert keys == longest
-        for row in rows[start : start + count * longest].view(count, longest).tolist():
+        for row in tokens[start : start + count * longest].view(count, longest).tolist():
             sequence = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
             own = list(range(int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])))
             assert row == own + [own[-1]] * (longest - len(own))

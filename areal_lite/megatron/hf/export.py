@@ -1,0 +1,48 @@
+"""Write a checkpoint that transformers and SGLang load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from areal_lite.megatron.hf.stream import Bucket
+from areal_lite.system.files import publish_folder, scratch_folder
+
+SHARD_BYTES = 4 << 30  # of one file
+_INDEX = "model.safetensors.index.json"
+# Files with other suffixes in a checkpoint folder are weights.
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+
+
+def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the weights in `buckets`, a file for each; copy everything else from `source`.
+
+    `folder` appears under its name when it is complete and on disk.
+    """
+    scratch = scratch_folder(folder)
+    for path in source.iterdir():
+        if path.suffix in _COPIED_SUFFIXES and path.name not in ("config.json", _INDEX):
+            shutil.copy2(path, scratch / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, bucket in enumerate(buckets, 1):
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in bucket}
+        file = f"model-{number:05d}.safetensors"
+        save_file(tensors, scratch / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+        total += sum(t.nbytes for t in tensors.values())
+    if len(set(weight_map.values())) == 1:
+        (scratch / "model-00001.safetensors").rename(scratch / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (scratch / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    publish_folder(scratch, folder)

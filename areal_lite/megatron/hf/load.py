@@ -1,0 +1,82 @@
+"""Read a Hugging Face checkpoint into the parameters that this rank holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from safetensors import safe_open
+from transformers import PretrainedConfig
+
+from areal_lite.megatron.architectures import layout
+from areal_lite.megatron.model import Backbone
+
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Iterate over this rank's parameters, layers and experts counted over the whole model."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            found = LAYER.search(name)
+            if found:
+                layer = chunk.layer(int(found[0]))
+                name = LAYER.sub(str(layer.layer_number - 1), name)
+                if expert := _EXPERT.search(name):
+                    name = _EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+            yield name, parameter
+
+
+def is_expert(name: str) -> bool:
+    """Return whether the parameter belongs to an expert, which other groups split and replicate."""
+    return ".local_experts." in name
+
+
+def split_rank(name: str) -> tuple[int, int]:
+    """Return (this rank, ranks) of the group over which the parameter is split."""
+    if is_expert(name):
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+    assert rank is not None and ranks is not None
+    return rank, ranks
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> None:
+    """Set this rank's parameters from the safetensors files in `folder`.
+
+    Raises ValueError for a missing file or tensor, or a wrong shape.
+    """
+    index = weight_files(folder)
+    readers = {path: safe_open(path, "pt") for path in set(index.values())}
+    for name, parameter in global_parameters(chunks):
+        plan = layout(name, hf)
+        for tensor in plan.names:
+            if tensor not in index:
+                raise ValueError(f"{folder}: no tensor {tensor} in its safetensors files")
+        sources = [readers[index[tensor]].get_slice(tensor) for tensor in plan.names]
+        shard = plan.shard(hf, sources, *split_rank(name))
+        if shard.shape != parameter.shape:
+            raise ValueError(
+                f"{folder}: {plan.names[0]} does not have the shape that config.json implies"
+            )
+        parameter.copy_(shard)
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Map each tensor name to its safetensors file. Raises ValueError when there is no file."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: no safetensors files; is it a Hugging Face checkpoint folder?")
+    index: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, "pt") as reader:
+            index.update(dict.fromkeys(reader.keys(), path))
+    return index

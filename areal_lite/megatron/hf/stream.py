@@ -1,0 +1,100 @@
+"""The live weights with their Hugging Face names, collected on global rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from areal_lite.megatron.architectures import layout
+from areal_lite.megatron.hf.load import LAYER, global_parameters, is_expert, split_rank
+from areal_lite.megatron.model import Backbone
+
+Bucket = list[tuple[str, Tensor]]
+# (rank in its split, global rank, shape) of one shard of a parameter.
+_Shard = tuple[int, int, tuple[int, ...]]
+
+
+class WeightStream:
+    """Buckets of whole tensors on rank 0. All ranks construct it together.
+
+    takes_part: whether rank 0 needs anything from this rank. One replica of each parameter is
+    enough, so it is False on most data- and context-parallel ranks, unless they share experts.
+    """
+
+    def __init__(self, chunks: Sequence[Backbone], hf: PretrainedConfig):
+        self.hf = hf
+        parameters = sorted(global_parameters(chunks), key=_order)
+        self.own = {name: p for name, p in parameters if self._sends(name)}
+        mine = [(name, split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
+        rank = dist.get_rank()
+        self.takes_part = bool(mine) or rank == 0
+        gathered: list = [None] * dist.get_world_size()
+        dist.gather_object(mine, gathered if rank == 0 else None)
+        shards: dict[str, list[_Shard]] = {}
+        for sender, theirs in enumerate(gathered if rank == 0 else []):
+            for name, part, shape in theirs:
+                shards.setdefault(name, []).append((part, sender, shape))
+        # Parameters in the order in which they are sent, with their shards in the order of ranks.
+        self.shards = {name: sorted(found) for name, found in sorted(shards.items(), key=_order)}
+
+    def _sends(self, name: str) -> bool:
+        """Return whether this rank gives its shard of the parameter to rank 0."""
+        if name == "output_layer.weight" and self.hf.tie_word_embeddings:
+            return False  # a last pipeline stage's copy of the embedding
+        if layout(name, self.hf).replicated and split_rank(name)[0] > 0:
+            return False
+        if is_expert(name):
+            return parallel_state.get_expert_data_parallel_rank() == 0
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+    def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
+        """Iterate over whole tensors in buckets of about `bucket_bytes`, each tensor once.
+
+        A bucket is larger only when one parameter is. All ranks that take part iterate together;
+        ranks other than 0 get no buckets, and their first step sends everything.
+
+        The stream keeps no bucket. A consumer that asks for the next bucket before it has dropped
+        the last one holds two. Most tensors of a parameter that is not split are views of the live
+        parameter: use them before the next update.
+        """
+        if dist.get_rank() > 0:
+            for parameter in self.own.values():
+                dist.send(parameter.detach(), 0)
+            return
+        bucket: Bucket = []
+        held = 0
+        itemsize = next(iter(self.own.values())).itemsize
+        for name, shards in self.shards.items():
+            size = itemsize * sum(torch.Size(shape).numel() for _, _, shape in shards)
+            if bucket and held + size > bucket_bytes:
+                yield bucket
+                bucket, held = [], 0
+            plan = layout(name, self.hf)
+            bucket.extend(zip(plan.names, plan.join(self.hf, self._receive(name, shards))))
+            held += size
+        yield bucket
+
+    def _receive(self, name: str, shards: list[_Shard]) -> list[Tensor]:
+        like = next(iter(self.own.values())).detach()
+        tensors = []
+        requests = []
+        for _, sender, shape in shards:
+            tensor = self.own[name].detach() if sender == 0 else like.new_empty(shape)
+            if sender > 0:
+                requests.append(dist.irecv(tensor, sender))
+            tensors.append(tensor)
+        for request in requests:
+            assert request is not None
+            request.wait()
+        return tensors
+
+
+def _order(item: tuple[str, object]) -> tuple[int, str]:
+    """Order parameters layer by layer, the same on all ranks."""
+    layer = LAYER.search(item[0])
+    return (int(layer[0]) if layer else -1, item[0])
