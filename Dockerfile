@@ -1,12 +1,14 @@
 # syntax=docker/dockerfile:1
 #   docker build --target cpu -t areal_lite:cpu .
 #   docker build --target gpu -t areal_lite:gpu .
-# Dependencies are a layer that depends on pyproject.toml alone; our code is the last one, so a change of it rebuilds in seconds.
+# The layer of the dependencies needs pyproject.toml only. The code comes last, so that a change of
+# it rebuilds in seconds.
 ARG CPU_BASE=python:3.11.7-slim-bookworm
 ARG GPU_BASE=lmsysorg/sglang:v0.5.21
 
 FROM ${CPU_BASE} AS cpu-dependencies
-# A compiler: torch and SGLang build small kernels when they run. No versions: Debian's archive keeps only the newest of its release.
+# torch and SGLang compile small kernels at run time. The packages have no pinned versions because
+# Debian's archive keeps only the newest ones of a release.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc g++ libnuma1 \
@@ -14,8 +16,9 @@ RUN apt-get update \
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
 COPY pyproject.toml README.md LICENSE ./
-# Installed in place: the code comes later. SGLang without its dependencies, most of which are CUDA kernels.
-# torch of the default index brings CUDA along; --build-arg PIP_EXTRA_INDEX_URL=… of an index with CPU builds makes the image smaller.
+# An editable install: the code is copied later. SGLang comes without its dependencies, most of
+# which are CUDA kernels. The default package index has torch with CUDA;
+# --build-arg PIP_EXTRA_INDEX_URL=… with an index of CPU builds makes the image smaller.
 ARG PIP_EXTRA_INDEX_URL=""
 RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
     && python3 -m pip install -e ".[cpu]" \
@@ -25,7 +28,7 @@ FROM ${GPU_BASE} AS gpu-dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
 COPY pyproject.toml README.md LICENSE ./
-# torch and SGLang are the base image's.
+# The base image has torch and SGLang.
 RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
     && python3 -m pip install -e ".[gpu]"
 
@@ -37,7 +40,8 @@ COPY areal_lite areal_lite
 USER 10001
 WORKDIR /runs
 ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run
-HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
+HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 \
+    CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
 ENTRYPOINT ["python3", "-m", "areal_lite"]
 CMD ["--help"]
 
@@ -49,6 +53,7 @@ COPY areal_lite areal_lite
 USER 10001
 WORKDIR /runs
 ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run
-HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
+HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 \
+    CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
 ENTRYPOINT ["python3", "-m", "areal_lite"]
 CMD ["--help"]

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Sets everything up, then trains a small model with reinforcement learning and shows what happened.
-# Arguments are Hydra overrides: bash examples/quickstart.sh seed=2 data.max_digits=6 make_model.hidden_size=96
+# Set everything up, train a small model with reinforcement learning, and show a summary.
+# Arguments are settings:
+#   bash examples/quickstart.sh seed=2 data.max_digits=6 make_model.hidden_size=96
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=examples/setup.sh
 . "$root/examples/setup.sh"
 areal_lite_setup "$root"
 cd "$root"
 one_gpu=()
-if command -v nvidia-smi >/dev/null 2>&1 && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ]; then one_gpu=(+experiment=one_gpu); fi
+if command -v nvidia-smi >/dev/null 2>&1 && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ]; then
+  one_gpu=(+experiment=one_gpu)
+fi
 exec areal-lite quickstart "${one_gpu[@]}" "$@"

@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs the tests. --slow adds those that take minutes; other arguments go to pytest.
+# Set everything up and run the tests.
+#   bash tests/run.sh            the tests that take seconds
+#   bash tests/run.sh --slow     also the tests that take minutes
+# Other arguments go to pytest.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=examples/setup.sh
 . "$root/examples/setup.sh"
 areal_lite_setup "$root"
 cd "$root"
@@ -10,6 +14,6 @@ args=()
 for arg in "$@"; do
   if [ "$arg" = --slow ]; then select=(); else args+=("$arg"); fi
 done
-# One thread per process: the tests start many.
+# One thread per process: the tests start many processes.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 exec python -m pytest "${select[@]}" "${args[@]}"

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -141,7 +143,7 @@ def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
             raise
 
 
-def step_fields(step: dict) -> dict:
+def step_fields(step: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of the progress line from a line of metrics.jsonl."""
     return {
         "reward": step["reward_mean"],

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# AReaL's 1.5B experiment on 16 nodes of 8 GPUs: bash examples/slurm/areal.sh MODEL [key=value …]; with --print among them it is only shown.
-# What is the site's own is said here: a partition, an account, modules, the network.
+# Submit AReaL's 1.5B experiment to 16 nodes of 8 GPUs. With --print, only show the job.
+#   bash examples/slurm/areal.sh MODEL [key=value …] [--print]
+# Change the last lines for your site: partition, account, modules, network.
 set -euo pipefail
 model=$1
 shift
