@@ -1,11 +1,19 @@
-"""One controller process against servers that cost nothing: trajectories per second beside a bare HTTP client, memory, event-loop lag.
+"""The rate of one controller process against servers that cost nothing.
 
-    python benchmarks/controller.py [--trajectories 20000] [--rounds 3] [--out benchmarks/results/controller.json]
+    python benchmarks/controller.py [--trajectories 20000] [--rounds 3] [--out FILE]
 
-The server answers POST /generate with prepared completions of log-normally distributed lengths after the time that so many tokens take;
-it parses nothing. The bare client is aiohttp on uvloop: it keeps as many requests in flight, reads each answer and throws it away. The
-controller is the real process, as in a run, with its store and a reward worker; a trainer that does not train pulls its batches and pushes
-versions. Client and controller take turns on the same server, round by round. CPU seconds per trajectory are of the client's and the controller's process, all threads: they depend less on what else the machine does.
+It measures trajectories per second next to a bare HTTP client, memory, and event-loop lag.
+
+* The server answers POST /generate with prepared completions. Their lengths are log-normal, and each
+  takes the time of its number of tokens. The server parses nothing.
+* The bare client is aiohttp on uvloop. It keeps the same number of requests in flight, reads each
+  answer and discards it.
+* The controller is the real process with its store and a reward worker. A trainer that does not
+  train pulls its batches and pushes versions.
+
+Client and controller take turns on the same server, round by round. CPU seconds per trajectory are
+those of the process of the client or of the controller, over all threads. They depend less on other
+load of the machine.
 """
 
 from __future__ import annotations
@@ -40,14 +48,18 @@ SECONDS_PER_TOKEN = 0.001
 GROUP_SIZE, BATCH_GROUPS, MAX_STALENESS = 8, 256, 3
 
 
-# ---------------------------------------------------------------------------------------------------------------- the server
+# --- the server ---
 
 
-VERSION = b"%04d"  # as long as what replaces it: a push costs this server next to nothing
+# As long as its replacement, so that a push costs this server next to nothing.
+VERSION = b"%04d"
 
 
 def answer(length: int, rng: random.Random) -> bytes:
-    """The bytes of an HTTP answer with `length` tokens and VERSION as their version, the numbers as long as a real server writes them."""
+    """Return the bytes of an HTTP answer with `length` tokens of version VERSION.
+
+    The numbers have as many digits as those of a real server.
+    """
     version = VERSION.decode()
     logprobs = [[-rng.random() * 3, 2 + rng.randrange(90), None] for _ in range(length)]
     meta = {
@@ -72,7 +84,7 @@ def answer(length: int, rng: random.Random) -> bytes:
 
 
 class Server(asyncio.Protocol):
-    """One connection. `answers`, (seconds, bytes), are shared by all."""
+    """One connection. All connections share `answers`: (seconds, bytes)."""
 
     templates: list[tuple[float, bytes]] = []
     answers: list[tuple[float, bytes]] = []
@@ -138,17 +150,27 @@ async def serve(run_dir: Path) -> None:
     await server.serve_forever()
 
 
-# ---------------------------------------------------------------------------------------------------------- the two clients
+# --- the two clients ---
 
 
 async def bare(url: str, in_flight: int, count: int) -> dict[str, float]:
-    """`count` requests, `in_flight` at a time, as the controller would send them."""
+    """Send `count` requests, `in_flight` at a time, in the form of the controller's requests."""
     import aiohttp
 
-    body = json.dumps({
-        "rid": "0", "input_ids": list(range(PROMPT_TOKENS)), "return_logprob": True, "extra_key": "0",
-        "sampling_params": {"max_new_tokens": MAX_TOKENS, "temperature": 1.0, "stop_token_ids": [1], "skip_special_tokens": False},
-    }).encode()  # fmt: skip
+    sampling = {
+        "max_new_tokens": MAX_TOKENS,
+        "temperature": 1.0,
+        "stop_token_ids": [1],
+        "skip_special_tokens": False,
+    }
+    request = {
+        "rid": "0",
+        "input_ids": list(range(PROMPT_TOKENS)),
+        "return_logprob": True,
+        "extra_key": "0",
+        "sampling_params": sampling,
+    }
+    body = json.dumps(request).encode()
     left = iter(range(count))
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
@@ -174,7 +196,7 @@ async def bare(url: str, in_flight: int, count: int) -> dict[str, float]:
 
 
 class IdleLag(threading.Thread):
-    """The lag of an event loop that does nothing, in this process, meanwhile: what the machine itself adds."""
+    """The lag of an idle event loop in this process: the share of the machine itself."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -186,9 +208,13 @@ class IdleLag(threading.Thread):
 
 
 def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
-    """`count` trajectories through a controller of its own, after as many as fill its buffers."""
-    controller = subprocess.Popen([sys.executable, "-m", "areal_lite.controller.service", str(run_dir)], env=os.environ | dying_with_me(),
-                                  stderr=open(run_dir / "controller.log", "wb"))  # fmt: skip
+    """Measure `count` trajectories of a new controller, after those that fill its buffers."""
+    with open(run_dir / "controller.log", "wb") as errors:
+        controller = subprocess.Popen(
+            [sys.executable, "-m", "areal_lite.controller.service", str(run_dir)],
+            env=os.environ | dying_with_me(),
+            stderr=errors,
+        )
     process, client = psutil.Process(controller.pid), ControllerClient(run_dir, 120)
     per_step = GROUP_SIZE * BATCH_GROUPS
     warm = MAX_STALENESS + 1 + in_flight // per_step
@@ -233,7 +259,7 @@ def through_controller(run_dir: Path, in_flight: int, count: int) -> dict:
         controller.wait()
 
 
-# ------------------------------------------------------------------------------------------------------------------ both
+# --- both ---
 
 
 def prepare(folder: Path, in_flight: int) -> TrainConfig:
@@ -255,7 +281,7 @@ def prepare(folder: Path, in_flight: int) -> TrainConfig:
 
 @contextlib.contextmanager
 def fresh_server(run_dir: Path, config: TrainConfig) -> Iterator[str]:
-    """A server that is at version 0, for a run of its own."""
+    """Start a server at version 0 for one run."""
     run_dir.mkdir()
     config.run_dir = str(run_dir)
     save_config(config, run_dir)
@@ -344,9 +370,9 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
-    print(
-        f"share of the bare client's rate {shares[len(shares) // 2]:.2f}, by CPU time {cpu[len(cpu) // 2]:.2f}   -> {arguments.out}"
-    )
+    share, by_cpu = shares[len(shares) // 2], cpu[len(cpu) // 2]
+    print(f"share of the bare client's rate {share:.2f}, by CPU time {by_cpu:.2f}")
+    print(arguments.out)
 
 
 if __name__ == "__main__":

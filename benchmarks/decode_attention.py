@@ -1,10 +1,11 @@
-"""Tokens per second of a server without a GPU: SGLang's own torch attention against ours, everything else equal.
+"""Tokens per second of a server without a GPU: SGLang's torch attention against this project's.
 
     python benchmarks/decode_attention.py [--model FOLDER] [--rounds 3]
 
-Both servers run at once and take turns, so that whatever else the machine does falls on both. Prints two lines per workload, of tokens
-per second and of tokens per second of processor time of the server (the one to trust on a busy machine); ratios are of medians over the
-rounds. With no --model, a random Qwen3 of 0.8 M parameters.
+Both servers run at once and take turns, so that other load of the machine falls on both. Everything
+else is equal. Each workload prints two lines: tokens per second of wall-clock time, and of the
+server's processor time. Trust the second one on a busy machine. Ratios are of medians over the
+rounds. Without --model, the model is a random Qwen3 of 0.8 M parameters.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STOCK = "--stock-attention"
 
 
 def serve_with_stock_attention(argv: list[str]) -> None:
-    """areal_lite.servers.serve, except that our platform leaves SGLang's attention registry alone."""
+    """Serve as areal_lite.servers.serve does, but keep SGLang's own attention backends."""
     from areal_lite.servers import serve
     from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
 
@@ -77,7 +78,7 @@ def processor_seconds(server: ServerProcess) -> float:
 
 
 async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[float, float]:
-    """Tokens per second of wall-clock and of processor time."""
+    """Return tokens per second of wall-clock time and of processor time."""
     rng = random.Random(requests)
 
     async def one(session: aiohttp.ClientSession) -> None:
@@ -117,7 +118,8 @@ async def compare(servers: dict[str, ServerProcess], rounds: int) -> None:
                 statistics.median(s[i] for s in speeds[name]) for name in ("stock", "ours")
             )
             print(
-                f"{requests:4d} x {tokens:3d} tokens: stock {stock:6.0f}, ours {ours:6.0f} {unit}, ratio {ours / stock:.2f}",
+                f"{requests:4d} x {tokens:3d} tokens: stock {stock:6.0f}, ours {ours:6.0f} {unit}, "
+                f"ratio {ours / stock:.2f}",
                 flush=True,
             )
 

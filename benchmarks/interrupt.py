@@ -1,15 +1,16 @@
-"""What it costs to interrupt generation for new weights, by mode, on one real server without a GPU.
+"""The cost of interrupting generation for new weights, by mode, on one real server without a GPU.
 
     python benchmarks/interrupt.py [--hidden 512] [--requests 16] [--tokens 256] [--pushes 4]
 
-The real pusher pushes the server's own weights while the real fleet keeps requests of equal length in flight, in turn without pushes and with
-each mode. Writes benchmarks/results/interrupt.json: per mode and transport
+The real fleet keeps requests of equal length in flight. The real pusher pushes the server's own
+weights. Runs without pushes and runs of each mode take turns. The script writes
+benchmarks/results/interrupt.json with these values for each mode and transport:
 
     pause_ms       the pause window, in which no token is produced: median over the pushes
     over_copy      that window / the time of a memory copy of the same bytes
     recomputed     tokens whose KV cache was computed again, per push
-    lost_tokens    tokens that were asked for and did not arrive
-    cost_s         seconds that all requests together took longer than without pushes, per push
+    lost_tokens    tokens that were requested and did not arrive
+    cost_s         additional seconds of all requests together, per push, compared to no pushes
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def make_model(folder: Path, hidden: int) -> None:
 
 
 class Controller:
-    """What a pusher asks of the controller: hold for `abort`, and go on."""
+    """The controller's side of a push: pause dispatch in mode `abort`, then continue."""
 
     def __init__(self, fleet: Fleet, mode: str):
         self.fleet, self.mode, self.loop = fleet, mode, asyncio.get_running_loop()
@@ -158,12 +159,12 @@ async def measure(
 
 
 def starts(completion: Completion) -> list[int]:
-    """Where a new version begins within a completion."""
+    """Return the token indices at which a new version begins within a completion."""
     return (np.flatnonzero(np.diff(completion.versions)) + 1).tolist()
 
 
 def copy_seconds(weights: dict[str, torch.Tensor]) -> float:
-    """Median of a copy of all the weights, from memory to memory that is there already."""
+    """Return the median time in seconds of a copy of all weights into allocated memory."""
     source = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in weights.values()])
     target = torch.empty_like(source).copy_(source)
     times = []
@@ -217,7 +218,7 @@ async def run(arguments, folder: Path) -> dict:
 
 
 def summarise(arguments, results: list[dict], copy_s: float) -> list[dict]:
-    """Medians over the rounds."""
+    """Return the medians over the rounds."""
 
     def median(run: tuple[str, str], key: str) -> float:
         return statistics.median(r[key] for r in results if (r["mode"], r["transport"]) == run)

@@ -1,10 +1,11 @@
-"""Peak memory of log-probs, forward and backward, from hidden states and a vocabulary of 152k: it must not grow with tokens x vocabulary.
+"""Peak memory of log-probs, forward and backward, with a vocabulary of 152k tokens.
 
-    python benchmarks/logprob_memory.py [--hidden 64] [--vocab 151936] [--tokens 4096 16384] [--plain 1024]
+    python benchmarks/logprob_memory.py [--hidden 64] [--vocab 151936] [--tokens 4096 16384]
 
-Each measurement is a process of its own. `extra` is its peak over what is there before (hidden states, weight, targets), less the gradients
-that it must leave behind: resident memory, or on a GPU the allocator's count. `plain` is log_softmax of all logits, at a size that it can
-afford. Writes results/logprob_memory.json.
+The memory must not grow with tokens x vocabulary. Each measurement is a process of its own.
+`extra` is its peak, less the memory before (hidden states, weight, targets) and less the gradients
+that it must leave behind. It is resident memory, or the allocator's count on a GPU. `plain` is
+log_softmax of all logits, at a size that fits. The script writes results/logprob_memory.json.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def main() -> None:
             }
         row["all_logits_mib"] = 4 * tokens * args.vocab / MIB
         print(
-            f"{row['function']:5s} {tokens:6d} tokens: all logits {row['all_logits_mib']:6.0f} MiB, extra {row['extra_mib']:6.0f} MiB, "
+            f"{row['function']:5s} {tokens:6d} tokens: all logits {row['all_logits_mib']:6.0f} MiB, "
+            f"extra {row['extra_mib']:6.0f} MiB, "
             f"{row['seconds']:.1f} s",
             flush=True,
         )

@@ -1,8 +1,8 @@
-"""Time of the objectives on one core: loss, gradient and advantages of a flat batch of ragged sequences, float32.
+"""Time of the objectives on one core: loss, gradient and advantages of a flat float32 batch.
 
     python benchmarks/objectives.py [--tokens 2000000] [--rounds 5]
 
-Prints seconds per call, median over the rounds, and the peak memory of the process.
+The script prints seconds per call, median over the rounds, and the peak memory of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ GROUP, MEAN_LENGTH = 8, 1000
 
 
 def batch(tokens: int) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-    """Sequences of exponentially distributed lengths, a tenth of the tokens masked; rewards and group ids of the sequences."""
+    """Make sequences of exponentially distributed lengths, with a tenth of the tokens masked.
+
+    The rewards and the group ids are one per sequence.
+    """
     g = torch.Generator().manual_seed(1)
     lengths = (
         torch.empty(2 * tokens // MEAN_LENGTH + 64)

@@ -1,12 +1,16 @@
-"""Training throughput of dynamic microbatches against fixed ones of padded rows, on a long-tailed batch.
+"""Training throughput of dynamic microbatches against fixed padded ones, on a long-tailed batch.
 
-    python benchmarks/packing.py [--sequences 64] [--budget 2048] [--rounds 5] [--hidden 128] [--layers 4]
+    python benchmarks/packing.py [--sequences 64] [--budget 2048] [--rounds 5] [--hidden 128]
 
-All sides are the same engine on one thread, from the batch to the updated weights, and take turns. Dynamic: whole sequences up to `budget`
-tokens, without padding. Fixed: as many rows in the order in which they came as the budget has room for if each were as long as the longest,
-padded either to the longest of their microbatch or to that of the batch; padding is computed like any token and has no loss.
-Real tokens per second from medians, of wall-clock and of processor time (the one to trust on a busy machine). The losses must agree.
-Writes results/packing.json.
+All sides are the same policy on one thread, from the batch to the updated weights, and take turns.
+
+* Dynamic: whole sequences of up to `budget` tokens, without padding.
+* Fixed: rows in their original order. Their number is such that `budget` suffices even if every row
+  is as long as the longest one. Rows are padded to the longest of their microbatch or of the batch.
+  Padding is computed like any token and has no loss.
+
+Real tokens per second are from medians, of wall-clock time and of processor time. Trust the second
+one on a busy machine. The losses must agree. The script writes results/packing.json.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ RESULTS = Path(__file__).with_name("results") / "packing.json"
 
 
 def padded(batch: TrainBatch, widths: np.ndarray) -> TrainBatch:
-    """Sequence i padded to `widths[i]` tokens."""
+    """Pad sequence i to `widths[i]` tokens."""
     result = batch_of(widths, vocab=1)
     where = np.arange(len(batch.tokens)) + np.repeat(
         result.cu_seqlens[:-1] - batch.cu_seqlens[:-1], batch.lengths
@@ -46,7 +50,7 @@ def padded(batch: TrainBatch, widths: np.ndarray) -> TrainBatch:
 
 
 def rows_in_order(batch: TrainBatch, rows: int) -> list[Microbatch]:
-    """Microbatches of `rows` sequences each, one after the other."""
+    """Split the sequences, in order, into microbatches of `rows` sequences each."""
     microbatches = []
     for first in range(0, batch.num_sequences, rows):
         part = batch.select(range(first, min(first + rows, batch.num_sequences)))
@@ -70,7 +74,7 @@ def step_of(
 def sides(
     model: Path, batch: TrainBatch, budget: int
 ) -> tuple[dict[str, Callable[[], float]], dict[str, int]]:
-    """A training step of each side, and how many tokens it computes."""
+    """Return a training step of each side and the number of tokens that it computes."""
     longest = int(batch.lengths.max())
     rows = budget // longest
     starts = np.arange(0, batch.num_sequences, rows)
@@ -122,7 +126,8 @@ def main() -> None:
             raise RuntimeError(f"the sides differ: {losses}")
     shutdown()
     print(
-        f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, {lengths.sum()} in all, budget {args.budget}"
+        f"{len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens, "
+        f"{lengths.sum()} in all, budget {args.budget}"
     )
     rows = {}
     for name, taken in seconds.items():
@@ -136,8 +141,10 @@ def main() -> None:
             )
         rows[name] = row
         print(
-            f"{name:35s} {row['computed_tokens']:6d} tokens computed, {row['wall_tokens_per_s']:6.0f} real tok/s of wall-clock, "
-            f"{row['processor_tokens_per_s']:6.0f} of processor time; dynamic {row['wall_ratio']:.2f} and {row['processor_ratio']:.2f} times that"
+            f"{name:35s} {row['computed_tokens']:6d} tokens computed, "
+            f"{row['wall_tokens_per_s']:6.0f} real tok/s of wall-clock, "
+            f"{row['processor_tokens_per_s']:6.0f} of processor time; "
+            f"dynamic {row['wall_ratio']:.2f} and {row['processor_ratio']:.2f} times that"
         )
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps({"settings": vars(args), "rows": rows}, indent=2) + "\n")

@@ -1,11 +1,13 @@
-"""sync, one_step and async on the same task, seed and steps: the accuracy that each reaches and the time that it takes.
+"""Accuracy and time of `sync`, `one_step` and `async` on the same task, seed and steps.
 
-    python benchmarks/schedules.py            # a quarter of an hour on two cores; goes on where it was stopped
+    python benchmarks/schedules.py    # 15 minutes on two cores; run it again to continue after a stop
 
-Every run is `areal-lite train` with the quickstart's settings, from the same warmed-up model: a real SGLang server and a real Megatron
-trainer, one after the other, so that each has the machine for itself. Schedules take turns within a seed.
+Every run is `areal-lite train` with the settings of the quickstart, from the same warmed-up model,
+with a real SGLang server and a real Megatron trainer. The runs follow each other, so that each has
+the machine for itself. The schedules take turns within a seed.
 
-Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table of means over the seeds.
+Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table of means over the
+seeds.
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ from staleness import ROOT, areal_lite, warm_up
 SCHEDULES = ["sync", "one_step", "async"]
 DIGITS = "data.max_digits=8"
 MODEL = ["num_layers=3", "mlp_size=256"]
-WARM_UP = f"{DIGITS} batch_size=32 forget_carry=0.4 trainer.steps=500 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
+WARM_UP = (
+    f"{DIGITS} batch_size=32 forget_carry=0.4 "
+    "trainer.steps=500 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
+)
 WARM_UP += " trainer.lr_warmup_steps=20 trainer.weight_decay=0.01 trainer.threads=2"
-TRAIN = f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=192 rollout.max_concurrent=384 trainer.batch_groups=64"
-TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5"
+TRAIN = (
+    f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=192 rollout.max_concurrent=384 "
+    "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 "
+    "trainer.lr_schedule=linear trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5"
+)
 TRAIN += " algo=quickstart eval.problems=512"
 
 
@@ -53,7 +61,7 @@ def main() -> None:
 
 
 def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
-    """Run it unless it has been run; what became of it."""
+    """Train one run unless it is finished; return its record."""
     run_dir = work / f"{schedule}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
@@ -91,9 +99,11 @@ def table(records: list[dict], steps: int) -> str:
 
     seeds = len(records) // len(SCHEDULES)
     lines = [
-        f"`python benchmarks/schedules.py`: {steps} steps of 64 x 8 trajectories, sums of eight digits, {seeds} seed{'s' * (seeds > 1)}.",
+        f"`python benchmarks/schedules.py`: {steps} steps of 64 x 8 trajectories, "
+        f"sums of eight digits, {seeds} seed{'s' * (seeds > 1)}.",
         "",
-        "| schedule | accuracy before | accuracy sampled | greedy | staleness, mean | training, s | against sync |",
+        "| schedule | accuracy before | accuracy sampled | greedy | staleness, mean "
+        "| training, s | against sync |",
         "|---|---|---|---|---|---|---|",
     ]
     for schedule in SCHEDULES:
@@ -103,7 +113,8 @@ def table(records: list[dict], steps: int) -> str:
         speed = mean("sync", "train_s") / mean(schedule, "train_s")
         seconds, staleness = mean(schedule, "train_s"), mean(schedule, "staleness_mean")
         lines.append(
-            f"| {schedule} | {before} | {after} | {greedy} | {staleness:.1f} | {seconds:.0f} | {speed:.2f} x |"
+            f"| {schedule} | {before} | {after} | {greedy} | {staleness:.1f} "
+            f"| {seconds:.0f} | {speed:.2f} x |"
         )
     return "\n".join(lines) + "\n"
 

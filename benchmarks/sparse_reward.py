@@ -1,7 +1,6 @@
 """Rare rewards: Trajectory Balance with and without replay, and GRPO, on sums that mostly fail.
 
-    python benchmarks/sparse_reward.py    # 45 minutes on two cores; run it again to continue after
-    a stop
+    python benchmarks/sparse_reward.py    # 45 minutes on two cores; continues after a stop
 
 Every column of every problem carries, and the teacher of the warm-up forgot most carries: hardly
 one completion per step is right. Without the buffer, a right completion is trained on once; with

@@ -1,11 +1,13 @@
-"""How much staleness does it bear? Decoupled against naive PPO on the addition task, at max_staleness 0, 1, 4, 8, 16, three seeds each.
+"""Accuracy against staleness: decoupled and naive PPO on addition.
 
-    python benchmarks/staleness.py            # about an hour on two cores; goes on where it was stopped
+    python benchmarks/staleness.py    # an hour on two cores; run it again to continue after a stop
 
-Every run is `areal-lite train` as a user would start it: a real SGLang server and a real Megatron trainer. `buffer.fixed_lag` makes every
-token exactly max_staleness old (after the first steps), so that the result does not depend on how fast this machine generates or trains.
-A step has four minibatches: with one, the ratio to the proximal policy is 1 and there would be nothing to clip. The runs of a seed start
-from the same warmed-up model and see the same prompts. `areal_lite` of this checkout is what is run.
+The runs have max_staleness 0, 1, 4, 8 and 16, with three seeds each. Every run is `areal-lite
+train` of this checkout, with a real SGLang server and a real Megatron trainer. `buffer.fixed_lag`
+makes every token exactly max_staleness versions old after the first steps, so the result does not
+depend on the speed of the machine. A step has four minibatches: with one, the ratio to the
+proximal policy is 1 and nothing would be clipped. The runs of a seed start from the same warmed-up
+model and see the same prompts.
 
 Writes <out>/staleness.json, one record per run, and <out>/staleness.png.
 """
@@ -29,10 +31,16 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS = "data.max_digits=4"
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
-WARM_UP = f"{DIGITS} batch_size=32 forget_carry=0.4 trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
+WARM_UP = (
+    f"{DIGITS} batch_size=32 forget_carry=0.4 "
+    "trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
+)
 WARM_UP += " trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
-TRAIN = f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=512 trainer.batch_groups=32 trainer.minibatches=4"
-TRAIN += " trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"
+TRAIN = (
+    f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=64 rollout.max_concurrent=512 "
+    "trainer.batch_groups=32 trainer.minibatches=4 trainer.lr=3e-4 trainer.min_lr=3e-5 "
+    "trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5"
+)
 TRAIN += " algo=quickstart algo.prox=recompute eval.problems=512 buffer.fixed_lag=true"
 ARMS = {"decoupled": "true", "naive": "false"}
 LAST = 10  # steps whose mean reward is reported beside the accuracy
@@ -90,7 +98,7 @@ def areal_lite(log: Path, *arguments: str) -> None:
 
 
 def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> None:
-    """<work>/warm-<seed>, a model of that shape after `sft` with these settings, unless it is there."""
+    """Make <work>/warm-<seed>, a model after `sft` with these settings, unless it exists."""
     cold, warm = work / f"cold-{seed}", work / f"warm-{seed}"
     if not warm.exists():
         own = [
@@ -105,7 +113,7 @@ def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> Non
 
 
 def train(work: Path, seed: int, staleness: int, arm: str, steps: int) -> dict:
-    """Run it unless it has been run; what became of it."""
+    """Train one run unless it is finished; return its record."""
     run_dir = work / f"{arm}-{staleness}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
@@ -144,7 +152,11 @@ COLORS = {"decoupled": "#1f6fb4", "naive": "#d1662b"}
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Left: accuracy of the final weights, every seed a point, the line their mean. Right: reward over the run, mean of the seeds."""
+    """Draw the figure.
+
+    Left: accuracy of the final weights, one point per seed and a line of the means. Right: reward
+    over the run, mean of the seeds.
+    """
     bounds = sorted({r["max_staleness"] for r in records})
     figure, (left, *curves) = plt.subplots(
         1, 1 + len(bounds), figsize=(4 + 2.6 * len(bounds), 3.6), layout="constrained"

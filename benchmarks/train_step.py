@@ -1,11 +1,13 @@
-"""One optimizer step of the Megatron engine against plain transformers + torch.optim.AdamW, on the same tokens from the same weights.
+"""One optimizer step of the trainer's policy against transformers with torch.optim.AdamW.
 
-    python benchmarks/train_step.py [--steps 15] [--tokens 2048] [--hidden 256] [--layers 4] [--vocab 2048]
+    python benchmarks/train_step.py [--steps 15] [--tokens 2048] [--hidden 256] [--layers 4]
 
-Both take turns in one process, on one thread, so that whatever else the machine does falls on both; ratios are of medians, of wall-clock
-and of processor time (the one to trust on a busy machine). Two batches: sequences of equal length, where the plain side has nothing to pad
-and is at its best, and long-tailed ones, where it pads. The loss is the mean negative log-likelihood; the engine computes entropies, too.
-The losses of both sides must agree. Writes results/train_step.json.
+Both sides have the same tokens and weights. They take turns in one process, on one thread, so that
+other load of the machine falls on both. Ratios are of medians, of wall-clock time and of processor
+time. Trust the second one on a busy machine. One batch has sequences of equal length, where the
+plain side pads nothing and is at its best. The other is long-tailed, and the plain side pads it.
+The loss is the mean negative log-likelihood. The policy also computes entropies. The losses of
+both sides must agree. The script writes results/train_step.json.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def make_model(folder: Path, args: argparse.Namespace) -> Path:
 
 
 def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
-    """From the batch to the updated weights, packing included."""
+    """Run one step from the batch to the updated weights, packing included."""
     engine = Policy(settings, model, seed=1)
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
@@ -83,7 +85,10 @@ def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step
 
 
 def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
-    """One forward pass of the sequences as rows, padded to the longest; without a mask if there is no padding."""
+    """Run one forward pass of the sequences as rows, padded to the longest.
+
+    Without padding there is no mask.
+    """
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     betas = (settings.adam_beta1, settings.adam_beta2)
     optimizer = torch.optim.AdamW(
@@ -158,7 +163,8 @@ def main() -> None:
             for clock in ("wall", "processor"):
                 ms = [row[f"{side}_{clock}_ms"] for side in ("engine", "plain")]
                 print(
-                    f"{clock:>12s} time: engine {ms[0]:7.1f} ms, plain {ms[1]:7.1f} ms, ratio {row[f'{clock}_ratio']:.3f}",
+                    f"{clock:>12s} time: engine {ms[0]:7.1f} ms, plain {ms[1]:7.1f} ms, "
+                    f"ratio {row[f'{clock}_ratio']:.3f}",
                     flush=True,
                 )
     shutdown()
