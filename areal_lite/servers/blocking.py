@@ -7,38 +7,59 @@ alive. Calls run concurrently: a call to each of several servers takes as long a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from areal_lite.servers.client import ServerError, ServerUnreachable, SGLangClient
 from areal_lite.servers.registry import ServerInfo
 
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class _Background:
+    """An event loop on a daemon thread, and a client that lives on it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True, name="server calls").start()
+        self.client: SGLangClient = self.start(self._make_client()).result()
+        self._pid = os.getpid()
+        atexit.register(self._close)
+
+    def start(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(call, self.loop)
+
+    async def _make_client(self) -> SGLangClient:
+        return SGLangClient(timeout_s=10.0)  # each call brings its own time-out
+
+    def _close(self) -> None:
+        if os.getpid() == self._pid:  # the thread does not live on in a forked process
+            with suppress(TimeoutError):
+                self.start(self.client.close()).result(_CLOSE_TIMEOUT_S)
+
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="server calls").start()
-    return loop
+def _background_of(pid: int) -> _Background:
+    return _Background()
 
 
-# The thread does not survive a fork: a child process starts its own.
-os.register_at_fork(after_in_child=_event_loop.cache_clear)
+def _background() -> _Background:
+    """Return the loop and the client of this process: a forked one makes its own."""
+    return _background_of(os.getpid())
 
 
 def start_post(
     server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float
 ) -> Future[Any]:
     """Start `post` and return its future."""
-
-    async def call() -> Any:
-        async with SGLangClient(timeout_s) as client:
-            return await client.post(server, path, body)
-
-    return asyncio.run_coroutine_threadsafe(call(), _event_loop())
+    background = _background()
+    return background.start(background.client.post(server, path, body, timeout_s))
 
 
 def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
@@ -67,13 +88,9 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
 
 def is_reachable(server: ServerInfo, timeout_s: float) -> bool:
     """Return whether the server answers GET /health within `timeout_s`, with any status."""
-
-    async def call() -> None:
-        async with SGLangClient(timeout_s) as client:
-            await client.check_reachable(server)
-
+    background = _background()
     try:
-        asyncio.run_coroutine_threadsafe(call(), _event_loop()).result()
+        background.start(background.client.check_reachable(server, timeout_s)).result()
     except ServerError as error:
         return not isinstance(error, ServerUnreachable)
     return True

@@ -100,14 +100,13 @@ class Client(Protocol):
 class SGLangClient:
     """The HTTP client of all SGLang servers, over one aiohttp session: close it after use.
 
-    A completion may take any time. All other calls end within `timeout_s`. Servers are addressed
-    directly: proxies in the environment are for other traffic.
+    A completion may take any time. All other calls end within `timeout_s`, unless they are given
+    another time-out. Servers are addressed directly: proxies in the environment are for other
+    traffic.
     """
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
-        self._bounded = aiohttp.ClientTimeout(total=timeout_s)
-        self._unbounded = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
         # uvicorn closes a connection after 5 idle seconds, perhaps just as a request is sent on
         # it. The client closes idle connections earlier.
         self._session = aiohttp.ClientSession(
@@ -146,7 +145,8 @@ class SGLangClient:
             "return_logprob": True,
             "extra_key": cache_key,
         }
-        raw = await self._send(server, "/generate", body, self._unbounded)
+        unbounded = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        raw = await self._send(server, "/generate", body, unbounded)
         try:
             chunk = parse_generation(raw)
         except (ValueError, msgspec.MsgspecError) as error:
@@ -168,9 +168,9 @@ class SGLangClient:
         except ValueError as error:
             raise ValueError(f"server {server.name} ({server.url}): {error}") from error
 
-    async def check_reachable(self, server: ServerInfo) -> None:
+    async def check_reachable(self, server: ServerInfo, timeout_s: float | None = None) -> None:
         """Return if the HTTP process of the server works. Raises ServerError."""
-        await self._send(server, "/health")
+        await self._send(server, "/health", timeout=self._bounded(timeout_s))
 
     async def check_health(self, server: ServerInfo) -> None:
         # /health and /model_info are answered even when the scheduler hangs. /server_info is the
@@ -183,12 +183,14 @@ class SGLangClient:
     async def abort_all(self, server: ServerInfo) -> None:
         await self.post(server, "/abort_request", {"abort_all": True})
 
-    async def post(self, server: ServerInfo, path: str, body: dict[str, Any]) -> Any:
+    async def post(
+        self, server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float | None = None
+    ) -> Any:
         """POST `body` as JSON and return the decoded answer (None if it is empty).
 
         Raises ServerError unless the status is 200 and the answer does not say `success: false`.
         """
-        raw = await self._send(server, path, body)
+        raw = await self._send(server, path, body, self._bounded(timeout_s))
         try:
             answer = json.loads(raw) if raw else None
         except ValueError:
@@ -196,6 +198,9 @@ class SGLangClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise ServerRefused(server, f"{path}: {answer.get('message')}")
         return answer
+
+    def _bounded(self, timeout_s: float | None) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
 
     async def _send(
         self,
@@ -206,6 +211,7 @@ class SGLangClient:
     ) -> bytes:
         """POST `body`, or GET without one, and return the body of a 200. Raises ServerError."""
         headers = {"Content-Type": "application/json"}
+        timeout = timeout or self._bounded(None)
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
         try:
@@ -214,11 +220,12 @@ class SGLangClient:
                 server.url + path,
                 data=None if body is None else msgspec.json.encode(body),
                 headers=headers,
-                timeout=timeout or self._bounded,
+                timeout=timeout,
             ) as response:
                 raw = await response.read()
         except TimeoutError as error:
-            reason = f"no answer to {path} within {self._timeout_s:g} s"
+            limit_s = timeout.total or timeout.sock_connect
+            reason = f"no answer to {path} within {limit_s:g} s"
             raise ServerUnreachable(server, reason) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{path}: {type(error).__name__} {error}"

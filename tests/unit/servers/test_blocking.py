@@ -111,3 +111,21 @@ def test_a_call_that_hangs_does_not_keep_the_process_alive():
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_forked_process_makes_its_own_connections(server):
+    code = (
+        "import os, sys\n"
+        "from areal_lite.servers.blocking import post\n"
+        "from areal_lite.servers.registry import ServerInfo\n"
+        "server = ServerInfo(\n"
+        "    name='a', url=sys.argv[1], api_key=None, tensor_parallel=1, pid=1\n"
+        ")\n"
+        "assert post(server, '/fine', {}, 5)['n'] == 1\n"
+        "child = os.fork()\n"
+        "assert post(server, '/fine', {}, 5)['n'] == 1\n"
+        "sys.exit(child and os.waitpid(child, 0)[1])\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, server.url]
+    done = subprocess.run(command, timeout=30, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
