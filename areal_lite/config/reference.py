@@ -23,7 +23,9 @@ from areal_lite.config.fields import Setting, settings_of
 _COLUMNS = 100
 _HELP_COLUMN = 40
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
+# Allowed values that the help leaves out, unless the value is null: the value shows its type.
 _OBVIOUS = (*_TYPES.values(), "list", "keys and values")
+# Stands for a space while text is wrapped.
 _GLUE = "\0"
 
 
