@@ -1,4 +1,7 @@
-"""One rank of the architecture tests: `architectures_worker.py JOB`, with torchrun's environment. JOB is a JSON file (test_architectures.py)."""
+"""One rank of the architecture tests: `architectures_worker.py JOB`, with torchrun's environment.
+
+JOB is a JSON file (see test_architectures.py).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ SETTINGS = dict(
 
 
 def update(engine: Policy, step: int) -> dict[str, float]:
-    """One update on the mean log-prob of a batch, dealt to the data-parallel ranks by turns."""
+    """Update on the mean log-prob of a batch, distributed to the data-parallel ranks in turns."""
     whole = random_batch(8, VOCAB, seed=step)
     batch = whole.select(range(engine.dp_group.rank(), whole.num_sequences, engine.dp_group.size()))
 

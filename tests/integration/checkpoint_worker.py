@@ -1,6 +1,7 @@
-"""One rank of the checkpoint tests: `checkpoint_worker.py JOB`, with torchrun's environment. JOB is a JSON file (see test_checkpoint.py).
+"""One rank of the checkpoint tests: `checkpoint_worker.py JOB`, with torchrun's environment.
 
-A job is a list of stories, each told with a fresh engine; what they return goes to results.json, from rank 0.
+JOB is a JSON file (see test_checkpoint.py): stories, each told with a fresh engine. Rank 0 writes
+what they return to the file `results` of the job.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Story:
         self.engine = Policy(TrainerConfig(**(SETTINGS | layout | overrides)), model, seed)
 
     def train(self, steps: range, poison: bool = False) -> list[dict[str, float]]:
-        """`poison`: the loss of the last data-parallel rank is not a number."""
+        """Update once per step. `poison`: the loss of the last data-parallel rank is NaN."""
         return [self._update(step, poison) for step in steps]
 
     def _update(self, step: int, poison: bool) -> dict[str, float]:
-        """One update on the batch of `step`, dealt to the data-parallel ranks by turns."""
+        """Update on the batch of `step`, distributed to the data-parallel ranks in turns."""
         whole = random_batch(12, 98, seed=step)
         rank, size = self.engine.dp_group.rank(), self.engine.dp_group.size()
         batch = whole.select(range(rank, whole.num_sequences, size))
@@ -71,7 +72,7 @@ class Story:
         return Checkpoints(Path(folder), {"policy": self.engine}, **settings)
 
     def uninterrupted(self, folder: str) -> dict:
-        """Three updates, a save that stays unwritten during three more, another save."""
+        """Update three times, save, update three more while the save is held, save again."""
         checkpoints = self.checkpoints(folder)
         disk = hold_the_disk()
         first = self.train(range(3))
@@ -95,7 +96,7 @@ class Story:
         return {"extra": extra, "second": second}
 
     def with_critic(self, folder: str) -> dict:
-        """Policy and critic, which have trained differently, in one checkpoint; loaded into models that have trained on."""
+        """Save policy and critic together, train further, and load them."""
         critic = Critic(self.engine.config, self.engine.source, seed=1)
 
         def train_critic(steps: range) -> list[dict[str, float]]:
@@ -129,7 +130,7 @@ class Story:
             return str(error)
 
     def before_any_update(self, folder: str) -> dict:
-        """A checkpoint of an optimizer without moments is one all the same. Then: newest and milestones stay."""
+        """Save before the optimizer has moments, and load it. Then keep newest and milestones."""
         checkpoints = self.checkpoints(folder, keep=2, milestone_every=10)
         checkpoints.save(0, {})
         first = self.train(range(2))
@@ -146,7 +147,7 @@ class Story:
         }
 
     def other_rate(self, folder: str) -> list:
-        """A run that goes on with other settings than the checkpoint's."""
+        """Continue with other settings than the checkpoint's."""
         self.checkpoints(folder).load(Path(folder) / "step-3")
         return self.train(range(3, 6))
 
@@ -170,7 +171,7 @@ class Story:
         return {"first": first, "bad": bad, "same": same, "next": self.train(range(2, 3))}
 
     def measured(self) -> dict:
-        """This rank's parameters, outside and inside of experts; bytes that autograd keeps of a long microbatch; bytes of a push's buckets."""
+        """Count parameters, the bytes that autograd keeps, and the bytes of push buckets."""
         sizes = [p.numel() for p in self.engine.model.parameters()]
         weights = {p.untyped_storage().data_ptr() for p in self.engine.model.parameters()}
         tokens = 512
@@ -180,9 +181,8 @@ class Story:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.untyped_storage().data_ptr() not in weights:
-                kept[tensor.untyped_storage().data_ptr()] = (
-                    tensor  # kept alive: no two have one address
-                )
+                # Kept alive, so that no two have the same address.
+                kept[tensor.untyped_storage().data_ptr()] = tensor
             return tensor
 
         def loss(logprobs, entropy, microbatch):
@@ -204,7 +204,7 @@ class Story:
         }
 
     def unwritable(self, folder: str) -> str:
-        """The last rank cannot write its part."""
+        """Save when the last rank cannot write its part; return the error."""
         checkpoints = self.checkpoints(folder)
         checkpoints.save(1, {})
         checkpoints.wait()
@@ -217,7 +217,7 @@ class Story:
             return str(error)
 
     def killed(self, folder: str) -> None:
-        """Dies while its second checkpoint is being written."""
+        """Die while the second checkpoint is being written."""
         checkpoints = self.checkpoints(folder)
         checkpoints.save(3, {})
         checkpoints.wait()
@@ -227,7 +227,7 @@ class Story:
 
 
 def one_sequence(length: int) -> TrainBatch:
-    """A batch of a single sequence, so that attention pads nothing."""
+    """Make a batch of a single sequence, so that attention pads nothing."""
     return TrainBatch(
         tokens=(np.arange(length) % 90).astype(np.int32),
         loss_mask=np.ones(length, bool),
@@ -243,7 +243,7 @@ def one_sequence(length: int) -> TrainBatch:
 
 
 def hold_the_disk() -> threading.Event:
-    """From now on nothing is written before the event is set."""
+    """Hold all writes until the returned event is set."""
     write, released = Writer.write_preloaded_data, threading.Event()
 
     def held(*args, **kwargs):

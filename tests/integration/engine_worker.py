@@ -1,6 +1,7 @@
-"""One rank of the engine tests: `engine_worker.py JOB`, with torchrun's environment. JOB is a JSON file (see test_engine.py).
+"""One rank of the engine tests: `engine_worker.py JOB`, with torchrun's environment.
 
-Results go to the job's folder `out`, from rank 0: what the tests compare is computed here, what they compare with is computed there.
+JOB is a JSON file (see test_engine.py). Rank 0 writes the engine's results to the job's folder
+`out`; the test computes what they are compared with.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Run:
     def update(
         self, engine: Policy, step: int, budget: int, poison: bool = False
     ) -> dict[str, float]:
-        """One update on the batch of `step`, dealt to the data-parallel ranks by turns."""
+        """Update on the batch of `step`, distributed to the data-parallel ranks in turns."""
         whole = random_batch(12, 98, seed=step)
         rank, size = engine.dp_group.rank(), engine.dp_group.size()
         batch = whole.select(range(rank, whole.num_sequences, size))

@@ -1,6 +1,7 @@
-"""One rank of the layout tests: `layout_worker.py JOB`, with torchrun's environment. JOB is a JSON file: cases, run one after another.
+"""One rank of the layout tests: `layout_worker.py JOB`, with torchrun's environment.
 
-A case is a parallel layout and the models to run in it. What every rank computed goes to the job's folder `out`, results.pt, from rank 0.
+JOB is a JSON file of cases, which run one after another. A case is a parallel layout and the models
+to run in it. Rank 0 writes the results of every rank to results.pt in the job's folder `out`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ CRITIC = {"lr": 3e-3, "clip_grad": 2.0}
 
 
 def sequence_sums(values: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """[n] from [t]: sums over whole sequences."""
+    """Sum values [t] over whole sequences: [n]."""
     sequence = (position_ids == 0).cumsum(0) - 1
     return torch.zeros(int(sequence[-1]) + 1).index_add(0, sequence, values)
 
 
 def shard(model: ParallelModel, step: int) -> tuple[int, TrainBatch, list[Microbatch]]:
-    """Tokens of the whole batch of `step`, and this rank's sequences; the budget differs, so the ranks have different numbers of microbatches."""
+    """Return the tokens of the whole batch of `step`, this rank's sequences, and its microbatches.
+
+    Budgets differ, so ranks have different numbers of microbatches.
+    """
     whole, rank = random_batch(12, 98, seed=step), model.dp_group.rank()
     batch = whole.select(range(rank, whole.num_sequences, model.dp_group.size()))
     return len(whole.tokens), batch, make_microbatches(batch, 48 * (1 + 2 * rank))
@@ -50,10 +54,8 @@ class Case:
         self.microbatches = make_microbatches(self.batch, 64)
 
     def policy(self) -> dict:
-        engine, reference = (
-            Policy(self.config, self.path, seed=1),
-            Reference(self.config, self.path),
-        )
+        engine = Policy(self.config, self.path, seed=1)
+        reference = Reference(self.config, self.path)
         results = {"logprobs": engine.logprobs(self.microbatches, TEMPERATURE)}
         results["history"] = [self.update(engine, step) for step in range(UPDATES)]
         results["after"] = engine.logprobs(self.microbatches, TEMPERATURE)
@@ -63,7 +65,7 @@ class Case:
         return results
 
     def update(self, engine: Policy, step: int) -> dict[str, float]:
-        """A loss of tokens, entropies and whole sequences."""
+        """Update on a loss of tokens, entropies and whole sequences."""
         total, batch, microbatches = shard(engine, step)
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
@@ -86,7 +88,7 @@ class Case:
             total, batch, microbatches = shard(critic, step)
             targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
 
-            def loss(values, microbatch):
+            def loss(values, microbatch, targets=targets, total=total):
                 return (values - targets[microbatch.token_index]).square().sum() / total, {}
 
             history.append(critic.update(microbatches, loss))
@@ -101,7 +103,7 @@ class Case:
         }
 
     def resumed(self, checkpoint: str) -> dict:
-        """Log-probs after taking up another layout's checkpoint, and what the next updates report."""
+        """Load another layout's checkpoint; return log-probs and metrics of the next updates."""
         engine = Policy(self.config, self.path, seed=1)
         engine.load(checkpoint)
         resumed = engine.logprobs(self.microbatches, TEMPERATURE)

@@ -1,4 +1,7 @@
-"""Each architecture under each kind of layout, on real processes over gloo: the same log-probs as transformers, the same bits back."""
+"""Each architecture under each kind of layout, on real processes over gloo.
+
+They compute the log-probs of transformers and export the same bits.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ EXPERTS = {
 }
 BUCKET_BYTES = 40_000
 
-# name -> (architecture, what differs from the common sizes). No vocabulary here can be split evenly over two ranks.
+# name -> (architecture, differences from the common sizes). No vocabulary splits evenly over two
+# ranks.
 MODELS = {
     "qwen2_tied": ("qwen2", {}),
     "qwen3_untied": ("qwen3", {"tie_word_embeddings": False}),
@@ -52,7 +56,7 @@ MODELS = {
     "moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "moe_unnormalised": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
 }
-# name -> (layout, its models, those it also trains)
+# name -> (layout, its models, the models that it also trains)
 RUNS = {
     "single": ({}, tuple(MODELS), ("moe", "llama3_untied")),
     "tensor": (
@@ -81,7 +85,7 @@ SLOW = ("pipeline", "interleaved", "expert", "tensor_expert")
 
 
 def cases(trained: bool = False) -> list:
-    """(run, model), a parameter of a test."""
+    """List (run, model), the parameters of a test."""
     pairs = [
         (run, name)
         for run, (_, models, updated) in RUNS.items()
@@ -118,7 +122,7 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def launch(layout: dict, models: dict[str, str], updated: tuple[str, ...], out: Path) -> list[dict]:
-    """Run the worker on all ranks of the layout and wait; the results of each rank."""
+    """Run the worker on all ranks of the layout, wait, and return the results of each rank."""
     out.mkdir()
     job = out / "job.json"
     job.write_text(
@@ -176,7 +180,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder):
-    """results(run): what each of its ranks computed; a run starts when it is first asked for, once."""
+    """results(run): what each of its ranks computed. A run starts once, at its first use."""
     return cache(
         lambda run: launch(
             RUNS[run][0],

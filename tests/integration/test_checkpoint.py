@@ -1,4 +1,4 @@
-"""Checkpoints of the real engine on real processes: six updates are three, a checkpoint, and three more in other processes."""
+"""Checkpoints of the real engine: six updates equal three, a checkpoint, and three more."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) -> dict:
-    """Tell `stories` on as many processes as the layout has, wait, and return what they returned; none is left behind."""
+    """Tell `stories` on the processes of a layout, wait, and return their results.
+
+    No process is left behind.
+    """
     job = {
         "layout": layout,
         "model": str(folder / "model"),
@@ -100,7 +103,7 @@ def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) 
 
 
 def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, by name."""
+    """Read every tensor of a checkpoint, whole, by name."""
     state: dict = {}
     _load_state_dict(
         state, dcp.FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
@@ -110,7 +113,10 @@ def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def run(folder, request) -> dict:
-    """Six updates with a checkpoint after three; in new processes the last three again; and once more on one process."""
+    """Run six updates with a checkpoint after three.
+
+    The last three are repeated in new processes, and once more on one process.
+    """
     name, layout = request.param, LAYOUTS[request.param]
     place = {kind: str(folder / f"{name}{kind}") for kind in ("", "-resumed", "-on-one")}
     first = tell(
@@ -144,7 +150,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(run):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_layout_goes_on_on_one_process(run):
+def test_a_checkpoint_of_any_layout_continues_on_one_process(run):
     for got, expected in zip(run["on_one"]["second"], run["second"], strict=True):
         assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
     expected, got = run["last"][""], run["last"].get("-on-one", run["last"]["-resumed"])
@@ -161,7 +167,7 @@ def test_a_checkpoint_of_any_layout_goes_on_on_one_process(run):
 
 @pytest.fixture(scope="module")
 def stories(folder) -> dict:
-    """What one process tells of itself."""
+    """Tell all stories of one process."""
     bfloat16 = {"dtype": "bfloat16"}
     here = {name: str(folder / name) for name in ("bf16", "both", "retention", "rate")}
     return tell(
@@ -222,11 +228,11 @@ def test_the_newest_and_the_milestones_stay(stories):
 
 
 def test_the_schedule_keeps_its_place_and_takes_the_settings_of_the_run(stories):
-    """The checkpoint has 3 updates of a warm-up of 4: updates 4, 5, 6 follow, not 1, 2, 3, and not the old rate of 1e-3."""
+    """The checkpoint has 3 updates of a warm-up of 4: 4, 5 and 6 follow, at the new rate."""
     assert [m["lr"] for m in stories["rate"]] == pytest.approx([4e-3, 4e-3, 4e-3])
 
 
-def test_what_is_offloaded_comes_back(stories):
+def test_offloaded_state_comes_back(stories):
     assert stories["offload"]["offloaded_bytes"] == [0]
     assert stories["offload"]["got"] == stories["offload"]["expected"]
 
@@ -235,7 +241,7 @@ def test_what_is_offloaded_comes_back(stories):
     ("name", "itemsize", "recompute"),
     [("", 4, "none"), ("-bfloat16", 2, "none"), ("-full", 4, "full")],
 )
-def test_the_memory_that_is_planned_is_needed(folder, stories, name, itemsize, recompute):
+def test_planned_memory_is_needed(folder, stories, name, itemsize, recompute):
     got, hf = stories[f"measured{name}"], AutoConfig.from_pretrained(folder / "model")
     trainer = TrainerConfig(recompute=recompute, tokens_per_microbatch=got["tokens"])
     assert got["parameters"] == sum(rank_parameters(hf, trainer, 0))
@@ -247,13 +253,12 @@ def test_the_memory_that_is_planned_is_needed(folder, stories, name, itemsize, r
             * activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0)
             / hf.num_hidden_layers
         )
-    head = (
-        got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)
-    )  # the last norm, and what the head keeps but logits
+    # The last norm, and what the head keeps besides logits.
+    head = got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)
     assert got["kept"] == pytest.approx(planned + head, rel=0.15)
 
 
-def test_a_killed_save_leaves_the_checkpoint_before(folder):
+def test_a_killed_save_leaves_the_previous_checkpoint(folder):
     place = folder / "killed"
     tell(
         folder, "killed", {}, {"run": {"tell": "killed", "args": {"folder": str(place)}}}, status=-9
@@ -276,7 +281,7 @@ def test_a_killed_save_leaves_the_checkpoint_before(folder):
 
 
 def test_ranks_agree(folder):
-    """One rank's loss is not finite; one rank cannot write: every rank skips, every rank raises."""
+    """When one rank's loss is not finite, all skip; when one rank cannot write, all raise."""
     place = str(folder / "agree")
     stories = {
         "poison": {"tell": "poisoned"},
@@ -292,9 +297,7 @@ def test_ranks_agree(folder):
     assert told["measured"]["parameters"] == sum(
         rank_parameters(hf, TrainerConfig(tensor_parallel=2), 0)
     )
-    assert (
-        "step-2: this checkpoint could not be written" in told["unwritable"]
-        and "No such file" in told["unwritable"]
-    )
+    assert "step-2: this checkpoint could not be written" in told["unwritable"]
+    assert "No such file" in told["unwritable"]
     assert not (Path(place) / "step-2").exists()
     assert (Path(place) / "step-1").is_dir()

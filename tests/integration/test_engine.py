@@ -69,7 +69,10 @@ def free_port() -> int:
 
 
 def spawn(worker: Path, job: dict, folder: Path, world: int, timeout_s: float = 280) -> None:
-    """Run one job on `world` processes and wait; none is left behind. Writes job.json to `folder`, which must not exist."""
+    """Run one job on `world` processes, wait, and leave none behind.
+
+    Writes job.json to `folder`, which must not exist.
+    """
     folder.mkdir()
     job_file = folder / "job.json"
     job_file.write_text(json.dumps(job))
@@ -88,13 +91,10 @@ def spawn(worker: Path, job: dict, folder: Path, world: int, timeout_s: float = 
     processes = []
     try:
         for rank in range(world):
-            output = open(
-                folder / f"{rank}.log", "w"
-            )  # not a pipe: one that nobody reads would stop its rank
-            argv, own = (
-                [sys.executable, str(worker), str(job_file)],
-                {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
+            # Not a pipe: nobody would read it, and its rank would stop when it is full.
+            output = open(folder / f"{rank}.log", "w")
+            argv = [sys.executable, str(worker), str(job_file)]
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             processes.append(
                 subprocess.Popen(argv, env=env | own, stdout=output, stderr=subprocess.STDOUT)
             )
@@ -123,7 +123,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder) -> dict[str, dict]:
-    """What each run computed. tp2 comes first: the single run loads its checkpoint."""
+    """Return the results of each run. tp2 comes first: the single run loads its checkpoint."""
     for name in MODELS:
         make_model(name, folder / name)
     models = {name: str(folder / name) for name in MODELS}
@@ -150,7 +150,7 @@ def reference_model(folder: Path, name: str) -> torch.nn.Module:
 
 
 def reference(model: torch.nn.Module, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropy) of all tokens, one sequence at a time."""
+    """Compute (log-probs, entropy) of all tokens, one sequence at a time."""
     logprobs, entropies = [], []
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
         tokens = torch.from_numpy(batch.tokens[start:end].astype("int64"))
@@ -161,7 +161,7 @@ def reference(model: torch.nn.Module, batch) -> tuple[torch.Tensor, torch.Tensor
 
 
 def learning_rate(update: int) -> float:
-    """Of update 1, 2, ...: linear warm-up, then a cosine down to the least."""
+    """Return the rate of update 1, 2, ...: linear warm-up, then a cosine down to the least."""
     peak, least, warmup, total = (SETTINGS[k] for k in ("lr", "min_lr", "lr_warmup_steps", "steps"))
     if update <= warmup:
         return peak * update / warmup

@@ -1,4 +1,7 @@
-"""Every parallel layout against transformers and torch.optim.AdamW: log-probs, loss curves, gradient norms, weights, values."""
+"""Every parallel layout against transformers and torch.optim.AdamW.
+
+Compared are log-probs, loss curves, gradient norms, weights and values.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ CRITICS = (
     "context_pipeline",
     "tensor_experts",
 )
-# Takes up the checkpoint of an earlier one, with the same model.
+# layout -> the earlier layout whose checkpoint it loads, with the same model.
 RESUMES = {
     "tied_pipeline": "sequence",
     "interleaved": "tied_pipeline",
@@ -80,7 +83,7 @@ RESUMES = {
 
 
 def runs(names=(*TWO, *FOUR)):
-    """A test for each layout; four processes are slow."""
+    """Parametrize a test by layout; those of four processes are slow."""
     slow = (pytest.mark.slow, pytest.mark.timeout(1800))
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names]
@@ -130,13 +133,16 @@ def four(folder):
 
 @pytest.fixture
 def results(request):
-    """What the ranks of a layout computed; all layouts of a size run in the same processes, when the first is asked for."""
+    """results(name): what each rank of a layout computed.
+
+    All layouts of a size run in the same processes, when a test asks for the first.
+    """
     return lambda name: request.getfixturevalue("two" if name in TWO else "four")[name]
 
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The same by transformers and AdamW, on whole batches."""
+    """expected(model): the same by transformers and AdamW, on whole batches."""
     cache = {}
 
     def of(model: str) -> dict:
@@ -263,9 +269,8 @@ def test_logprobs_match_transformers(results, expected, name):
 def test_training_matches_adamw(results, expected, folder, name):
     ranks, want = results(name), expected(model_of(name))
     assert_curves_agree(ranks[0]["history"], want["history"])
-    assert any(
-        h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"]
-    )  # clipping is tested too
+    # Clipping is tested too.
+    assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"])
     for step, metrics in enumerate(ranks[0]["history"]):
         batch = random_batch(12, 98, seed=step)
         assert (metrics["tokens"], metrics["length_max"]) == (
@@ -298,8 +303,8 @@ def test_critic_matches_a_value_model_of_transformers(results, expected, name):
 
 
 @runs(RESUMES)
-def test_a_checkpoint_of_another_layout_is_taken_up(results, expected, name):
-    """Weights, moments and the place in the schedule."""
+def test_a_checkpoint_of_another_layout_is_loaded(results, expected, name):
+    """It restores weights, moments and the position in the schedule."""
     want = expected(model_of(name))
     for rank in results(name):
         assert (rank["resumed"] - want["after"]).abs().max() <= 2e-5

@@ -1,4 +1,4 @@
-"""What two ranks compute together, on real processes over gloo: log-probs from slices of the vocabulary, numbers of microbatches."""
+"""Two ranks together, on real processes over gloo: slices of the vocabulary, microbatch counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from areal_lite.megatron.packing import make_microbatches
 from tests.unit.megatron.test_packing import batch_of
 
 TOKENS, WIDTH, RANKS = 29, 8, 2
-# (ids, rows with padding, chunk, temperature, dtype, float32 head): padding within the last slice, and so much that it fills it.
+# (ids, rows with padding, chunk, temperature, dtype, float32 head). Padding is part of the last
+# slice, or all of it.
 CASES = {
     "even": (40, 40, 7, 1.0, torch.float32, False),
     "padded": (37, 48, 7, 0.7, torch.float32, False),
@@ -73,7 +74,7 @@ def results(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_slices_give_what_the_whole_gives(results, name):
+def test_slices_agree_with_the_whole(results, name):
     vocab, rows, _, temperature, dtype, fp32 = CASES[name]
     hidden, weight, targets, mix = inputs(name)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -98,8 +99,6 @@ def test_padding_has_probability_zero(results):
 
 
 def test_ranks_run_equally_many_microbatches(results):
-    """Budget 10, an even number: rank 0 needs 3 microbatches, so 4, and rank 1 could do with 2 but has sequences for 4."""
-    assert [[len(where) for where in result["microbatches"]] for result in results] == [
-        [9, 9, 9, 1],
-        [4, 2, 2, 2],
-    ]
+    """With budget 10 and an even number, rank 0 needs 4 and rank 1 needs 2: both run 4."""
+    lengths = [[len(index) for index in result["microbatches"]] for result in results]
+    assert lengths == [[9, 9, 9, 1], [4, 2, 2, 2]]

@@ -1,4 +1,4 @@
-"""The plan of a run: parameter counts against transformers' models, memory against hand-made sums, `--dry-run` end to end."""
+"""The plan of a run: parameters against transformers, memory by hand, `--dry-run` end to end."""
 
 from __future__ import annotations
 
@@ -87,14 +87,13 @@ def test_stages_add_up_to_the_model(layout):
 def test_a_rank_has_its_share():
     hf = hf_config("qwen3_moe", tie_word_embeddings=False)
     whole = memory.rank_parameters(hf, TrainerConfig(), 0)
-    norms, routers = (
-        (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf),
-        4 * 4 * 64,
-    )  # whole on every rank
+    # Whole on every rank.
+    norms = (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf)
+    routers = 4 * 4 * 64
     dense, experts = memory.rank_parameters(
         hf, TrainerConfig(tensor_parallel=2, data_parallel=2, expert_parallel=2), 0
     )
-    # 49 rows a rank, of embedding and output layer, though there are 97 of each.
+    # A rank has 49 rows of embedding and output layer, which have 97 rows each.
     assert dense == (whole[0] - norms - routers + 2 * 64) // 2 + norms + routers
     assert experts == whole[1] // 4
 

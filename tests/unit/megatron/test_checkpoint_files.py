@@ -1,4 +1,4 @@
-"""Which checkpoints there are, which go, and what readers may rely on."""
+"""Which checkpoints exist, which are removed, and what readers may rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_only_what_is_complete_counts(tmp_path):
+def test_only_complete_checkpoints_count(tmp_path):
     assert latest_checkpoint(tmp_path / "nowhere") is None
     assert latest_checkpoint(tmp_path) is None
     for step in (9, 10, 100):
@@ -49,7 +49,7 @@ def test_only_what_is_complete_counts(tmp_path):
         ([5, 10], 7, 0, []),
     ],
 )
-def test_which_checkpoints_go(steps, keep, milestone_every, gone):
+def test_obsolete_checkpoints(steps, keep, milestone_every, gone):
     assert obsolete(steps, keep, milestone_every) == gone
 
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert [path.name for path in (tmp_path / "step-1").iterdir()] == ["metadata.json"]
 
 
-def test_what_is_written_is_a_copy_of_the_model():
+def test_a_copy_of_the_model_is_written():
     layer = torch.nn.Linear(3, 2)
     other = torch.zeros(2)  # copied by Megatron already
     request = AsyncRequest(
@@ -88,7 +88,7 @@ def _read(marker: Path, inside, leave) -> None:
         leave.wait()
 
 
-def test_what_another_process_reads_is_not_removed(tmp_path):
+def test_a_checkpoint_that_another_process_reads_is_not_removed(tmp_path):
     marker = checkpoint(tmp_path / "step-1") / "metadata.json"
     context = multiprocessing.get_context("fork")
     inside, leave = context.Event(), context.Event()

@@ -94,7 +94,7 @@ def shape(name: str, hf) -> tuple[int, ...]:
 
 
 def qkv_by_head(tensors: list[torch.Tensor], hf, rank: int, ranks: int) -> torch.Tensor:
-    """Of each key-value group of the rank: its query heads, its key head, its value head."""
+    """Interleave, for each key-value group of the rank: its query heads, its key, its value."""
     query, key, value = (t.split(hf.head_dim) for t in tensors)
     per_group, own = len(query) // len(key), len(key) // ranks
     heads = []

@@ -1,4 +1,7 @@
-"""Log-probs, entropy and their gradients against float64 and finite differences. Slices: tests/integration/test_two_ranks.py."""
+"""Log-probs, entropy and their gradients against float64 and finite differences.
+
+Slices of the vocabulary are tested in tests/integration/test_two_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def reference(
 
 
 class Example:
-    """Random inputs of `dtype`, the same numbers in float64 for the reference, and what makes a scalar of the two results."""
+    """Random inputs of `dtype`, the same numbers in float64, and weights of the two results."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Example:
         use: tuple[bool, bool] = (True, True),
         **options,
     ):
-        """Values and gradients are those of float64."""
+        """Compare values and gradients with those of float64."""
         got = lm_logprobs(
             self.hidden, self.weight, self.targets, temperature, vocab_size=self.vocab, **options
         )
@@ -84,12 +87,11 @@ class Example:
     st.data(),
 )
 def test_values_and_gradients_match_float64(tokens, vocab, padding, temperature, kept, data):
-    """Any number of tokens, any chunk, with and without padding of the vocabulary, logits kept or computed again."""
+    """Any tokens and chunk, with and without padded vocabulary, logits kept or computed again."""
     chunk = data.draw(st.integers(1, tokens + 1))
-    kept_before, module.KEPT = (
-        module.KEPT,
-        module.KEPT if kept else data.draw(st.integers(0, tokens * vocab)),
-    )
+    kept_before = module.KEPT
+    if not kept:
+        module.KEPT = data.draw(st.integers(0, tokens * vocab))
     try:
         Example(tokens, vocab, padding=padding, seed=data.draw(st.integers(0, 99))).compare(
             1e-5, 3e-5, temperature, chunk=chunk
@@ -123,7 +125,7 @@ def test_bfloat16_products_are_as_good_as_bfloat16_gets():
 
 
 def test_the_gradient_of_a_bfloat16_weight_adds_up_in_float32():
-    """Chunks that bfloat16 would lose one by one: 512 equal ones, each a 1/512 of the whole."""
+    """Add up 512 equal chunks, each 1/512 of the whole: bfloat16 would lose them one by one."""
     hidden, weight = torch.ones(512, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     lm_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk=1)[0].sum().backward()
     assert weight.grad[:, 0].tolist() == [256.0, -256.0]
@@ -157,7 +159,10 @@ def test_huge_logits_stay_finite():
 
 @pytest.mark.parametrize("tied", (False, True))
 def test_the_gradient_goes_to_megatrons_buffer_once(tied):
-    """Megatron's hook adds `grad` to `main_grad` unless told that it is there already; for tied weights it adds what others contribute."""
+    """Megatron's hook adds `grad` to `main_grad` unless told that it is there already.
+
+    For tied weights it adds what others contribute.
+    """
     x = Example(9)
     expected = torch.autograd.grad(lm_logprobs(x.hidden, x.weight, x.targets)[0].sum(), x.weight)[0]
     x.weight.main_grad, x.weight.grad_added_to_main_grad, x.weight.zero_out_wgrad = (

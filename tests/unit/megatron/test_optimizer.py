@@ -1,4 +1,4 @@
-"""Learning-rate schedules against closed forms, and the end of a run that only skips."""
+"""Learning-rate schedules against closed forms, and the end of a run whose updates are skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scheduler(schedule: str, **overrides):
 
 
 def rates(schedule, updates: int) -> list[float]:
-    """The learning rates of the next updates."""
+    """Return the learning rates of the next updates."""
     found = []
     for _ in range(updates):
         schedule.step(1)

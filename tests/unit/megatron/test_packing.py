@@ -85,7 +85,7 @@ def test_packing_is_a_function_of_the_lengths(lengths, budget, random):
 
 
 def test_long_sequences_are_spread_by_their_square():
-    """Eight tokens in one sequence cost more than eight of one token: their bin gets fewer tokens."""
+    """One sequence of eight tokens costs more than eight of one: its bin gets fewer tokens."""
     assert [len(members) for members in pack([8] + [1] * 16, 16)] == [5, 12]
     assert [len(members) for members in pack([8] + [1] * 16, 16, crossover=8.0)] == [2, 15]
 
@@ -108,7 +108,7 @@ def test_a_budget_of_zero_is_refused():
 
 
 def test_the_crossover_of_a_published_model():
-    """Qwen3-0.6B, by hand, per token: attention takes 2 L x 2048 operations, matrices 2 x 15.7M."""
+    """Qwen3-0.6B, by hand: attention takes 2 L x 2048 operations a token, matrices 2 x 15.7M."""
     # After areal_lite.megatron, which prepares it.
     from megatron.core.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused before anything starts, with the rule that they break."""
+"""Layouts that cannot work are refused before anything starts; the error names the rule."""
 
 import pytest
 

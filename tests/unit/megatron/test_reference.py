@@ -1,4 +1,4 @@
-"""A reference that remembers gives what the reference would have given, and computes each sequence once."""
+"""A cached reference agrees with the reference, and computes each sequence once."""
 
 import numpy as np
 import torch
@@ -10,7 +10,10 @@ from areal_lite.trajectory import TrainBatch, Trajectory
 
 
 class Counting:
-    """Its log-prob of a token depends on all the tokens of the sequence up to it; `computed` are the sequences that it was asked for."""
+    """A reference whose log-prob of a token depends on all tokens up to it.
+
+    computed: the sequences that it was asked for, call by call.
+    """
 
     def __init__(self) -> None:
         self.computed: list[list[tuple[int, ...]]] = []
@@ -52,26 +55,26 @@ SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 @given(st.lists(st.lists(SEQUENCE, min_size=1, max_size=6), max_size=8), st.integers(0, 30))
 def test_it_agrees_with_the_reference(batches, max_tokens) -> None:
     model = Counting()
-    remembered = CachedReference(model, max_tokens)
+    cached = CachedReference(model, max_tokens)
     for sequences in batches:
         batch = batch_of(sequences)
-        assert torch.equal(remembered.logprobs(batch, 0.5), Counting().logprobs(batch, 0.5))
+        assert torch.equal(cached.logprobs(batch, 0.5), Counting().logprobs(batch, 0.5))
         assert model.computed[-1], "every rank takes part in every computation"
-        held = sum(map(len, remembered._known.values()))
-        assert held == remembered._tokens <= max_tokens
+        held = sum(map(len, cached._known.values()))
+        assert held == cached._tokens <= max_tokens
 
 
-def test_what_it_knows_is_not_computed_again() -> None:
+def test_a_known_sequence_is_not_computed_again() -> None:
     model = Counting()
-    remembered = CachedReference(model, max_tokens=100)
+    cached = CachedReference(model, max_tokens=100)
     for sequences in ([(1, 2), (3,), (1, 2)], [(3,), (4, 4), (1, 2)], [(4, 4), (3,)]):
-        remembered.logprobs(batch_of(sequences), 1.0)
+        cached.logprobs(batch_of(sequences), 1.0)
     assert model.computed == [[(1, 2), (3,)], [(4, 4)], [(3,)]]
 
 
-def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+def test_the_sequence_used_longest_ago_is_evicted_first() -> None:
     model = Counting()
-    remembered = CachedReference(model, max_tokens=4)
+    cached = CachedReference(model, max_tokens=4)
     for sequences in ([(1, 1)], [(2, 2)], [(1, 1)], [(3, 3)], [(1, 1), (2, 2)]):
-        remembered.logprobs(batch_of(sequences), 1.0)
+        cached.logprobs(batch_of(sequences), 1.0)
     assert model.computed[-1] == [(2, 2)]
