@@ -4,8 +4,8 @@
 
 It measures trajectories per second next to a bare HTTP client, memory, and event-loop lag.
 
-* The server answers POST /generate with prepared completions. Their lengths are log-normal, and each
-  takes the time of its number of tokens. The server parses nothing.
+* The server answers POST /generate with prepared completions. Their lengths are log-normal, and
+  each takes the time of its number of tokens. The server parses nothing.
 * The bare client is aiohttp on uvloop. It keeps the same number of requests in flight, reads each
   answer and discards it.
 * The controller is the real process with its store and a reward worker. A trainer that does not

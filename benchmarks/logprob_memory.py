@@ -85,8 +85,8 @@ def main() -> None:
             }
         row["all_logits_mib"] = 4 * tokens * args.vocab / MIB
         print(
-            f"{row['function']:5s} {tokens:6d} tokens: all logits {row['all_logits_mib']:6.0f} MiB, "
-            f"extra {row['extra_mib']:6.0f} MiB, "
+            f"{row['function']:5s} {tokens:6d} tokens: "
+            f"all logits {row['all_logits_mib']:6.0f} MiB, extra {row['extra_mib']:6.0f} MiB, "
             f"{row['seconds']:.1f} s",
             flush=True,
         )

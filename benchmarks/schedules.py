@@ -1,6 +1,6 @@
 """Accuracy and time of `sync`, `one_step` and `async` on the same task, seed and steps.
 
-    python benchmarks/schedules.py    # 15 minutes on two cores; run it again to continue after a stop
+    python benchmarks/schedules.py    # 15 minutes on two cores; continues after a stop
 
 Every run is `areal-lite train` with the settings of the quickstart, from the same warmed-up model,
 with a real SGLang server and a real Megatron trainer. The runs follow each other, so that each has

@@ -1,6 +1,6 @@
 """Accuracy against staleness: decoupled and naive PPO on addition.
 
-    python benchmarks/staleness.py    # an hour on two cores; run it again to continue after a stop
+    python benchmarks/staleness.py    # an hour on two cores; continues after a stop
 
 The runs have max_staleness 0, 1, 4, 8 and 16, with three seeds each. Every run is `areal-lite
 train` of this checkout, with a real SGLang server and a real Megatron trainer. `buffer.fixed_lag`
