@@ -124,7 +124,7 @@ def test_a_forked_process_makes_its_own_connections(server):
         "assert post(server, '/fine', {}, 5)['n'] == 1\n"
         "child = os.fork()\n"
         "assert post(server, '/fine', {}, 5)['n'] == 1\n"
-        "sys.exit(child and os.waitpid(child, 0)[1])\n"
+        "sys.exit(os.waitpid(child, 0)[1]) if child else os._exit(0)\n"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, server.url]
     done = subprocess.run(command, timeout=30, capture_output=True, text=True)
