@@ -40,12 +40,12 @@ RESULTS = Path(__file__).with_name("results") / "packing.json"
 def padded(batch: TrainBatch, widths: np.ndarray) -> TrainBatch:
     """Pad sequence i to `widths[i]` tokens."""
     result = batch_of(widths, vocab=1)
-    where = np.arange(len(batch.tokens)) + np.repeat(
+    token_index = np.arange(len(batch.tokens)) + np.repeat(
         result.cu_seqlens[:-1] - batch.cu_seqlens[:-1], batch.lengths
     )
-    result.tokens[where] = batch.tokens
+    result.tokens[token_index] = batch.tokens
     result.loss_mask[:] = False
-    result.loss_mask[where] = batch.loss_mask
+    result.loss_mask[token_index] = batch.loss_mask
     return result
 
 

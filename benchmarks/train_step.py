@@ -76,8 +76,8 @@ def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
     def loss(logprobs, entropy, microbatch):
-        where = microbatch.token_index
-        return -(logprobs * mask[where]).sum() / count, {"entropy": entropy.detach().sum()}
+        index = microbatch.token_index
+        return -(logprobs * mask[index]).sum() / count, {"entropy": entropy.detach().sum()}
 
     return lambda: engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)[
         "loss"

@@ -26,7 +26,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import inverse_frequencies
 from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens, local_length, local_tokens
-from areal_lite.megatron.head import Head, ValueLayer
+from areal_lite.megatron.head import Head, ValueLayer, language_head
 from areal_lite.megatron.hf.load import load_hf
 from areal_lite.megatron.model import Backbone, Chunks, build_chunks
 from areal_lite.megatron.packing import (
@@ -77,6 +77,10 @@ class ParallelModel:
         if with_values and last.post_process:
             last.output_layer = ValueLayer(last.config)
         self.inv_freq = inverse_frequencies(self.hf_config, self.device)
+
+    def language_head(self, temperature: float) -> Head:
+        """Make the head of this model that returns log-probs and entropies."""
+        return language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
 
     def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
         """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens.

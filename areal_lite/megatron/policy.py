@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.head import language_head
 from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
 from areal_lite.megatron.hf.stream import Bucket, WeightStream
 from areal_lite.megatron.packing import Microbatch
@@ -41,8 +40,7 @@ class Policy(TrainableModel):
 
         The microbatches partition the batch.
         """
-        head = language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
-        return self.outputs(microbatches, head)
+        return self.outputs(microbatches, self.language_head(temperature))
 
     def update(
         self, microbatches: Sequence[Microbatch], loss_fn: LossFn, temperature: float = 1.0
@@ -51,8 +49,7 @@ class Policy(TrainableModel):
 
         See `TrainableModel.step`.
         """
-        head = language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
-        return self.step(microbatches, head, loss_fn)
+        return self.step(microbatches, self.language_head(temperature), loss_fn)
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Iterate over buckets of whole tensors with their Hugging Face names, in training dtype.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.head import language_head
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.trajectory import TrainBatch
 
@@ -37,9 +36,8 @@ class Reference(ParallelModel):
         """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting.to(self.device, non_blocking=True)
-        head = language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
         try:
-            return self.outputs(self.microbatches(batch), head)
+            return self.outputs(self.microbatches(batch), self.language_head(temperature))
         finally:
             self._release()
 
