@@ -109,11 +109,9 @@ async def measure(
     fleet.router.version = version
     watching = asyncio.create_task(fleet.watch())
     config = TrainConfig(model=server.model)
-    config.rollout.interrupt, config.sync.transport, config.sync.disk_path = (
-        mode,
-        transport,
-        "/dev/shm",
-    )
+    config.rollout.interrupt = mode
+    config.sync.transport = transport
+    config.sync.disk_path = "/dev/shm"
     engine = SimpleNamespace(
         device=torch.device("cpu"), hf_weights=lambda size: iter([list(weights.items())])
     )
@@ -200,9 +198,8 @@ async def run(arguments, folder: Path) -> dict:
                 )
                 every_s = every_s or result["seconds"] / (arguments.pushes + 2)
                 results.append(result)
-                copies.append(
-                    copy_seconds(weights)
-                )  # in between: whatever else the machine does falls on both
+                # In between, so that other load on the machine falls on both.
+                copies.append(copy_seconds(weights))
                 print(json.dumps(result), flush=True)
     finally:
         server.stop()

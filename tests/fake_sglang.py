@@ -1,10 +1,17 @@
-"""A fake SGLang server for tests: the wire behavior that was measured of the real one, with a "model" whose tokens prove where they are.
+"""A fake SGLang server for tests, with a "model" whose tokens prove their position.
 
-Token i is a function of all tokens before it (`next_token`), so a token lost, doubled or made from another prefix anywhere shows at once.
-Imitated: /generate with log-probs and weight version spans; the pause modes; an aborted request runs one more step, and does not look
-whether that ended the sequence; requests that arrive while paused wait; an update without a pause waits for what runs; sudden death.
+Token i is a function of all tokens before it (`next_token`), so a token that is lost, doubled or
+made from another prefix shows at once. The behavior was measured on the real server:
 
-    python tests/fake_sglang.py RUN_DIR NAME --delay 0.001        announces itself in RUN_DIR, for subprocess use; not with --port
+* /generate returns log-probs and weight version spans, and there are the pause modes;
+* an aborted request runs one more step, and does not check whether that ended the sequence;
+* requests that arrive during a pause wait;
+* an update without a pause waits for the running requests;
+* a server can die at any moment.
+
+    python tests/fake_sglang.py RUN_DIR NAME --delay 0.001
+
+announces itself in RUN_DIR, unless it is given a --port.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ EOS = 1
 
 
 def next_token(prefix: list[int]) -> int:
-    """About one in 25 is the end token."""
+    """Return the token after `prefix`. About one in 25 is the end token."""
     value = zlib.crc32(np.asarray(prefix, np.int32).tobytes())
     return EOS if value % 25 == 0 else 2 + (value >> 8) % 96
 
@@ -33,7 +40,7 @@ def logprob(prefix: list[int]) -> float:
 
 
 def completion(prompt: list[int], max_new_tokens: int) -> list[int]:
-    """What an uninterrupted request must bring."""
+    """Return what an uninterrupted request generates."""
     tokens: list[int] = []
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] != EOS):
         tokens.append(next_token([*prompt, *tokens]))
@@ -49,8 +56,15 @@ class _Running:
 
 
 class FakeSGLang:
-    """`await start()` returns its URL; `await stop()`. `delay_s` per token; 0 yields to other requests all the same. With `vary` completions
-    of the same prompt differ, by the request's id up to its last dash. At most `places` requests run, the others wait."""
+    """The server: `await start()` returns its URL; `await stop()` ends it.
+
+    Args:
+        delay_s: seconds per token; at 0 other requests still get their turn.
+        weight_version: the version at the start.
+        die_at: the path of the request that kills the process.
+        vary: completions of one prompt differ, by the request's id up to its last dash.
+        places: the number of requests that run at once; the others wait.
+    """
 
     def __init__(
         self,
@@ -91,7 +105,7 @@ class FakeSGLang:
         await self._runner.cleanup()
 
     async def die(self) -> None:
-        """As if killed: every connection is cut where it is."""
+        """Cut every connection where it is, as if killed."""
         for transport in self._transports:
             transport.abort()
         await self.stop()

@@ -1,6 +1,10 @@
-"""The weight-group end of an SGLang server: it joins and receives with real gloo, one thing at a time, as a scheduler does.
+"""The weight group of a fake SGLang server: it joins and receives with real gloo.
 
-python tests/gloo_server.py --die-at PATH       prints its port; exits a moment after PATH was asked, as if killed
+It does one thing at a time, as a scheduler does.
+
+    python tests/gloo_server.py --die-at PATH
+
+prints its port, and exits a moment after a request for PATH, as if killed.
 """
 
 from __future__ import annotations

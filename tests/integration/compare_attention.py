@@ -1,4 +1,4 @@
-"""`compare_attention.py DTYPE TOLERANCE`: exits with 0 when both backends give the same outputs on random batches."""
+"""`compare_attention.py DTYPE TOLERANCE`: exit with 0 if both backends agree on random batches."""
 
 from __future__ import annotations
 
@@ -75,13 +75,25 @@ def build(case: dict, dtype: torch.dtype):
     cache = [torch.randn(SLOTS, kv_heads, dim).to(dtype) for _ in range(2)]
     q, k, v = (torch.randn(int(new.sum()), h * dim).to(dtype) for h in (heads, kv_heads, kv_heads))
     layer = SimpleNamespace(
-        layer_id=LAYER, tp_q_head_num=heads, tp_k_head_num=kv_heads, qk_head_dim=dim, v_head_dim=dim, scaling=dim**-0.5,
-        is_cross_attention=False, attn_type=AttentionType.DECODER, sliding_window_size=-1,
-    )  # fmt: skip
+        layer_id=LAYER,
+        tp_q_head_num=heads,
+        tp_k_head_num=kv_heads,
+        qk_head_dim=dim,
+        v_head_dim=dim,
+        scaling=dim**-0.5,
+        is_cross_attention=False,
+        attn_type=AttentionType.DECODER,
+        sliding_window_size=-1,
+    )
     batch = SimpleNamespace(
-        forward_mode=ForwardMode.DECODE if case["decode"] else ForwardMode.EXTEND, req_pool_indices=rows, seq_lens=prefix + new,
-        extend_prefix_lens=prefix, extend_seq_lens=new, out_cache_loc=torch.cat(out_slots), encoder_lens=None,
-    )  # fmt: skip
+        forward_mode=ForwardMode.DECODE if case["decode"] else ForwardMode.EXTEND,
+        req_pool_indices=rows,
+        seq_lens=prefix + new,
+        extend_prefix_lens=prefix,
+        extend_seq_lens=new,
+        out_cache_loc=torch.cat(out_slots),
+        encoder_lens=None,
+    )
     kv = (k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim))
     runner = lambda: SimpleNamespace(  # noqa: E731
         device="cpu",

@@ -26,7 +26,7 @@ class RunningServer:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A float32 Qwen3 with random weights, wide enough that its distributions are far from flat, and our character tokenizer."""
+    """A random float32 Qwen3 with the character tokenizer; its distributions are far from flat."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,4 +1,4 @@
-"""Servers that die, hang, fail in the middle of a push and come back: nothing is lost, and no server serves as if it were newer."""
+"""Servers that die, hang or fail during a push: nothing is lost, and no version is wrong."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.timeout(120)
 def fake_pool(
     folder: Path, *names: str, max_restarts: int = 3, delay: float = 0.005, code: str | None = None
 ) -> ServerPool:
-    """Supervised fake servers; `code`: what to run instead."""
+    """Supervised fake servers. `code` runs instead of them."""
     (folder / "logs").mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")  # all that is looked at of a model
+    (folder / "config.json").write_text("{}")  # the only file of a model that is needed
 
     def make(name: str) -> ServerProcess:
         config, port = ServerConfig(device="cpu", start_timeout_s=20), free_port()
@@ -99,7 +99,7 @@ def test_a_server_that_dies_is_started_again_until_its_budget_is_spent(tmp_path)
     assert announced_servers(tmp_path) == []
 
 
-def test_a_condemned_server_is_replaced_and_the_others_stay(tmp_path) -> None:
+def test_an_unhealthy_server_is_replaced_and_the_others_stay(tmp_path) -> None:
     with fake_pool(tmp_path, "a", "b") as pool:
         pool.wait_ready()
         a, b = announced_servers(tmp_path)
@@ -124,7 +124,7 @@ SETTINGS = {"server__health_interval_s": 0.2, "server__health_timeout_s": 1.0}
 
 
 def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None:
-    """One killed, one stopped, with requests on both: there is none left, until they have caught up by a push of the same version."""
+    """One is killed and one is stopped, both with requests: a push of the same version helps."""
     r = run(max_staleness=0, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", delay=0.02) as pool:
         pool.wait_ready()
@@ -181,7 +181,7 @@ def test_a_late_server_catches_up_while_the_trainer_waits(run) -> None:
 
 
 def kill_soon(victims: list[ServerInfo]) -> None:
-    """While requests are on them: `post` them to be paused before."""
+    """Kill servers while they have requests. Pause them first, with `post`."""
     threading.Timer(
         0.5, lambda: [os.kill(victim.pid, signal.SIGKILL) for victim in victims]
     ).start()
@@ -191,7 +191,7 @@ def kill_soon(victims: list[ServerInfo]) -> None:
 def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
     run, max_restarts
 ) -> None:
-    """Whether or not they come back: there is no push that would bring them the last weights. While one is left it goes on there."""
+    """No push brings the last weights to servers that come back. One server is enough to go on."""
     r = run(trainer__steps=1, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", max_restarts=max_restarts) as pool:
         pool.wait_ready()
@@ -207,7 +207,8 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
         started = time.monotonic()
         with pytest.raises(
             RuntimeError,
-            match=r"evaluation at version 1 is lost: no server .*\(server s.*Training is complete.*checkpoints/hf",
+            match=r"evaluation at version 1 is lost: no server .*\(server s.*"
+            r"Training is complete.*checkpoints/hf",
         ):
             client.evaluate(1)
         assert time.monotonic() - started < 8
@@ -239,7 +240,7 @@ def groups(batch) -> list[int]:
 
 
 class Engine:
-    """Weights of a trainer, as far as a pusher sees it."""
+    """The policy of a trainer, as a pusher sees it."""
 
     device = torch.device("cpu")
 
@@ -273,7 +274,8 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     assert pusher.push_all(2).failed == [] and len(pusher.servers) == 2
     r.processes["good"].kill()
     r.processes["bad"].kill()
-    # A push to nobody is no error: whoever comes back catches up. A server whose request breaks before the push begins is not asked at all.
+    # A push to no server is not an error: a server that comes back is resynced. A server whose
+    # request breaks before the push begins is not asked at all.
     assert set(pusher.push_all(3).failed) <= {"bad", "good"} and pusher.servers == []
     r.start_server("good")
     batch, _ = client.batch(3, 0, 1, lambda: pusher.push_stale(3))
@@ -286,7 +288,7 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
 
 @contextmanager
 def gloo_servers(*die_at: str | None):
-    """Servers as a weight group sees them, and their processes."""
+    """Yield servers as a weight group sees them, and their processes."""
     environment = (
         os.environ
         | dying_with_me()
@@ -343,7 +345,7 @@ JOIN, RECEIVE = "/init_weights_update_group", "/update_weights_from_distributed"
 
 @pytest.mark.parametrize(("path", "dying"), [(JOIN, 1), (RECEIVE, 0), (RECEIVE, 1)])
 def test_only_the_server_that_dies_in_a_collective_is_to_blame(gloo, path: str, dying: int) -> None:
-    """In the join and in a broadcast the others wait for it, and are free again at once: they make a new group."""
+    """The others wait for it in the join or the broadcast, and can make a new group at once."""
     with gloo_servers(*(path if i == dying else None for i in range(3))) as (infos, _):
         with pytest.raises(ServersFailed) as failed:
             WeightGroup(infos, "gloo", 30, "g0").send(BUCKET, version="1", flush_cache=False)

@@ -1,4 +1,4 @@
-"""`areal-lite train` on real SGLang servers that are killed and stopped in the middle of generation: it goes on when they are back."""
+"""`areal-lite train` goes on after its real SGLang servers were killed or stopped."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STEPS = 8
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_path):  # noqa: F811
-    """One killed, one stopped, at the same time: nothing can generate until one is back, with the weights of version 0, and has caught up."""
+    """Nothing can generate until a server is back, with version 0, and was resynced."""
     folder = tmp_path / "run"
     faults = [
         "server.count=2",

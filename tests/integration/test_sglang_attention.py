@@ -1,6 +1,7 @@
-"""Our attention backend against the one of SGLang that it replaces, on random ragged batches in a real KV pool.
+"""The CPU attention backend agrees with SGLang's own on random ragged batches in a KV pool.
 
-In a process of its own: SGLang needs its stand-in for torchvision, which transformers in the test process must not meet.
+It runs in a process of its own: SGLang needs its stand-in for torchvision, which transformers in
+the test process must not see.
 """
 
 from __future__ import annotations

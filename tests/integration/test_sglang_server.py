@@ -1,4 +1,4 @@
-"""What a real, stock SGLang server does for us: exact log-probs, interruption with version spans, and no orphans."""
+"""A real SGLang server: exact log-probs, interruption with version spans, and no orphans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.system.network import free_port
 
-LONG = 1500  # tokens: much longer than the requests around them take
+LONG = 1500  # tokens: much longer than the other requests
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -59,14 +59,14 @@ class Http:
 
 
 def sampled(answer: dict) -> tuple[list[int], list[float]]:
-    """Token ids and log-probs of an answer of /generate."""
+    """Return the token ids and log-probs of an answer of /generate."""
     entries = answer["meta_info"]["output_token_logprobs"]
     return [e[1] for e in entries], [e[0] for e in entries]
 
 
 @pytest.fixture(scope="session")
 def reference(tiny_model: str):
-    """log-probs [n] by transformers in float64 of `completion` after `prompt`, at a temperature."""
+    """log-probs [n] of `completion` after `prompt` at a temperature, by transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64).eval()
@@ -83,7 +83,7 @@ def reference(tiny_model: str):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(sglang_server, reference, temperature):
-    # Lengths on both sides of each other, and two prompts that share a prefix: the second one meets it in the radix cache.
+    # Mixed lengths, and two prompts that share a prefix: the second finds it in the radix cache.
     prompts = [[5, 6, 7], list(range(2, 60)), list(range(2, 50)) + [9, 9], [11] * 17]
 
     async def run() -> list[dict]:
@@ -114,12 +114,11 @@ def test_stops_at_the_end_token(sglang_server):
 
 
 async def interrupt(http: Http, server, mode: str, version: int) -> dict:
-    """Generate `LONG` tokens, and push the same weights as `version` with the given interruption in their middle."""
+    """Generate `LONG` tokens, and push the same weights as `version` in the middle."""
     request = asyncio.create_task(http.generate([5, 6, 7, 8], LONG))
     await asyncio.sleep(0.05)
-    await http.generate(
-        [9], 8
-    )  # first come, first served: when this is done, the long one is well under way
+    # First come, first served: when this is done, the long request is well under way.
+    await http.generate([9], 8)
     await http.post("/pause_generation", mode=mode)
     try:
         body = {
@@ -147,8 +146,9 @@ def test_a_push_leaves_version_spans(sglang_server, reference, mode):
     assert (spans[0]["start"], spans[1]["end"]) == (0, LONG) and spans[0]["end"] == spans[1][
         "start"
     ]
-    # The weights were the same, so the cache that was kept or computed again must give the same numbers; float32 over 1500 tokens
-    # is good for about 1e-5, and a token that met a wrong cache is off by a thousand times as much.
+    # The weights were the same, so the cache that was kept or computed again must give the same
+    # numbers. float32 over 1500 tokens is exact to about 1e-5; a token that met a wrong cache is
+    # off by a thousand times as much.
     torch.testing.assert_close(
         torch.tensor(logprobs), reference([5, 6, 7, 8], tokens, 1.0), atol=5e-5, rtol=0
     )
@@ -169,7 +169,7 @@ def test_abort_returns_what_there_is(sglang_server):
 def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
     sglang_server, tiny_model, tmp_path
 ):
-    """After a push in_place the old cache is still there: the cache key, which is the version, keeps new requests from it."""
+    """A push in mode `in_place` keeps the old cache. The cache key (the version) excludes it."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(7)
@@ -202,32 +202,30 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
 
             before = await ask("before", old)
             await push(http, str(tmp_path), old + 1, "in_place")
-            pieces = [before, await ask("after", old + 1), await ask("trap", old)]
+            chunks = [before, await ask("after", old + 1), await ask("trap", old)]
             await push(http, tiny_model, old + 2, "retract")
             await client.close()
-            return pieces
+            return chunks
 
     @torch.no_grad()
-    def expected(piece: GenerationChunk) -> torch.Tensor:
+    def expected(chunk: GenerationChunk) -> torch.Tensor:
         logits = (
-            other(torch.tensor([[*prompt, *piece.tokens]])).logits[0, len(prompt) - 1 : -1].double()
+            other(torch.tensor([[*prompt, *chunk.tokens]])).logits[0, len(prompt) - 1 : -1].double()
         )
         return (
             logits.log_softmax(-1)
-            .gather(1, torch.tensor(piece.tokens).long()[:, None])[:, 0]
+            .gather(1, torch.tensor(chunk.tokens).long()[:, None])[:, 0]
             .float()
         )
 
     before, after, trap = asyncio.run(run())
     torch.testing.assert_close(torch.from_numpy(after.logprobs), expected(after), atol=5e-5, rtol=0)
-    for piece in (
-        before,
-        trap,
-    ):  # the same weights as `after`, over the older cache: this is what must not happen
-        assert (torch.from_numpy(piece.logprobs) - expected(piece)).abs().max() > 1e-2
+    # `trap` has the same weights as `after`, over the older cache: this is the danger.
+    for chunk in (before, trap):
+        assert (torch.from_numpy(chunk.logprobs) - expected(chunk)).abs().max() > 1e-2
 
 
-def test_it_says_how_busy_it_is(sglang_server) -> None:
+def test_the_load_counts_running_requests(sglang_server) -> None:
     params = SamplingParams(LONG, 1.0, ())
 
     async def run() -> tuple[list[ServerLoad], float]:
@@ -239,7 +237,7 @@ def test_it_says_how_busy_it_is(sglang_server) -> None:
             )
             for i in range(6)
         ]
-        while loads[-1].running < 6:  # the scheduler says it now and then
+        while loads[-1].running < 6:  # the scheduler reports it from time to time
             await asyncio.sleep(0.05)
             loads.append(await client.load(sglang_server.info))
         began = time.perf_counter()
@@ -263,7 +261,8 @@ from pathlib import Path
 from areal_lite.config import ServerConfig
 from areal_lite.servers.process import ServerProcess
 
-server = ServerProcess(ServerConfig(), sys.argv[1], name="orphan", port=int(sys.argv[2]), seed=1, log_path=Path(sys.argv[3]))
+model, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+server = ServerProcess(ServerConfig(), model, name="orphan", port=port, seed=1, log_path=log)
 server.start()
 print(server.info.pid, flush=True)
 time.sleep(600)

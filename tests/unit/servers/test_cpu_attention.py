@@ -1,4 +1,4 @@
-"""The paged attention kernel against torch's attention over the same keys, laid out plainly."""
+"""The paged attention kernel agrees with torch's attention over the same keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SLOTS = 512
 @st.composite
 def cases(draw) -> dict:
     kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
-    # (cached prefix, new tokens) of each request: decoding is one new token, prefill many, a chunk of a prompt both.
+    # (cached prefix, new tokens) of each request: decoding has one new token, prefill has many,
+    # and a chunk of a prompt has a prefix and many.
     requests = draw(
         st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6)
     )
@@ -30,7 +31,7 @@ def cases(draw) -> dict:
 
 
 def attend_plainly(query, keys, values, scale):
-    """query [n, H, D], the last n positions; keys, values [L, Hkv, D] -> [n, H, D]: torch's own attention, causal at the end."""
+    """Attend with torch: query [n, H, D] at the last n positions, keys and values [L, Hkv, D]."""
     n, length = len(query), len(keys)
     mask = torch.arange(length) <= torch.arange(length - n, length)[:, None]
     return torch.nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The servers as one: who may take requests, and that load is given back whatever happens."""
+"""The fleet: which servers may take requests, and that every reservation is given back."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,11 @@ PROMPT = np.array([5], np.int32)
 
 
 class OneToken:
-    """A client whose servers answer with an end token; those in `dead` fail, those in `hung` and `slow` do not come to an end, `slow` ones in good health."""
+    """A client whose servers answer with an end token.
+
+    Servers in `dead` fail. Requests to servers in `hung` and `slow` do not end; the `slow` ones
+    are healthy.
+    """
 
     def __init__(self) -> None:
         self.dead: set[ServerInfo] = set()
@@ -64,8 +68,8 @@ class OneToken:
     async def close(self) -> None: ...
 
 
-async def looked(fleet: Fleet) -> None:
-    """Let it take over what is announced."""
+async def watched_once(fleet: Fleet) -> None:
+    """Let the fleet take over the announced servers."""
     task = asyncio.create_task(fleet.watch())
     await asyncio.sleep(0.01)
     task.cancel()
@@ -75,14 +79,14 @@ def test_a_late_server_waits_for_the_push_that_it_is_part_of() -> None:
     async def run() -> None:
         client, servers = OneToken(), [A]
         fleet = Fleet(client, lambda: servers, lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         fleet.begin_push(list(fleet.router.servers.values()))
         servers.append(B)  # joins while the push of version 1 to A alone goes on
-        await looked(fleet)
+        await watched_once(fleet)
         assert fleet.router.ready == {"a", "b"}
         fleet.finish_push(1, [])
         assert fleet.router.ready == {"a"} and fleet.router.stale == [B]
-        fleet.begin_push([B])  # catches up: version 1 again
+        fleet.begin_push([B])  # version 1 again
         fleet.finish_push(1, [])
         assert fleet.router.ready == {"a", "b"}
         fleet.begin_push([A, B])
@@ -97,7 +101,7 @@ def test_a_server_joins_only_with_the_trainers_version() -> None:
         client = OneToken()
         client.versions[B] = 3
         fleet = Fleet(client, lambda: [A, B], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         assert fleet.router.ready == {"a"} and set(fleet.router.servers) == {"a", "b"}
 
     asyncio.run(run())
@@ -107,7 +111,7 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
     async def run() -> None:
         client = OneToken()
         fleet = Fleet(client, lambda: [A], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
         fleet.begin_push([A])
         fleet.finish_push(1, [])
@@ -121,7 +125,7 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
     async def run() -> None:
         client = OneToken()
         fleet = Fleet(client, lambda: [A], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         client.slow.add(A)
         queued = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
         await asyncio.sleep(0.01)
@@ -137,11 +141,11 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
     asyncio.run(run())
 
 
-def test_completions_move_on_and_give_their_places_back() -> None:
+def test_completions_move_on_and_give_their_reservations_back() -> None:
     async def run() -> None:
         client = OneToken()
         fleet = Fleet(client, lambda: [A, B], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         client.dead.add(A)
         server = await fleet.reserve(3)
         assert server == A and (await fleet.reserve(1)) == B
@@ -161,22 +165,20 @@ def test_without_a_server_it_waits_for_one() -> None:
         changes = []
         fleet = Fleet(OneToken(), lambda: servers, lambda: changes.append(1))
         waiting = asyncio.create_task(fleet.reserve(1))
-        await looked(fleet)
+        await watched_once(fleet)
         assert not waiting.done()
         servers.append(A)
-        await looked(fleet)
+        await watched_once(fleet)
         assert await asyncio.wait_for(waiting, 1) == A and changes
 
     asyncio.run(run())
 
 
-def test_it_is_without_a_ready_server_while_something_waits_for_a_server_that_is_not_there() -> (
-    None
-):
+def test_no_ready_server_while_something_waits() -> None:
     async def run() -> None:
         client, servers = OneToken(), [A]
         fleet = Fleet(client, lambda: servers, lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         server = await fleet.reserve(1)
         client.dead.add(A)
         assert not fleet.no_ready_server
@@ -184,11 +186,11 @@ def test_it_is_without_a_ready_server_while_something_waits_for_a_server_that_is
         await until(lambda: fleet.no_ready_server)
         client.versions[B] = 3
         servers.append(B)  # has other weights than the trainer
-        await looked(fleet)
+        await watched_once(fleet)
         assert fleet.no_ready_server
         client.dead.clear()
         servers.append(C)
-        await looked(fleet)
+        await watched_once(fleet)
         await moving
         assert not fleet.no_ready_server
         fleet.begin_push([C])
@@ -205,7 +207,7 @@ def test_it_is_without_a_ready_server_while_something_waits_for_a_server_that_is
 def test_drain_waits_for_what_is_in_flight() -> None:
     async def run() -> None:
         fleet = Fleet(OneToken(), lambda: [A], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
         tasks = [
             asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1)))
             for i in range(2)
@@ -227,7 +229,7 @@ def test_an_unexpected_error_while_aborting_is_not_swallowed() -> None:
     async def run() -> None:
         client = OneToken()
         fleet = Fleet(client, lambda: [A], lambda: None)
-        await looked(fleet)
+        await watched_once(fleet)
 
         async def broken(server):
             raise KeyError("bug")
@@ -241,7 +243,7 @@ def test_an_unexpected_error_while_aborting_is_not_swallowed() -> None:
 
 @contextlib.asynccontextmanager
 async def watched(client: OneToken, servers: list[ServerInfo], unhealthy: list[ServerInfo]):
-    """A fleet that looks after `servers`, every millisecond."""
+    """A fleet that checks `servers` every millisecond."""
     fleet = Fleet(
         client,
         lambda: servers,
@@ -325,7 +327,7 @@ def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
     asyncio.run(run())
 
 
-def test_a_withdrawn_server_finishes_what_it_has_and_is_looked_after_until_then() -> None:
+def test_a_withdrawn_server_finishes_its_requests_and_is_monitored_until_then() -> None:
     async def run() -> None:
         client, unhealthy, servers = OneToken(), [], [A, B]
         async with watched(client, servers, unhealthy) as fleet:
@@ -343,7 +345,7 @@ def test_a_withdrawn_server_finishes_what_it_has_and_is_looked_after_until_then(
     asyncio.run(run())
 
 
-def test_the_members_of_a_group_move_to_one_server() -> None:
+def test_the_samples_of_a_group_move_to_one_server() -> None:
     async def run() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B, C], unhealthy) as fleet:
@@ -363,7 +365,7 @@ def test_the_members_of_a_group_move_to_one_server() -> None:
     asyncio.run(run())
 
 
-def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_was_held() -> None:
+def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_waited() -> None:
     async def run() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B], unhealthy) as fleet:

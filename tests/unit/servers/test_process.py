@@ -1,4 +1,4 @@
-"""The command of a server, its process and its announcement: everything that needs no model and no SGLang."""
+"""The command of a server, its process and its announcement, without a model or SGLang."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def test_no_device_is_seen_when_hidden(monkeypatch):
 
 
 def test_the_module_needs_no_torch():
-    code = "import sys, areal_lite.servers.process; sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
+    code = (
+        "import sys, areal_lite.servers.process\n"
+        "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -126,7 +129,7 @@ def test_announcements(tmp_path):
     assert announced_servers(tmp_path) == [again]
 
 
-def test_condemnations(tmp_path):
+def test_unhealthy_servers(tmp_path):
     server = ServerInfo(
         name="s0", url="http://127.0.0.1:1", api_key=None, tensor_parallel=1, pid=10
     )
@@ -134,7 +137,9 @@ def test_condemnations(tmp_path):
     assert unhealthy_reason(tmp_path, server) is None
     mark_unhealthy(tmp_path, server, "hangs")
     assert unhealthy_reason(tmp_path, server) == "hangs" and announced_servers(tmp_path) == [server]
-    assert unhealthy_reason(tmp_path, replace(server, pid=11)) is None, "said of an earlier process"
+    assert unhealthy_reason(tmp_path, replace(server, pid=11)) is None, (
+        "it is about an earlier process"
+    )
     withdraw_server(tmp_path, "s0")
     assert unhealthy_reason(tmp_path, server) is None and not list((tmp_path / "servers").iterdir())
 
@@ -217,7 +222,7 @@ def test_stop_ends_the_whole_group(tmp_path, model):
 
 
 def running(pid: int) -> bool:
-    """A killed process may stay as a zombie where nobody reaps orphans."""
+    """Return whether `pid` runs. A killed process may remain as a zombie."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:

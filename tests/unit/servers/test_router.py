@@ -1,4 +1,4 @@
-"""Which server a request goes to."""
+"""The server that a request goes to."""
 
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.router import Router, least_loaded
@@ -32,7 +32,7 @@ def test_a_server_takes_requests_once_it_has_the_version() -> None:
     assert router.choose() is None and router.stale == [info("a")]
 
 
-def test_what_a_push_brought_counts_more_than_an_answer_from_before_it() -> None:
+def test_a_push_takes_precedence_over_an_answer_from_before_it() -> None:
     router = Router()
     router.update_servers([info("a")])
     router.version = 1
@@ -56,15 +56,16 @@ def test_a_failed_server_is_left_out_until_it_is_another_process() -> None:
     assert router.choose() == info("a", pid=2) and not router.is_ready(info("a"))
 
 
-def test_one_that_was_withdrawn_or_replaced_is_no_longer_ready() -> None:
+def test_a_server_that_was_withdrawn_or_replaced_is_no_longer_ready() -> None:
     router = Router()
     router.update_servers([info("a"), info("b")])
-    router.record_version(info("a"), 0), router.record_version(info("b"), 0)
+    router.record_version(info("a"), 0)
+    router.record_version(info("b"), 0)
     router.update_servers([info("b", pid=2)])
     assert router.choose() is None and router.ready == set()
 
 
-def test_a_server_that_holds_the_prefix_is_preferred_while_it_works() -> None:
+def test_a_server_that_holds_the_prefix_is_preferred_while_it_is_ready() -> None:
     router = Router()
     a, b, c = (info(name) for name in "abc")
     router.update_servers([a, b, c])

@@ -1,4 +1,4 @@
-"""Which sequences of a batch tell whether server and trainer agree."""
+"""The sequences of a batch that show whether server and trainer agree."""
 
 import numpy as np
 
@@ -25,18 +25,15 @@ def sequence(versions: list[int], kv_version: int, difference: float) -> Traject
     ).check()
 
 
-def test_only_sequences_wholly_of_the_present_version_are_compared() -> None:
-    lived_through_a_push, queued_during_one, unknown = (
+def test_only_sequences_of_the_current_version_are_compared() -> None:
+    during_a_push, queued_during_one, unknown = (
         sequence([4, 5], 4, 0.5),
         sequence([5, 5], 4, 0.5),
         sequence([5], -1, 0.5),
     )
     older, fresh = sequence([4, 4], 4, 0.5), sequence([5, 5, 5], 5, 0.25)
-    batch = TrainBatch.from_trajectories(
-        [lived_through_a_push, queued_during_one, fresh, older, unknown]
-    )
-    own = np.where(
-        batch.loss_mask, np.float32(-1), np.float32(7)
-    )  # what the trainer has of prompts is nobody's business
+    batch = TrainBatch.from_trajectories([during_a_push, queued_during_one, fresh, older, unknown])
+    # The trainer's log-probs of prompts do not matter.
+    own = np.where(batch.loss_mask, np.float32(-1), np.float32(7))
     assert difference_of_fresh(batch, own, 5) == 0.25
     assert difference_of_fresh(batch, own, 6) is None
