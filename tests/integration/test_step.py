@@ -1,4 +1,4 @@
-"""One training step on the real engine: what must not depend on how it is done."""
+"""One training step on a real policy: invariance to packing, minibatches and prox."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def batch(seed: int = 0, groups: int = 4, size: int = 3) -> TrainBatch:
-    """Ragged sequences, versions 1..3, behavior log-probs near those of a random model, some tokens masked."""
+    """Make ragged sequences of versions 1..3, with log-probs near those of a random model."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in range(groups):

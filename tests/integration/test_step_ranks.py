@@ -1,4 +1,4 @@
-"""A training step on two data-parallel ranks, real processes over gloo, is the step on one: every statistic of the batch is of all ranks."""
+"""A training step on two data-parallel ranks, real processes over gloo, equals one on one rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OBJECTIVES = {
     ),
     "tb": AlgoConfig(loss="tb", tb_beta=0.5),
 }
-# Which groups each rank has. With two minibatches, the m-th of the step is the m-th of all ranks together.
+# The groups of each rank. Minibatch m of the step is the m-th of all ranks together.
 GROUPS = {1: [[0, 2, 1, 3]], 2: [[0, 1], [2, 3]]}
 
 

@@ -1,4 +1,4 @@
-"""`areal-lite train` as a user runs it: real SGLang servers, a real Megatron trainer, weights pushed while requests are in flight."""
+"""`areal-lite train` as a user runs it: real servers, a real trainer, pushes during requests."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
-    """A random model: its completions nearly always reach the token limit, so that they live through pushes."""
+    """Make a random model. Its completions nearly always reach the token limit, through pushes."""
     out = tmp_path_factory.mktemp("model") / "random"
     sizes = [
         "hidden_size=64",
@@ -44,7 +44,8 @@ COMMON = [
     "reward.function=tests.integration.toy_reward:share_of_letters",
     "rollout.group_size=8",
     "rollout.max_new_tokens=400",
-    "rollout.max_concurrent=32",  # a batch: with completions of all lengths, something is always in flight
+    # A batch: with completions of all lengths, something is always in flight.
+    "rollout.max_concurrent=32",
     "trainer.steps=5",
     "trainer.batch_groups=4",
     "trainer.lr=0.003",
@@ -130,12 +131,12 @@ def check_common(run: Run, bound: int) -> None:
 
 
 def test_async_in_place_push_in_flight(model, tmp_path):
-    """Pushes happen while requests are in flight, nothing is drained, and the trajectories' segments prove it."""
+    """Push while requests are in flight and nothing is drained; segments prove it."""
     run = train(model, tmp_path / "run", "buffer.max_staleness=2")
     check_common(run, bound=2)
     assert run.summary["requests_drained"] == 0
     assert run.summary["multi_segment_share"] > 0
-    # A trajectory of two versions was one request that the server itself kept alive through the push.
+    # One request gave a trajectory of two versions: the server kept it alive through the push.
     spans = [
         json.loads(s)
         for s, requests in run.used("segments, requests")
@@ -230,7 +231,7 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
 
 
 def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
-    """Requests of a killed server continue on the other one; the push leaves it out; nothing is lost."""
+    """Continue the requests of a killed server on the other one, and push without it."""
     folder = tmp_path / "run"
     overrides = [*COMMON, "server.count=2", "buffer.max_staleness=2", "trainer.steps=30"]
     command = [

@@ -12,7 +12,9 @@ from areal_lite.algo.losses import LossInputs
 def ragged(
     seed: int, *, sequences: int = 6, spread: float = 0.5
 ) -> tuple[LossInputs, torch.Tensor, torch.Tensor]:
-    """(tokens, rewards [n], group ids [n]). Always among the sequences: an empty one, one of a single token, one without unmasked token.
+    """Return tokens, rewards [n] and group ids [n] of a ragged batch.
+
+    It has an empty sequence, one of a single token and one without an unmasked token.
     Groups have lost members; one behavior log-prob is -inf."""
     rng, g = random.Random(seed), torch.Generator().manual_seed(seed)
     lengths = [0, 1, 3] + [rng.randint(1, 9) for _ in range(sequences)]
@@ -39,7 +41,7 @@ def ragged(
 
 
 def rows(x: LossInputs) -> list[list[dict]]:
-    """The usable tokens of each sequence as plain numbers, sequences in order of id (those of no usable token are empty lists)."""
+    """List the usable tokens of each sequence as plain numbers, in order of sequence id."""
     result: list[list[dict]] = [[] for _ in range(int(x.sequence_ids.max()) + 1)]
     weights = [1.0] * len(x.mask) if x.weights is None else x.weights.tolist()
     columns = zip(

@@ -1,4 +1,4 @@
-"""Losses, advantages and corrections against references written as plainly as possible, in float64, one token at a time."""
+"""Losses, advantages and corrections against plain loops over tokens, in float64."""
 
 import math
 
@@ -103,7 +103,7 @@ def test_decoupled_with_prox_equal_behavior_is_naive_ppo():
 
 
 def test_unclipped_decoupled_gradient_is_the_unclipped_naive_gradient():
-    """w r = exp(theta - behavior) whatever the proximal policy is: decoupling changes where the clip is, not the objective."""
+    """Decoupling moves the clip, not the objective: w r = exp(theta - behavior) for any prox."""
     x = tokens(5, 30)
     grads = []
     for decoupled in (True, False):

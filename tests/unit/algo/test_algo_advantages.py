@@ -231,8 +231,11 @@ def test_metrics(seed):
     high, low = sum(a > 0 and r > 1.2 for r, a in pairs), sum(a < 0 and r < 0.9 for r, a in pairs)
     dual = sum(a < 0 and r > 1.5 for r, a in pairs)
     assert {k: int(v) for k, v in counts.items()} == {
-        "clip_fraction": high + low, "clip_fraction_high": high, "clip_fraction_low": low, "clip_fraction_dual": dual
-    }  # fmt: skip
+        "clip_fraction": high + low,
+        "clip_fraction_high": high,
+        "clip_fraction_low": low,
+        "clip_fraction_dual": dual,
+    }
     assert entropy_sum(ratio, mask).item() == pytest.approx(sum(r for r, _ in pairs))
 
 

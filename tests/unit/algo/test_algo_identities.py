@@ -1,6 +1,7 @@
 """What must hold between objectives, and what packing must not change."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_gspo_of_single_tokens_is_ppo(seed):
 @settings(max_examples=15, deadline=None)
 @given(seeds)
 def test_unclipped_everything_token_level_has_one_gradient(seed):
-    """Without bounds, w r = exp(theta - behavior) for PPO of either kind, CISPO and REINFORCE: they differ in what they bound."""
+    """Without bounds all losses agree, since w r = exp(theta - behavior); only bounds differ."""
     x, _, _ = ragged(seed)
     free, clip = Correction("cap", float("inf")), {"eps_low": 1e9, "eps_high": 1e9}
     expected = gradient(ppo_loss(x, decoupled=False, **clip), x)
@@ -94,8 +95,8 @@ def test_on_policy_all_policy_gradients_agree(seed):
     x, _, _ = ragged(seed)
     x = replace(x, prox=x.logprobs.detach(), behavior=x.logprobs.detach())
     expected = torch.where(x.mask, -x.advantages, torch.zeros_like(x.advantages))
-    for loss in (lambda v: ppo_loss(v, eps_low=0.2, eps_high=0.2), lambda v: ppo_loss(v, eps_low=0.2, eps_high=0.2, correction=OFF),
-                 cispo_loss, reinforce_loss, gspo_loss):  # fmt: skip
+    ppo = partial(ppo_loss, eps_low=0.2, eps_high=0.2)
+    for loss in (ppo, partial(ppo, correction=OFF), cispo_loss, reinforce_loss, gspo_loss):
         x.weights = None
         torch.testing.assert_close(gradient(loss(x), x), expected, rtol=1e-12, atol=1e-12)
 
@@ -103,7 +104,7 @@ def test_on_policy_all_policy_gradients_agree(seed):
 @settings(max_examples=30, deadline=None)
 @given(seeds, st.sampled_from([0.05, 1.0]))
 def test_on_policy_trajectory_balance_is_reinforce_on_kl_shaped_reward(seed, beta):
-    """TBA, appendix: the gradient is 2 / beta times that of REINFORCE with the group mean as baseline on r - beta KL."""
+    """Expect 2 / beta times REINFORCE on r - beta KL with a group baseline (TBA, appendix)."""
     x, rewards, groups = ragged(seed)
     reference, policy = x.prox, x.logprobs.detach()
     present = torch.tensor([bool(x.mask[x.sequence_ids == i].any()) for i in range(len(rewards))])
@@ -121,7 +122,7 @@ def test_on_policy_trajectory_balance_is_reinforce_on_kl_shaped_reward(seed, bet
 
 
 def split(ids: torch.Tensor, seed: int, whole: bool) -> list[torch.Tensor]:
-    """Token indices of three packs in random order; with `whole`, the tokens of a sequence stay in one pack."""
+    """Split token indices into three random packs; with `whole`, a sequence stays in one pack."""
     g = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(ids), generator=g)
     pack = (
@@ -136,7 +137,7 @@ def split(ids: torch.Tensor, seed: int, whole: bool) -> list[torch.Tensor]:
 @settings(max_examples=15, deadline=None)
 @given(seed=seeds, mode=st.sampled_from(REDUCTIONS))
 def test_packing_does_not_matter(name, seed, mode):
-    """Tokens shuffled over packs (whole sequences where sequences matter) leave loss, gradient and metrics as they were."""
+    """Shuffle tokens over packs: loss, gradient and metrics stay the same."""
     x, _, _ = ragged(seed)
     mask = finite_mask(x.mask, x.behavior)
     whole = mode == "sequence" or name in ("icepop", "gspo", "cispo")

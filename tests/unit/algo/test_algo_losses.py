@@ -1,4 +1,4 @@
-"""Corrections, losses, reductions, KL terms and Trajectory Balance against loops over single tokens, on ragged batches in float64."""
+"""Losses and their terms against loops over single tokens, on ragged batches in float64."""
 
 import math
 from dataclasses import replace
@@ -168,7 +168,7 @@ def test_kl_terms(estimator):
 
 @pytest.mark.parametrize("estimator,forward", [("k1", None), ("k2", False), ("k3", True)])
 def test_expected_kl_gradients(estimator, forward):
-    """Over all tokens of a small vocabulary, weighted by their probability: 0 for k1, that of KL(theta||ref) for k2, KL(ref||theta) for k3."""
+    """Expect gradient 0 from k1, that of KL(theta || ref) from k2, KL(ref || theta) from k3."""
     g = torch.Generator().manual_seed(1)
     logits, ref = torch.randn(2, 7, generator=g, dtype=torch.float64).log_softmax(1)
     logits.requires_grad_()
@@ -223,7 +223,10 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, beta):
 
 
 def test_losses_are_differentiated_right():
-    """Finite differences, at a place without a kink nearby; the ratio of CISPO and REINFORCE, and log Z, are constants by definition."""
+    """Compare with finite differences, away from kinks.
+
+    The weights of CISPO and REINFORCE, and log Z, are constants by definition.
+    """
     x, rewards, groups = ragged(5)
     options = {"eps_low": 0.1, "eps_high": 0.2, "denominator": 5.0}
     for loss in (

@@ -1,4 +1,4 @@
-"""What the configuration makes of a batch, against the same written as loops over sequences and tokens in float64."""
+"""Objectives that the configuration builds, against loops over tokens in float64."""
 
 import math
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.objectives.balance import BalanceObjective
 from areal_lite.algo.objectives.base import FlatBatch, Minibatch, denominator
 from areal_lite.algo.objectives.critic import critic_loss
@@ -21,8 +22,9 @@ from areal_lite.config import (
     ShapingConfig,
     TrainConfig,
 )
+from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
-from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.objective import RATIO_LOSSES, build_objective
 from areal_lite.trainer.step import flat_batch
 from areal_lite.trajectory import TrainBatch, Trajectory
 
@@ -30,7 +32,7 @@ VERSION = 5
 
 
 def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
-    """Ragged groups that have lost members, single-token and truncated completions, a token without a finite log-prob, overdue tokens."""
+    """Make ragged groups, some incomplete, with truncated, overdue and non-finite tokens."""
     rng = np.random.default_rng(seed)
     trajectories = []
     for group in range(groups):
@@ -42,11 +44,19 @@ def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
             )
             if rng.random() < 0.2:
                 logprobs[-1] = np.nan
+            tokens = rng.integers(2, 9, prompt + length).astype(np.int32)
+            versions = np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1)
             trajectory = Trajectory(
-                group_id=10 * group, prompt_id=str(group), sample_index=sample_index, tokens=rng.integers(2, 9, prompt + length).astype(np.int32), loss_mask=sampled, behavior_logprobs=logprobs,
-                versions=np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1).astype(np.int32),
-                finish_reason=str(rng.choice(["stop", "length"])), reward=float(rng.choice([0.0, 0.5, 1.0])),
-            )  # fmt: skip
+                group_id=10 * group,
+                prompt_id=str(group),
+                sample_index=sample_index,
+                tokens=tokens,
+                loss_mask=sampled,
+                behavior_logprobs=logprobs,
+                versions=versions.astype(np.int32),
+                finish_reason=str(rng.choice(["stop", "length"])),
+                reward=float(rng.choice([0.0, 0.5, 1.0])),
+            )
             trajectories.append(trajectory.check())
     batch = TrainBatch.from_trajectories(
         [trajectories[i] for i in rng.permutation(len(trajectories))]
@@ -349,3 +359,38 @@ def test_a_critic_regresses_on_returns():
     for s in range(batch.num_sequences):
         for value in t.returns[(t.sequence_ids == s) & t.mask]:
             assert float(value) == pytest.approx(float(batch.rewards[s]), abs=1e-9)
+
+
+def test_every_choice_of_a_loss_builds_an_objective():
+    choices = settings_of(AlgoConfig)["loss"].choices
+    assert set(choices) == {*RATIO_LOSSES, "tb"}
+    for loss in choices:
+        build_objective(TrainConfig(model="", algo=AlgoConfig(loss=loss)))
+    with pytest.raises(ValueError, match=r"algo\.loss=word: use tb or one of ppo"):
+        build_objective(TrainConfig(model="", algo=AlgoConfig(loss="word")))
+
+
+def test_the_kl_term_shares_the_weight_of_a_decoupled_loss(monkeypatch):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return behavior_weight(*args, **kwargs)
+
+    monkeypatch.setattr("areal_lite.algo.losses.behavior_weight", counted)
+    monkeypatch.setattr("areal_lite.algo.objectives.ratio.behavior_weight", counted)
+    config = TrainConfig(model="", algo=AlgoConfig(kl=KLConfig(0.1, "k2", "loss")))
+    batch = make_batch(9)
+    t, logprobs, entropy = tensors_of(batch, config, 0)
+    loss_in_parts(t, batch, logprobs, entropy, config, budget=10**6)
+    assert len(calls) == 1
+
+
+def test_selected_tokens_keep_their_sequence_ids():
+    batch = make_batch(10)
+    t = flat_batch(batch, VERSION, torch.device("cpu"))
+    part = t.at(torch.tensor([3, 1]))
+    assert part.sequence_ids.tolist() == t.sequence_ids[[3, 1]].tolist()
+    assert len(part.rewards) == batch.num_sequences
+    with pytest.raises(AttributeError, match="reference"):
+        _ = part.reference
