@@ -226,8 +226,8 @@ class ServerProcess:
         """End the server and every process of its group. It does nothing before `start`.
 
         SIGINT goes first, to the leader alone. An idle leader then closes its workers in half a
-        second. On SIGTERM SGLang would take five seconds or more to finish requests that nobody
-        waits for. After `grace_s` seconds SIGKILL goes to the group.
+        second. On SIGTERM SGLang would take five seconds or more to finish requests that no longer
+        matter. After `grace_s` seconds SIGKILL goes to the group.
         """
         if self._process is None:
             return

@@ -4,7 +4,7 @@
     pause        the servers stop generating: the pause window begins
     transfer     the servers take the weights and their version
     resume       the servers continue: the pause window ends
-    pushed       the controller learns who has the version, and opens admission for it
+    pushed       the controller learns which servers have the version, and opens admission for it
 
 * Only the pause window costs generation. Whatever can be done before it is done before it: the
   first bucket is gathered and flattened, a `disk` checkpoint is written.
@@ -86,20 +86,21 @@ class NullPusher:
 
     servers: list[ServerInfo] | None = None
 
+    def contribute(self) -> None:
+        """Do this rank's part of a push: nothing."""
+
     def push_all(self, version: int) -> None:
-        pass
+        self.contribute()
 
     def push_stale(self, version: int) -> None:
-        pass
+        self.contribute()
 
     def close(self) -> None:
         pass
 
 
-class WeightContributor:
+class WeightContributor(NullPusher):
     """The pusher of a rank that only gives its shards of the weights to rank 0."""
-
-    servers: list[ServerInfo] | None = None
 
     def __init__(self, policy, config: TrainConfig):
         self._policy = policy
@@ -109,15 +110,6 @@ class WeightContributor:
         """Take part in gathering every bucket."""
         for _ in self._policy.hf_weights(self._bucket_bytes):
             pass
-
-    def push_all(self, version: int) -> None:
-        self.contribute()
-
-    def push_stale(self, version: int) -> None:
-        self.contribute()
-
-    def close(self) -> None:
-        pass
 
 
 class WeightPusher:
@@ -226,7 +218,7 @@ class WeightPusher:
         return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
 
     def _finish(self, recipients: PushRecipients, readback: Readback, started: float) -> None:
-        """Verify the weights on the servers if asked to, and tell the controller who has them."""
+        """Verify the weights if asked to, and tell the controller which servers have them."""
         report = recipients.report
         if self._config.sync.verify:
             report.verified = recipients.sum_each(
