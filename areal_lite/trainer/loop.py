@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,7 +23,6 @@ from areal_lite.controller.client import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.optimizer import SkippedSteps
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
-from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import stop_requested
@@ -31,7 +30,7 @@ from areal_lite.system.processes import die_with_parent
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.reporter import make_reporter, patience_s
-from areal_lite.trainer.step import StepResult, policy_step
+from areal_lite.trainer.step import policy_step
 from areal_lite.trajectory import TrainBatch
 from areal_lite.weights.push import make_pusher
 
@@ -40,54 +39,98 @@ log = logging.getLogger(__name__)
 
 def train(config: TrainConfig, run_dir: Path) -> None:
     """Run the steps that are left, on this rank. Every rank calls it."""
-    settings = config.trainer
-    objective = build_objective(config)
-    models = build_models(config, objective)
-    checkpoints = Checkpoints(
-        run_dir / CHECKPOINTS_DIR,
-        models.trained,
-        settings.keep_checkpoints,
-        settings.milestone_every,
-    )
-    start = done = checkpoints.resume()
-    controller = ControllerClient(run_dir, patience_s(config))
-    reporter = make_reporter(config, run_dir, controller, start)
-    pusher = make_pusher(
-        models.policy,
-        controller if dist.get_rank() == 0 else None,
-        config,
-        run_dir,
-        servers_stale=start > 0,
-    )
-    skipped = SkippedSteps(settings.max_skipped_steps)
-    models.leave_device()
-
-    for step in range(start, settings.steps):
-        watch = Stopwatch()
-        batch, info = controller.batch(
-            step, data_parallel_rank(), settings.data_parallel, partial(pusher.push_stale, step)
-        )
-        watch.lap("wait_s")
-        with models.on_device():
-            result = policy_step(models, objective, batch, config, step)
-        _record_skipped(skipped, result, batch, step, run_dir)
-        watch.lap("train_s")
-        reporter.before_push(step, batch, result.prox, pusher.servers)
-        push = pusher.push_all(step + 1)
-        watch.lap("push_s")
-        reporter.after_push(step, {**info, **result.metrics, **watch.seconds}, push)
-        checkpoints.poll()
-        done = step + 1
-        if done < settings.steps and _save_and_stop(checkpoints, done, config, run_dir):
+    run = TrainingRun(config, run_dir)
+    for step in range(run.done, config.trainer.steps):
+        run.step(step)
+        if run.save_and_stop():
             break
+    run.finish()
 
-    if start < done == settings.steps:
-        reporter.end_training()
-        _save_results(checkpoints, models.policy, done, run_dir)
-    checkpoints.wait()
-    pusher.close()
-    reporter.finish()
-    shutdown()
+
+class TrainingRun:
+    """One rank's part of a run. Every rank makes the same calls; `done` counts completed steps."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path):
+        trainer = config.trainer
+        self.config = config
+        self.run_dir = run_dir
+        self.objective = build_objective(config)
+        self.models = build_models(config, self.objective)
+        self.checkpoints = Checkpoints(
+            run_dir / CHECKPOINTS_DIR,
+            self.models.trained,
+            trainer.keep_checkpoints,
+            trainer.milestone_every,
+        )
+        self.start = self.done = self.checkpoints.resume()
+        self.controller = ControllerClient(run_dir, patience_s(config))
+        self.reporter = make_reporter(config, run_dir, self.controller, self.start)
+        self.pusher = make_pusher(
+            self.models.policy,
+            self.controller if dist.get_rank() == 0 else None,
+            config,
+            run_dir,
+            servers_stale=self.start > 0,
+        )
+        self.skipped = SkippedSteps(trainer.max_skipped_steps)
+        self.models.leave_device()
+
+    def step(self, step: int) -> None:
+        """Train on the batch of `step` and push the weights of version `step + 1`."""
+        watch = Stopwatch()
+        batch, info = self._pull(step)
+        watch.lap("wait_s")
+        with self.models.on_device():
+            result = policy_step(self.models, self.objective, batch, self.config, step)
+        self._record_skipped(step, batch, result.skipped)
+        watch.lap("train_s")
+        self.reporter.before_push(step, batch, result.prox, self.pusher.servers)
+        push = self.pusher.push_all(step + 1)
+        watch.lap("push_s")
+        self.reporter.after_push(step, {**info, **result.metrics, **watch.seconds}, push)
+        self.checkpoints.poll()
+        self.done = step + 1
+
+    def save_and_stop(self) -> bool:
+        """Save a checkpoint if one is due or a stop was requested; return whether to stop."""
+        if self.done == self.config.trainer.steps:
+            return True
+        stop = on_every_rank(stop_requested(self.run_dir))
+        every = self.config.trainer.save_every
+        if stop or (every and self.done % every == 0):
+            self.checkpoints.save(self.done, {"step": self.done})
+        return stop
+
+    def finish(self) -> None:
+        """Save what was learned, if all steps are done, and end the run."""
+        if self.start < self.done == self.config.trainer.steps:
+            self.reporter.end_training()
+            # Before any call that waits for servers: the results must not depend on them.
+            self.checkpoints.save(self.done, {"step": self.done})
+            self.models.policy.export_hf(self.run_dir / CHECKPOINTS_DIR / HF_DIR)
+        self.checkpoints.wait()
+        self.pusher.close()
+        self.reporter.finish()
+        shutdown()
+
+    def _pull(self, step: int) -> tuple[TrainBatch, dict[str, Any]]:
+        """Wait for this rank's shard of the batch. Servers that start late get a push meanwhile."""
+        return self.controller.batch(
+            step,
+            data_parallel_rank(),
+            self.config.trainer.data_parallel,
+            lambda: self.pusher.push_stale(step),
+        )
+
+    def _record_skipped(self, step: int, batch: TrainBatch, skipped: float) -> None:
+        """Save the batch of a step with a skipped update.
+
+        Raises FloatingPointError after too many such steps in a row.
+        """
+        if skipped:
+            name = f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
+            save_batch(batch, self.run_dir / BAD_BATCHES_DIR / name)
+        self.skipped.record(step + 1, skipped)
 
 
 class Stopwatch:
@@ -102,34 +145,6 @@ class Stopwatch:
         now = time.time()
         self.seconds[name] = now - self._last
         self._last = now
-
-
-def _record_skipped(
-    skipped: SkippedSteps, result: StepResult, batch: TrainBatch, step: int, run_dir: Path
-) -> None:
-    """Save the batch of a step with a skipped update.
-
-    Raises FloatingPointError after too many such steps in a row.
-    """
-    if result.skipped:
-        name = f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
-        save_batch(batch, run_dir / BAD_BATCHES_DIR / name)
-    skipped.record(step + 1, result.skipped)
-
-
-def _save_and_stop(checkpoints: Checkpoints, done: int, config: TrainConfig, run_dir: Path) -> bool:
-    """Save a checkpoint if one is due or a stop was requested; return whether to stop."""
-    stop = on_every_rank(stop_requested(run_dir))
-    every = config.trainer.save_every
-    if stop or (every and done % every == 0):
-        checkpoints.save(done, {"step": done})
-    return stop
-
-
-def _save_results(checkpoints: Checkpoints, policy: Policy, done: int, run_dir: Path) -> None:
-    """Save the last checkpoint and export the model, before any call that waits for servers."""
-    checkpoints.save(done, {"step": done})
-    policy.export_hf(run_dir / CHECKPOINTS_DIR / HF_DIR)
 
 
 def main() -> int:

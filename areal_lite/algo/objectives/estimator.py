@@ -13,22 +13,22 @@ from areal_lite.algo.objectives.rewards import KLTerm
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """From shaped rewards to advantages, and with `gae` to the critic's targets.
-
-    estimator: `grpo` and `rloo` give all tokens of a sequence one advantage; `reinforce_pp` and
-        `gae`
-    give each token its own. mean, std (`group`, `batch`; std also `off`) and leave_one_out belong
-    to `grpo`, gamma to `reinforce_pp` and `gae`, lam to `gae`. whiten: normalize over the batch's
-    tokens.
-    """
+    """From shaped rewards to advantages, and with `gae` to the critic's targets."""
 
     estimator: str = "grpo"
+    """`grpo`, `rloo`: one advantage per sequence; `reinforce_pp`, `gae`: one per token."""
     mean: str = "group"
+    """grpo: baseline over the `group` or the `batch`."""
     std: str = "group"
+    """grpo: divide by the deviation of the `group` or the `batch`, or `off`."""
     leave_one_out: bool = False
+    """grpo: the baseline is the mean of the others."""
     whiten: bool = False
+    """Normalize over the tokens of the batch."""
     gamma: float = 1.0
+    """reinforce_pp, gae: discount per token."""
     lam: float = 1.0
+    """gae: lambda."""
 
     def set_advantages(self, batch: FlatBatch, rewards: Tensor, kl: KLTerm, reduce: Reduce) -> None:
         """Set `batch.advantages`, and `batch.returns` with `gae`, from rewards float [n]."""

@@ -24,23 +24,21 @@ from areal_lite.algo.reduction import reduction_weights
 
 @dataclass(frozen=True, kw_only=True)
 class RatioObjective:
-    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms.
-
-    policy_loss: a function of algo/losses.py with its settings bound; correction: also weighs the
-        KL
-    term, whose tokens another policy sampled; reduction, length: see algo/reduction.py;
-    prox: `recompute` (a forward pass), `reuse` (the update's own log-probs) or `loglinear`.
-    """
+    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms."""
 
     policy_loss: Callable[[LossInputs], LossOutput]
+    """A function of algo/losses.py with its settings bound."""
     correction: Correction
+    """Weighs the KL term; `policy_loss` has its own."""
     reduction: str
     length: int
+    """Reduction and its constant length, in tokens; see algo/reduction.py."""
     shaping: RewardShaping
     estimator: AdvantageEstimator
     kl: KLTerm
     entropy_coef: float
     prox: str
+    """`recompute` (a forward pass), `reuse` (the update's own log-probs) or `loglinear`."""
 
     @property
     def needs_reference(self) -> bool:
