@@ -19,6 +19,7 @@ The folder must be on a file system that all ranks see.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from queue import Queue
@@ -57,7 +58,7 @@ class PendingCheckpoint:
     The state is copied when it is constructed.
     """
 
-    def __init__(self, folder: Path, parts: dict[str, Part], extra: dict[str, Any]):
+    def __init__(self, folder: Path, parts: Mapping[str, Part], extra: dict[str, Any]):
         self.folder = folder
         self.scratch = _shared_scratch_folder(folder)
         state = _sharded_state(parts, is_loading=False)
@@ -115,7 +116,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, parts: dict[str, Part], keep: int = 0, milestone_every: int = 0
+        self, folder: Path, parts: Mapping[str, Part], keep: int = 0, milestone_every: int = 0
     ):
         self.folder = folder
         self.parts = parts
@@ -168,7 +169,7 @@ def obsolete(steps: list[int], keep: int, milestone_every: int) -> list[int]:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, parts: dict[str, Part]) -> dict[str, Any]:
+def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Restore the state in `folder`; return its `extra`. Every rank calls it.
 
     Raises ValueError when the folder is not a checkpoint of these parts.
@@ -207,7 +208,7 @@ def _shared_scratch_folder(folder: Path) -> Path:
     return Path(scratch[0])
 
 
-def _sharded_state(parts: dict[str, Part], is_loading: bool) -> dict[str, Any]:
+def _sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = _FORMAT | {"dp_cp_group": group}
     state: dict[str, Any] = {}
@@ -227,7 +228,7 @@ def _sharded_state(parts: dict[str, Part], is_loading: bool) -> dict[str, Any]:
     return state
 
 
-def _host_copy(request: AsyncRequest, parts: dict[str, Part]) -> list:
+def _host_copy(request: AsyncRequest, parts: Mapping[str, Part]) -> list:
     """Return Megatron's write buckets, in host memory and without tensors of a model.
 
     Optimizer state has been copied already.
