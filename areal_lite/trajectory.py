@@ -325,7 +325,7 @@ class TrainBatch:
         """
         arrays = [getattr(self, name) for name in _ARRAYS]
         header = msgspec.msgpack.encode([[n, len(a)] for n, a in zip(_ARRAYS, arrays)])
-        buffers = [memoryview(np.ascontiguousarray(a)).cast("B") if len(a) else b"" for a in arrays]
+        buffers = [np.ascontiguousarray(a).data.cast("B") if len(a) else b"" for a in arrays]
         return [header, *buffers]
 
     @classmethod

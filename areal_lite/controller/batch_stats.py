@@ -1,4 +1,4 @@
-"""What a step's batch looks like, over all data-parallel ranks: for metrics. Pure."""
+"""Statistics of a step's batch over all data-parallel ranks, for the metrics."""
 
 from __future__ import annotations
 
@@ -6,46 +6,48 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from areal_lite.trajectory import Group
+from areal_lite.trajectory import FinishReason, Group
 
 
 def batch_stats(
     groups: Sequence[Group], version: int, max_staleness: int | None
 ) -> dict[str, float]:
-    """Facts about `groups` as seen by a trainer at `version`.
+    """Describe a batch as a trainer at `version` sees it.
 
-    AdmissionGate is per sampled token (versions), of those that are not overdue and so trained on (all, without a bound); lengths are sampled
-    tokens of a trajectory; `*_share` are shares of trajectories. `reward_std` is over all trajectories; `uniform_groups_share` is the share
-    of groups whose members all got the same reward, which have no advantage to learn from.
+    * `staleness_*`: versions, over the sampled tokens that are not overdue and so are trained on
+      (all of them without a bound).
+    * `length_*`: sampled tokens of a trajectory.
+    * `*_share`: shares of trajectories, except `uniform_groups_share`, the share of groups whose
+      rewards are all equal: such a group has no advantage to learn from.
+    * `reward_std`: over all trajectories.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
     starts = np.concatenate(([0], np.cumsum([len(t.tokens) for t in trajectories])))[:-1]
     versions = np.concatenate([t.versions for t in trajectories])
     sampled = versions >= 0
-    begins_segment = sampled & (
-        versions != np.concatenate(([-1], versions[:-1]))
-    )  # no sequence begins with a sampled token
+    # No sequence starts with a sampled token, so a segment never continues the previous sequence.
+    begins_segment = sampled & (versions != np.concatenate(([-1], versions[:-1])))
     oldest = np.minimum.reduceat(np.where(sampled, versions, np.iinfo(np.int32).max), starts)
+    interrupted = np.maximum.reduceat(versions, starts) > oldest
     staleness = version - versions[sampled]
     trained = staleness if max_staleness is None else staleness[staleness <= max_staleness]
-    logprobs = np.concatenate(
-        [t.behavior_logprobs for t in trajectories]
-    )  # 0 where nothing was sampled
+    # Log-probs are 0 where nothing was sampled.
+    logprobs = np.concatenate([t.behavior_logprobs for t in trajectories])
     lengths = np.add.reduceat(sampled, starts, dtype=np.int64)
+    uniform = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
+    truncated = [t.finish_reason == FinishReason.LENGTH for t in trajectories]
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
-        "uniform_groups_share": float(
-            np.mean([len({t.reward for t in group.trajectories}) == 1 for group in groups])
-        ),
+        "uniform_groups_share": float(np.mean(uniform)),
         "staleness_mean": float(trained.mean()) if len(trained) else 0.0,
         "staleness_max": int(trained.max(initial=0)),
-        "interrupted_share": float(np.mean(np.maximum.reduceat(versions, starts) > oldest)),
+        "interrupted_share": float(np.mean(interrupted)),
         "segments_mean": float(np.count_nonzero(begins_segment) / len(trajectories)),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
-        "truncated_share": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "truncated_share": float(np.mean(truncated)),
         "trajectories": len(trajectories),
         "tokens": int(lengths.sum()),
         "nonfinite_tokens": int(np.count_nonzero(~np.isfinite(logprobs))),

@@ -79,7 +79,7 @@ class ControllerClient:
         """
         while True:
             request = PullBatch(step, rank, world, self._resyncs)
-            response, frames = self._call(request, BatchReady | Resync)
+            response, frames = self._call(request, BatchReady, Resync)
             if isinstance(response, BatchReady):
                 return TrainBatch.from_frames(frames), response.info
             self._resyncs += 1
@@ -104,14 +104,14 @@ class ControllerClient:
         """End the run and return its totals. The controller exits afterwards."""
         return self._call(Finish(), RunTotals)[0].totals
 
-    def _call(self, request: Request, expected: type[R] | Any) -> tuple[R, Frames]:
-        """Send a request and wait for its reply, which must be an `expected` response."""
+    def _call(self, request: Request, *expected: type[R]) -> tuple[R, Frames]:
+        """Send a request and wait for its reply, which is one of the `expected` responses."""
         self._last_id += 1
         envelope = Envelope(self._address.token, self._last_id, request)
         self._socket.send(msgspec.msgpack.encode(envelope))
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(min(left, _POLL_S) * 1000):
+            if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):
                 self._check_alive(request)
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)

@@ -1,15 +1,18 @@
-"""How many trajectories to keep in flight: as many as the servers can run, plus a short queue, whatever the size of a batch.
+"""Adaptive concurrency: keep as many trajectories in flight as the servers can run.
 
-Too few, and a server has a free place and no prompt for it. Too many, and requests wait in a server's queue, where they are bound to that
-server and cannot be moved; and with the KV cache full it throws running requests back. What a server can run depends on the lengths of
-what it runs, and so changes while a policy learns. The servers say it themselves (`GET /v1/loads`, which SGLang answers from shared memory
-without asking its scheduler):
+With too few, a server has a free slot and no prompt for it. With too many, requests wait in a
+server's queue, where they are bound to that server; with a full KV cache the server also retracts
+running requests. How many a server can run depends on the lengths of its sequences, and so changes
+while a policy learns. The servers report it (`GET /v1/loads`, which SGLang answers from shared
+memory without asking its scheduler):
 
-    requests wait, or the KV cache is nearly full    the servers are full: limit = running + queue target
-    else, if the limit is what holds us back         limit grows by a tenth
+    requests wait, or the KV cache is nearly full    the servers are full: limit = running + target
+    else, if the limit holds generation back         the limit grows by a tenth
 
-with a queue target of a tenth of what runs, and a group at least. So it follows down at once and up within seconds. Never above the hard
-cap, `rollout.max_concurrent`, where it starts. Pure: no client, no clock.
+The target is a short queue: a tenth of the running requests, and at least one group. The limit
+falls at once and rises within seconds. It starts at its cap, `rollout.max_concurrent`.
+
+No client and no clock here.
 """
 
 from __future__ import annotations
@@ -17,24 +20,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from areal_lite.servers.answers import ServerLoad
+from areal_lite.servers.client import ServerLoad
 
-_SHARE = 0.1  # queue target of what runs, and growth of the limit
+# Queue target as a share of the running requests, and growth of the limit.
+_SHARE = 0.1
 
-
-_FULL = 0.95  # of the KV cache: SGLang begins to throw requests back near 1
+# Share of the KV cache. Near 1 SGLang starts to retract requests.
+_FULL = 0.95
 
 
 class Concurrency:
-    """`limit`: trajectories that may be in flight, over all servers; between one group and `cap`."""
+    """`limit` is how many trajectories may be in flight over all servers.
+
+    It stays between one group and `cap`.
+    """
 
     def __init__(self, cap: int, group_size: int):
-        self.limit = self._cap = cap
+        self.limit = cap
+        self._cap = cap
         self._group_size = group_size
 
     def observe(self, loads: Sequence[ServerLoad], in_flight: int) -> None:
-        """What all servers say now, and how many trajectories are in flight."""
-        running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
+        """Adjust the limit to the loads of all servers and the trajectories in flight."""
+        running = sum(load.running for load in loads)
+        waiting = sum(load.waiting for load in loads)
         target = max(self._group_size, math.ceil(_SHARE * running))
         if waiting > target or any(load.cache_used > _FULL for load in loads):
             self.limit = min(self.limit, running + target)

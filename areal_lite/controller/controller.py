@@ -1,8 +1,16 @@
-"""The controller process, `python -m areal_lite.controller.service RUN_DIR`: prompts -> trajectories -> batches, for the trainer to pull.
+"""The controller: prompts -> trajectories -> batches, which the trainer pulls.
 
-It reads `<run_dir>/config.yaml`, finds the servers by what they announce under the run directory, and answers the requests of
-areal_lite/controller/messages.py. Generation goes on whatever the trainer does; only admission (areal_lite/controller/admission.py) makes it wait.
-An error in any part ends the process with a message, and everyone who waits for it gets that message.
+    prompts -> Dispatcher (dispatcher.py) -> GroupQueue or ReplayBuffer -> BatchAssignment -> ranks
+                    ^ admission                                                 |
+                    +------------------ version (begin_push, pushed) <----------+
+
+* Generation continues while the trainer works. Only admission (`admission.py`) makes it wait.
+* The controller's version v is the trainer's: the number of completed training steps.
+* A batch is assigned once. Every rank can pull its shard of it any number of times.
+* A group becomes used when the push that follows its step is recorded.
+* An error in any part ends the process, and every open request gets its message.
+
+`controller/service.py` runs it, `controller/messages.py` defines the requests.
 """
 
 from __future__ import annotations
@@ -15,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.batch_stats import batch_stats
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.diversity import diversity
-from areal_lite.controller.evaluation import evaluate
+from areal_lite.controller.evaluation import EvalRecord, evaluate
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.controller.messages import (
     Answer,
@@ -38,71 +44,71 @@ from areal_lite.controller.messages import (
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.controller.run_stats import batch_info, run_totals, status_line
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.trajectory import Group
+from areal_lite.trajectory import Group, InterruptMode
 
 log = logging.getLogger(__name__)
 
-
-_COUNTS = (
-    "dropped_groups",
-    "empty_groups",
-    "failed_rollouts",
-    "workflow_failures",
-    "reward_failures",
-)  # of the dispatcher, in metrics and totals
+_LOG_INTERVAL_S = 10.0
+_EVALUATION_CHECK_S = 0.5
 
 
-_REPORT_EVERY_S = 10.0
+@dataclass(frozen=True, slots=True)
+class _AssignedBatch:
+    """The batch of one step, and its facts for the metrics."""
 
-
-_LOOK_EVERY_S = 0.5
-
-
-@dataclass(slots=True)
-class _Dealt:
-    """The batch of one step, ready to be pulled as often as anyone likes."""
-
-    deal: BatchAssignment
+    assignment: BatchAssignment
     info: dict[str, Any]
 
 
 class Controller:
-    """Version v of the controller is the trainer's: the number of completed steps. `announced()` lists the servers that are up."""
+    """Answers the trainer's requests, and runs the dispatcher and the fleet."""
 
     def __init__(
         self,
         config: TrainConfig,
-        parts: Dependencies,
+        dependencies: Dependencies,
         client: Client,
         announced: Callable[[], list[ServerInfo]],
         mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
     ):
-        self.config, self.parts, self._client = config, parts, client
+        """`announced` and `mark_unhealthy` are as in Fleet."""
+        assert dependencies.store is not None
+        self.config = config
+        self._dependencies = dependencies
+        self._store = dependencies.store
+        self._clock = dependencies.clock
+        self._client = client
         self.version = 0
+        # Set, and replaced by a new one, when a batch may have become ready.
         self._changed = asyncio.Event()
         self.fleet = Fleet(
             client, announced, self._notify, mark_unhealthy, config.server.health_interval_s
         )
-        self.queue = _queue(config)
-        self.dispatcher = Dispatcher(config, parts, self.fleet, self._deliver)
+        self.queue = _make_queue(config)
+        self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver)
+        # Requests that were waited for, over all pushes in mode `none`.
         self.drained = 0
         self._lag = LoopLag()
-        self._deals: dict[int, asyncio.Task[_Dealt]] = {}
+        # By step. A task ends when the batch is assigned.
+        self._assignments: dict[int, asyncio.Task[_AssignedBatch]] = {}
         self._pushing = False
-        self._resyncs = 0  # how often the trainer was asked to push its version again, to servers that are behind
-        self._resync = asyncio.Event()  # the next time
+        # How many resyncs were requested, the event of the next one, and whether one is pending.
+        self._resyncs = 0
+        self._resync_requested = asyncio.Event()
         self._resyncing = False
         self._generation: asyncio.Task[None] | None = None
 
     def recover(self, store: Store, version: int) -> None:
-        """Before `run`: go on at `version` with what is in `store`, which nobody else uses yet (areal_lite/run_dir/resume.py). An empty one is a start.
+        """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
 
-        Raises ValueError when the run began with another data set.
+        Nothing else may use the store yet. Raises ValueError if the run began with another data
+        set. See run_dir/resume.py.
         """
         self.dispatcher.recover(store, version)
         self.version = self.fleet.router.version = version
@@ -114,226 +120,222 @@ class Controller:
                 self.queue.put(group)
 
     async def run(self) -> None:
-        """Runs until cancelled; raises what went wrong in any of its parts."""
+        """Run all parts until cancelled. Raises the error of any part."""
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())
             tasks.create_task(self._lag.watch())
             if self.config.rollout.adapt_concurrency:
                 tasks.create_task(self.dispatcher.adapt(self._client))
-            tasks.create_task(self._report())
+            tasks.create_task(self._log_status())
+
+    async def handle(self, request: Request) -> Answer:
+        """Answer one request of a trainer rank. Raises ValueError or RuntimeError for its caller."""
+        match request:
+            case PullBatch():
+                return await self._pull_batch(request)
+            case BeginPush(version):
+                return await self._begin_push(version), ()
+            case Pushed(version, failed):
+                return await self._record_push(version, failed), ()
+            case Evaluate(version):
+                return Evaluation(dict(await self._evaluate(version))), ()
+            case Finish():
+                return RunTotals(await self._finish()), ()
 
     def _deliver(self, group: Group) -> None:
+        """Queue a finished group, which may complete a batch."""
         self.queue.put(group)
         self._notify()
 
     def _notify(self) -> None:
-        """Wake all who wait for a batch. A new event for the next time: clearing one that is shared would lose wake-ups."""
+        """Wake everything that waits for a batch.
+
+        The event is replaced: clearing a shared event would lose wake-ups.
+        """
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def handle(self, request: Request) -> Answer:
-        """The answer to one request of a trainer rank. Raises ValueError or RuntimeError for it to hear."""
-        match request:
-            case PullBatch():
-                return await self._batch(request)
-            case BeginPush():
-                return await self._begin_push(request.version), ()
-            case Pushed():
-                await self._pushed(request)
-                return PushRecorded(), ()
-            case Evaluate(version):
-                return Evaluation(await self._evaluate(version)), ()
-            case Finish():
-                return RunTotals(await self._finish()), ()
+    async def _pull_batch(self, request: PullBatch) -> Answer:
+        """Wait for the batch of a step, or for a resync request that this rank has not had yet.
 
-    async def _batch(self, request: PullBatch) -> Answer:
+        All ranks see the same order of batches and resyncs.
+        """
+        self._check_pull(request)
         step, rank, world = request.step, request.rank, request.world
-        if step < self.version:
+        if step not in self._assignments:
+            self._assignments[step] = asyncio.create_task(self._assign(step, world))
+        task = self._assignments[step]
+        if await self._resync_comes_first(request.resyncs, task):
+            return Resync(), ()
+        try:
+            # Shielded: all ranks share the task, so a rank that goes away must not cancel it.
+            batch = await asyncio.shield(task)
+        except (ValueError, RuntimeError):
+            # The next request tries again.
+            self._assignments.pop(step, None)
+            raise
+        shards = batch.assignment.shards
+        if len(shards) != world:
+            raise ValueError(f"{request}, but that batch was dealt to {len(shards)} ranks already")
+        return BatchReady(batch.info), shards[rank].to_frames()
+
+    def _check_pull(self, request: PullBatch) -> None:
+        if request.step < self.version:
             raise ValueError(
                 f"{request} was asked for, but version {self.version} was pushed already"
             )
-        if not 0 <= rank < world:
+        if not 0 <= request.rank < request.world:
             raise ValueError(f"{request}: there is no such rank")
-        if step not in self._deals:
-            self._deals[step] = asyncio.create_task(self._deal(step, world))
-        task = self._deals[step]
-        while request.resyncs >= self._resyncs and not task.done():
-            asked = asyncio.ensure_future(self._resync.wait())
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-            asked.cancel()
-        if request.resyncs < self._resyncs:
-            return Resync(), ()
-        try:
-            dealt = await asyncio.shield(
-                task
-            )  # the deal belongs to all ranks: one that goes away must not cancel it
-        except (ValueError, RuntimeError):
-            self._deals.pop(step, None)  # whoever asks next may have more luck
-            raise
-        if len(dealt.deal.shards) != world:
-            raise ValueError(
-                f"{request}, but that batch was dealt to {len(dealt.deal.shards)} ranks already"
-            )
-        return BatchReady(dealt.info), dealt.deal.shards[rank].to_frames()
 
-    async def _deal(self, step: int, world: int) -> _Dealt:
-        """Wait until the batch of `step` is complete, and deal it."""
-        started = self.parts.clock()
+    async def _resync_comes_first(self, resyncs: int, task: asyncio.Task[Any]) -> bool:
+        """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
+
+        `resyncs` is the number of resyncs that the rank has had.
+        """
+        while resyncs >= self._resyncs and not task.done():
+            requested = asyncio.ensure_future(self._resync_requested.wait())
+            await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
+            requested.cancel()
+        return resyncs < self._resyncs
+
+    async def _assign(self, step: int, world: int) -> _AssignedBatch:
+        """Wait until the batch of `step` is complete, and assign it to `world` ranks.
+
+        It waits for groups, and for version `step`: a rank may ask for the next batch before rank 0
+        has reported the push. A delivered group, a server and a recorded push unblock it.
+        """
+        started = self._clock()
         while step >= self.version:
             changed = self._changed
-            if (
-                step == self.version
-            ):  # a rank may ask for the next batch before rank 0 has said that the push is over
-                for group in self.queue.drop_overdue(self.version):
-                    await self.dispatcher.drop(group, f"overdue at step {step}")
-                ripe = not self.config.buffer.fixed_lag or self.dispatcher.admission.drained
-                if ripe and (
-                    deal := self.queue.take(self.config.trainer.batch_groups, self.version, world)
-                ):
-                    return _Dealt(deal, self._info(deal, step, started))
+            if step == self.version:
+                if assignment := await self._take_batch(step, world):
+                    return _AssignedBatch(assignment, self._info(assignment, step, started))
                 self._request_resync()
             await changed.wait()
         raise ValueError(
             f"version {self.version} was pushed before the batch of step {step} was complete"
         )
 
+    async def _take_batch(self, step: int, world: int) -> BatchAssignment | None:
+        """Drop overdue groups, then take a batch; None while there are too few groups.
+
+        With a fixed lag a batch is only taken when nothing more can be generated before the step.
+        """
+        for group in self.queue.drop_overdue(self.version):
+            await self.dispatcher.drop(group, f"overdue at step {step}")
+        if self.config.buffer.fixed_lag and not self.dispatcher.admission.drained:
+            return None
+        return self.queue.take(self.config.trainer.batch_groups, self.version, world)
+
     def _request_resync(self) -> None:
-        """The trainer has nothing to do but to wait: let it push its version to the servers that came after its last push."""
+        """Let the trainer, which is waiting anyway, push its version to the stale servers."""
         if self.fleet.router.stale and not self._resyncing:
             self._resyncing = True
             self._resyncs += 1
-            self._resync.set()
-            self._resync = asyncio.Event()
-
-    def _info(self, deal: BatchAssignment, step: int, started: float) -> dict[str, Any]:
-        """For the metrics: about the batch, and (cumulative) about the run."""
-        counts = self.dispatcher.counts
-        return {
-            **batch_stats(deal.groups, step, self.dispatcher.admission.max_staleness),
-            **diversity(group.trajectories for group in deal.groups),
-            **(_replay_stats(self.queue) if isinstance(self.queue, ReplayBuffer) else {}),
-            "masked_tokens": deal.masked_tokens,
-            "wait_s": self.parts.clock() - started,
-            "queue_depth": len(self.queue),
-            "in_flight": self.dispatcher.in_flight,
-            "concurrency_limit": self.dispatcher.concurrency.limit,
-            "loop_lag_p99_s": self._lag.take_p99(),
-            **{name: counts[name] for name in _COUNTS},
-            "filtered_groups": self.dispatcher.filtered.total(),
-            **{f"filtered_{reason}": groups for reason, groups in self.dispatcher.filtered.items()},
-            "retired_prompts": self.dispatcher.retired,
-        }
+            self._resync_requested.set()
+            self._resync_requested = asyncio.Event()
 
     async def _begin_push(self, version: int) -> PushTargets:
-        """Of a new version to all servers, or of the present one to those that are behind while the others go on."""
-        router, interrupt, drained = self.fleet.router, self.config.rollout.interrupt, 0
-        if version > self.version and interrupt in ("none", "abort"):
+        """Start a push.
+
+        A new version goes to every server. The current version goes to stale servers only, and the
+        others keep generating. In mode `none` this waits until no request is in flight.
+        """
+        is_new = version > self.version
+        mode = self.config.rollout.interrupt
+        drained = 0
+        if is_new and mode in (InterruptMode.NONE, InterruptMode.ABORT):
             self.fleet.pause_dispatch()
-        if version > self.version and interrupt == "none":
+        if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.drain()
             self.drained += drained
-        servers = list(router.servers.values()) if version > self.version else router.stale
+        router = self.fleet.router
+        servers = list(router.servers.values()) if is_new else router.stale
         self.fleet.begin_push(servers)
         self._pushing = True
         return PushTargets(servers, drained)
 
-    async def _pushed(self, request: Pushed) -> None:
-        version = request.version
+    async def _record_push(self, version: int, failed: list[str]) -> PushRecorded:
+        """End a push: open admission for `version`, and mark the batches before it as used."""
         if not self._pushing or version < self.version:
             raise ValueError(
-                f"version {version} was pushed without leave: ask begin_push first (now at version {self.version})"
+                f"version {version} was pushed without permission: call begin_push first "
+                f"(now at version {self.version})"
             )
         self.version = version
-        self.fleet.finish_push(version, request.failed)
-        self._pushing = self._resyncing = False
+        self.fleet.finish_push(version, failed)
+        self._pushing = False
+        self._resyncing = False
         self.dispatcher.on_version(version)
         self._notify()
-        for step in [step for step, task in self._deals.items() if step < version and task.done()]:
-            await self.parts.store.submit(
-                Store.use, self._deals.pop(step).result().deal.group_ids, step
-            )
+        done = [s for s, task in self._assignments.items() if s < version and task.done()]
+        for step in done:
+            assignment = self._assignments.pop(step).result().assignment
+            await self._store.submit(Store.use, assignment.group_ids, step)
+        return PushRecorded()
 
-    async def _evaluate(self, version: int) -> dict[str, Any]:
-        """Raises RuntimeError when it cannot come to an end: after the last step nobody brings the weights to a server that comes back."""
-        evaluating = asyncio.ensure_future(
-            evaluate(self.config, self.parts, self.fleet, self.dispatcher.workflow, version)
+    async def _evaluate(self, version: int) -> EvalRecord:
+        """Evaluate on the servers, while training goes on.
+
+        Raises RuntimeError if it cannot end: after the last step no push brings the weights to a
+        server that comes back.
+        """
+        evaluation = asyncio.ensure_future(
+            evaluate(self.config, self._dependencies, self.fleet, self.dispatcher.workflow, version)
         )
         try:
-            while not evaluating.done():
-                await asyncio.wait([evaluating], timeout=_LOOK_EVERY_S)
-                if (
-                    self.version == self.config.trainer.steps
-                    and self.fleet.no_ready_server
-                    and not evaluating.done()
-                ):
-                    raise RuntimeError(
-                        f"the evaluation at version {version} is lost: no server is left that has the last weights"
-                        f"{f' ({self.fleet.last_failure})' if self.fleet.last_failure else ''}, and after the last step they are pushed to no other. "
-                        "Training is complete and its weights are saved: to evaluate them, "
-                        f"areal-lite eval model={Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR}"
-                    )
-            return evaluating.result()
+            while not evaluation.done():
+                await asyncio.wait([evaluation], timeout=_EVALUATION_CHECK_S)
+                after_last_step = self.version == self.config.trainer.steps
+                if after_last_step and self.fleet.no_ready_server and not evaluation.done():
+                    raise RuntimeError(self._lost_evaluation(version))
+            return evaluation.result()
         finally:
-            evaluating.cancel()
+            evaluation.cancel()
+
+    def _lost_evaluation(self, version: int) -> str:
+        failure = self.fleet.last_failure
+        model = Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR
+        return (
+            f"the evaluation at version {version} is lost: no server is left that has the last "
+            f"weights{f' ({failure})' if failure else ''}, and after the last step they are pushed "
+            "to no other. Training is complete and its weights are saved: to evaluate them, "
+            f"areal-lite eval model={model}"
+        )
 
     async def _finish(self) -> dict[str, Any]:
+        """Stop generation and return the totals of the run."""
         if self._generation is not None:
             self._generation.cancel()
         await self.fleet.abort_all()
-        by_state = await self.parts.store.submit(Store.counts)
-        missing = await self.parts.store.submit(Store.missing_trajectories)
-        counts = self.dispatcher.counts
+        by_state = await self._store.submit(Store.counts)
+        missing = await self._store.submit(Store.missing_trajectories)
+        lost = self.dispatcher.counts["groups"] - sum(by_state.values()) + missing
         return {
             "groups": by_state,
-            "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
-            "requests": self.fleet.counts["requests"],
-            "aborts": self.fleet.counts["aborts"],
-            "retries": self.fleet.counts["retries"],
+            "trajectories_lost": lost,
             "drained": self.drained,
-            "dropped_by_length": {
-                str(length): n for length, n in sorted(self.queue.dropped_by_length.items())
-            },
-            **{name: counts[name] for name in _COUNTS},
-            "filtered": dict(self.dispatcher.filtered),
-            "retired_prompts": self.dispatcher.retired,
+            **run_totals(self.dispatcher, self.queue, self.fleet),
         }
 
-    async def _report(self) -> None:
+    def _info(self, assignment: BatchAssignment, step: int, started: float) -> dict[str, Any]:
+        """Describe the batch and the run, for the metrics."""
+        return {
+            **batch_info(assignment, step, self.dispatcher, self.queue),
+            "wait_s": self._clock() - started,
+            "loop_lag_p99_s": self._lag.take_p99(),
+        }
+
+    async def _log_status(self) -> None:
+        """Log one line every 10 s."""
         while True:
-            await asyncio.sleep(_REPORT_EVERY_S)
-            log.info("%s", self.state())
-
-    def state(self) -> str:
-        """One line: what there is, and what is being waited for."""
-        waiting = [step for step, task in self._deals.items() if not task.done()]
-        missing = self.config.trainer.batch_groups - len(self.queue)
-        router, admission = self.fleet.router, self.dispatcher.admission
-        if not router.ready:
-            need = f"a server ({len(router.servers)} announced, none ready)"
-        elif waiting and missing > 0:
-            need = f"{missing} more groups for the batch of step {waiting[0]}"
-        elif admission.can_admit():
-            need = "trajectories in flight"
-        else:
-            need = f"the trainer (step {self.version})"
-        return (
-            f"version {self.version}: {len(self.queue)} groups queued, {admission.running} running, room for {admission.capacity}; "
-            f"{self.fleet.in_flight} requests on {len(router.ready)} servers; waiting for {need}"
-        )
+            await asyncio.sleep(_LOG_INTERVAL_S)
+            pending = [step for step, task in self._assignments.items() if not task.done()]
+            log.info("%s", status_line(self.dispatcher, self.queue, self.fleet, pending))
 
 
-def _queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
+def _make_queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
     if config.buffer.replay.capacity:
         return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
     return GroupQueue(config.buffer.max_staleness, config.buffer.overdue)
-
-
-def _replay_stats(buffer: ReplayBuffer) -> dict[str, float]:
-    """What the buffer has to offer beside what was drawn."""
-    kept = diversity(buffer)
-    return {
-        "replay_prompts": len(buffer),
-        "replay_trajectories": buffer.num_trajectories,
-        "replay_distinct_correct": kept["distinct_correct"],
-    }

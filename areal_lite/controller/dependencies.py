@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""What controller and dispatcher are made of."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from areal_lite.run_dir.store_thread import StoreThread
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What controller and dispatcher are made of; a simulator replaces those that wait for the world. `clock` is in seconds since 1970."""
+    """The parts that a simulator may replace.
+
+    Args:
+        prompts: the training prompts; None when nothing is trained.
+        eval_prompts: the held-out problems; None without evaluation.
+        tokenizer: decodes completions for the reward function.
+        rewards: scores completions.
+        store: keeps groups and trajectories; None when nothing is trained.
+        clock: returns seconds since 1970.
+        eval_sets: further held-out sets by name.
+    """
 
     prompts: PromptSet | None
     eval_prompts: PromptSet | None
     tokenizer: Tokenizer
     rewards: RewardPool
-    store: StoreThread
+    store: StoreThread | None
     clock: Callable[[], float]
-    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)  # further ones, by name
+    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""How different the completions of one prompt are: what a policy that collapses loses first, and what a replay buffer keeps."""
+"""How different the completions of one prompt are.
+
+A collapsing policy loses this first, and a replay buffer keeps it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,19 @@ from areal_lite.trajectory import Trajectory
 
 
 def diversity(prompts: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
-    """Means over prompts, each given by its trajectories: `distinct_share`, different completions among all; `distinct_correct`, how many
-    different ones have a positive reward. 0 without prompts."""
-    shares, correct = [], []
+    """Measure diversity, as means over prompts; 0 without prompts.
+
+    Args:
+        prompts: the scored trajectories of each prompt.
+
+    Returns:
+        `distinct_share`: different completions as a share of all completions.
+        `distinct_correct`: number of different completions with a positive reward.
+    """
+    shares: list[float] = []
+    correct: list[int] = []
     for trajectories in prompts:
-        completions = {t.tokens.tobytes(): t.reward > 0 for t in trajectories}
+        completions = {t.tokens.tobytes(): (t.reward or 0.0) > 0 for t in trajectories}
         shares.append(len(completions) / len(trajectories))
         correct.append(sum(completions.values()))
     return {

@@ -1,27 +1,63 @@
-"""Held-out problems on the rollout servers, while training rollouts go on: greedy accuracy, that of samples, and pass@k."""
+"""Evaluation on held-out problems: greedy accuracy, sampled accuracy and pass@k.
+
+It uses the rollout servers, while training rollouts go on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
 from math import comb
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
 from areal_lite.config import RolloutConfig, TrainConfig
 from areal_lite.controller.dependencies import Dependencies
+from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
 from areal_lite.rollout.runner import run_workflow
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
+from areal_lite.trajectory import Trajectory
+
+
+class EvalScores(TypedDict):
+    """The scores of one held-out set in evals.jsonl."""
+
+    greedy: float
+    sampled: float | None
+    pass_at_k: dict[str, float]
+    problems: int
+    samples: int
+    versions: list[int]
+    failures: int
+
+
+class EvalRecord(EvalScores):
+    """One line of evals.jsonl.
+
+    `version` is the trainer's version when it asked; `versions` are those that sampled tokens.
+    `sets` holds the scores of each of `eval.sets`, if there are any.
+    """
+
+    name: str
+    version: int
+    sets: NotRequired[dict[str, EvalScores]]
+    seconds: float
 
 
 @dataclass(slots=True)
 class Scores:
-    """rewards float64 [problems, 1 + samples]: greedy first. `versions`: all that produced a token. `failures` had no reward: 0."""
+    """The scores of one held-out set.
+
+    Args:
+        rewards: float64 [problems, 1 + samples], the greedy completion first.
+        versions: the versions that sampled at least one token.
+        failures: number of completions without a reward; they count as 0.
+    """
 
     rewards: np.ndarray
     versions: list[int]
@@ -29,134 +65,188 @@ class Scores:
 
     @property
     def greedy(self) -> float:
+        """Return the mean reward of the greedy completions."""
         return float(self.rewards[:, 0].mean())
 
     @property
     def sampled(self) -> float | None:
-        """Mean reward of the samples; None without any."""
-        return float(self.rewards[:, 1:].mean()) if self.rewards.shape[1] > 1 else None
+        """Return the mean reward of the samples; None without samples."""
+        return float(self.rewards[:, 1:].mean()) if self.samples else None
 
     @property
     def samples(self) -> int:
+        """Return the number of samples per problem."""
         return self.rewards.shape[1] - 1
 
     def pass_at_powers(self) -> dict[str, float]:
-        """`pass_at` of the powers of two up to the number of samples."""
+        """Return pass@k for each power of two up to the number of samples."""
         return {str(1 << i): self.pass_at(1 << i) for i in range(self.samples.bit_length())}
 
     def pass_at(self, k: int) -> float:
-        """Mean over problems of `pass_at_k`; a sample is correct if its reward is positive. k <= samples."""
+        """Return the mean of `pass_at_k` over problems; a sample is correct if its reward is > 0.
+
+        k must not exceed the number of samples.
+        """
         correct = np.count_nonzero(self.rewards[:, 1:] > 0, axis=1)
         return float(np.mean([pass_at_k(self.samples, int(c), k) for c in correct]))
 
+    def record(self) -> EvalScores:
+        """Return the scores as JSON values."""
+        return {
+            "greedy": self.greedy,
+            "sampled": self.sampled,
+            "pass_at_k": self.pass_at_powers(),
+            "problems": len(self.rewards),
+            "samples": self.samples,
+            "versions": self.versions,
+            "failures": self.failures,
+        }
+
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate, from `correct` of `samples`, that one of k is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Estimate without bias that one of k samples is correct.
+
+    1 - C(n - c, k) / C(n, k), with `correct` c of `samples` n (arXiv 2107.03374, eq. 1).
+    """
     assert 0 <= correct <= samples and 1 <= k <= samples
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
+async def evaluate(
+    config: TrainConfig,
+    dependencies: Dependencies,
+    fleet: Fleet,
+    workflow: Workflow,
+    version: int,
+) -> EvalRecord:
+    """Evaluate the held-out problems, then each of `eval.sets`, and return a line of evals.jsonl."""
+    started = dependencies.clock()
+    scores: dict[str, EvalScores] = {}
+    for name, prompts in {"": dependencies.eval_prompts, **dependencies.eval_sets}.items():
+        result = await score_problems(
+            config.rollout,
+            replace(dependencies, eval_prompts=prompts),
+            fleet,
+            workflow,
+            config.eval.problems,
+            config.eval.samples,
+            f"eval{version}{name}",
+        )
+        scores[name] = result.record()
+    record: EvalRecord = {"name": config.data.source, "version": version, **scores.pop("")}  # pyright: ignore[reportAssignmentType]
+    if scores:
+        record["sets"] = scores
+    record["seconds"] = dependencies.clock() - started
+    return record
+
+
 async def score_problems(
     rollout: RolloutConfig,
-    parts: Dependencies,
+    dependencies: Dependencies,
     fleet: Fleet,
     workflow: Workflow,
     problems: int,
     samples: int,
     name: str,
 ) -> Scores:
-    """One greedy and `samples` sampled trajectories (at rollout.temperature) of each of the first `problems` held-out problems.
+    """Score the first `problems` held-out problems, by the workflow that training uses.
 
-    By the same workflow as in training; a grouped one gets groups of one.
+    Args:
+        rollout: sampling settings; the samples use its temperature.
+        dependencies: `eval_prompts` are the problems.
+        fleet: the servers.
+        workflow: a grouped one gets groups of one.
+        problems: number of problems, or all if there are fewer.
+        samples: sampled completions per problem, in addition to the greedy one.
+        name: the beginning of the request ids.
+
+    Raises ValueError if there are no problems.
     """
-    sampled = SamplingParams(rollout.max_new_tokens, rollout.temperature, parts.tokenizer.eos_ids)
-    runs = [replace(sampled, temperature=0.0)] + [sampled] * samples
-    limit = asyncio.Semaphore(rollout.max_concurrent)
-    versions: set[int] = set()
-    failures = 0
-
-    async def one(index: int, sample: int, params: SamplingParams) -> float:
-        nonlocal failures
-        prompt = parts.eval_prompts[index]
-        try:
-            async with limit:
-                session = RolloutSession(
-                    fleet,
-                    params,
-                    parts.tokenizer,
-                    f"{name}-{index}-{sample}",
-                    await fleet.reserve(1),
-                )
-                (playing,) = run_workflow(
-                    workflow,
-                    [
-                        Episode(
-                            prompt=prompt,
-                            sample_index=sample,
-                            group_id=index,
-                            tokenizer=parts.tokenizer,
-                            params=params,
-                            clock=parts.clock,
-                            complete=session.complete,
-                        )
-                    ],
-                )
-                try:
-                    trajectory = await playing
-                finally:
-                    session.release()
-            versions.update(trajectory.versions[trajectory.loss_mask].tolist())
-            if trajectory.reward is not None:
-                return trajectory.reward
-            return await parts.rewards.score(
-                parts.tokenizer.decode(trajectory.tokens[sampled_turns(trajectory)[-1]]),
-                prompt.answer,
-            )
-        except (WorkflowFailed, RewardError):
-            failures += 1
-            return 0.0
-
-    available = parts.eval_prompts.num_prompts
-    problems = problems if available is None else min(problems, available)
+    prompts = dependencies.eval_prompts
+    assert prompts is not None, "an evaluation needs eval_prompts"
+    if prompts.num_prompts is not None:
+        problems = min(problems, prompts.num_prompts)
     if not problems:
         raise ValueError(
-            "there are no held-out problems to evaluate on: set eval.problems=0, or give a data set that has some"
+            "there are no held-out problems to evaluate on: set eval.problems=0, "
+            "or give a data set that has some"
         )
-    rewards = await asyncio.gather(
-        *(one(i, s, params) for i in range(problems) for s, params in enumerate(runs))
+    evaluator = _Evaluator(rollout, dependencies, fleet, workflow, prompts, name)
+    results = await asyncio.gather(
+        *(evaluator.score(i, sample) for i in range(problems) for sample in range(1 + samples))
     )
+    rewards = np.array([result.reward or 0.0 for result in results], np.float64)
     return Scores(
-        np.array(rewards, np.float64).reshape(problems, len(runs)), sorted(versions), failures
+        rewards=rewards.reshape(problems, 1 + samples),
+        versions=sorted(set[int]().union(*(result.versions for result in results))),
+        failures=sum(result.reward is None for result in results),
     )
 
 
-async def evaluate(
-    config: TrainConfig, parts: Dependencies, fleet: Fleet, workflow: Workflow, version: int
-) -> dict[str, Any]:
-    """One line of evals.jsonl: what `_facts` says of the held-out problems, and under `sets` of each of `eval.sets`, one after the other.
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The reward of one completion, None if it failed, and the versions that sampled it."""
 
-    `version` is the trainer's when it was asked for; `versions` are those that really answered.
-    """
-    started = parts.clock()
-    found = {}
-    for name, prompts in {"": parts.eval_prompts, **parts.eval_sets}.items():
-        asked, rid = replace(parts, eval_prompts=prompts), f"eval{version}{name}"
-        scores = await score_problems(
-            config.rollout, asked, fleet, workflow, config.eval.problems, config.eval.samples, rid
+    reward: float | None
+    versions: frozenset[int]
+
+
+class _Evaluator:
+    """Samples and scores single completions; sample 0 is greedy."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        dependencies: Dependencies,
+        fleet: Fleet,
+        workflow: Workflow,
+        prompts: PromptSet,
+        name: str,
+    ):
+        self._tokenizer = dependencies.tokenizer
+        self._rewards = dependencies.rewards
+        self._clock = dependencies.clock
+        self._fleet = fleet
+        self._workflow = workflow
+        self._prompts = prompts
+        self._name = name
+        self._limit = asyncio.Semaphore(rollout.max_concurrent)
+        self._params = SamplingParams(
+            rollout.max_new_tokens, rollout.temperature, self._tokenizer.eos_ids
         )
-        found[name] = _facts(scores)
-    line = {"name": config.data.source, "version": version, **found.pop("")}
-    return line | ({"sets": found} if found else {}) | {"seconds": parts.clock() - started}
 
+    async def score(self, index: int, sample: int) -> _Result:
+        """Sample one completion of problem `index` and score it."""
+        prompt = self._prompts[index]
+        versions: frozenset[int] = frozenset()
+        try:
+            async with self._limit:
+                trajectory = await self._play(prompt, index, sample)
+            versions = frozenset(trajectory.versions[trajectory.loss_mask].tolist())
+            if trajectory.reward is not None:
+                return _Result(trajectory.reward, versions)
+            last_turn = trajectory.tokens[sampled_turns(trajectory)[-1]]
+            text = self._tokenizer.decode(last_turn)
+            return _Result(await self._rewards.score(text, prompt.answer), versions)
+        except (WorkflowFailed, RewardError):
+            return _Result(None, versions)
 
-def _facts(scores: Scores) -> dict[str, Any]:
-    """`greedy`, `sampled` (None without samples), `pass_at_k`, `problems`, `samples`, `versions`, `failures`."""
-    return {
-        "greedy": scores.greedy,
-        "sampled": scores.sampled,
-        "pass_at_k": scores.pass_at_powers(),
-        "problems": len(scores.rewards),
-        "samples": scores.samples,
-        "versions": scores.versions,
-        "failures": scores.failures,
-    }
+    async def _play(self, prompt: Prompt, index: int, sample: int) -> Trajectory:
+        params = self._params if sample else replace(self._params, temperature=0.0)
+        rid = f"{self._name}-{index}-{sample}"
+        server = await self._fleet.reserve(1)
+        session = RolloutSession(self._fleet, params, self._tokenizer, rid, server)
+        episode = Episode(
+            prompt=prompt,
+            sample_index=sample,
+            group_id=index,
+            tokenizer=self._tokenizer,
+            params=params,
+            clock=self._clock,
+            complete=session.complete,
+        )
+        (running,) = run_workflow(self._workflow, [episode])
+        try:
+            return await running
+        finally:
+            session.release()

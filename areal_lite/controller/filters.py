@@ -1,8 +1,12 @@
-"""Active sampling: which finished groups are worth training on, and which prompts are worth asking again (Olmo 3, arXiv 2512.13961).
+"""Active sampling: which groups to train on, and which prompts to draw again.
 
-A group whose members all got the same reward has no advantage to learn from; a filter takes it out, and another prompt takes its place, so
-that batches stay full. A filter is f(group) -> None to keep it, or why not: a short fixed name, for it is counted by it. Filters are named
-`module:function` in `rollout.filters`, are asked in order, and run on the controller's event loop: they must be quick.
+A group whose trajectories all have the same reward has no advantage to learn from. A filter
+removes it, and another prompt takes its place, so that batches stay full (Olmo 3,
+arXiv 2512.13961).
+
+A filter is a function f(group) that returns None to keep the group, or a short fixed name of the
+reason to filter it. Filtered groups are counted by reason. Filters are named `module:function` in
+`rollout.filters`, are called in order, and must be quick: they run on the controller's event loop.
 """
 
 from __future__ import annotations
@@ -16,41 +20,39 @@ from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Group
 
 Filter = Callable[[Group], str | None]
-_GROUPS_SEEN = 2  # a prompt is retired by its last groups; one alone may have been luck
+
+# The last groups of a prompt decide whether it is retired. One group alone may have been luck.
+_NUM_RATES = 2
 
 
 def zero_variance(group: Group) -> str | None:
-    """`rollout.active_sampling` puts this one first."""
+    """Filter a group whose rewards are all equal. `rollout.active_sampling` puts this first."""
     return "zero_variance" if len({t.reward for t in group.trajectories}) == 1 else None
 
 
 def load_filters(names: Sequence[str], active_sampling: bool) -> list[Filter]:
-    """The functions behind `names`. Raises ValueError that says which one cannot be used and why."""
-    return [zero_variance] * active_sampling + [
-        load_object("rollout.filters", name) for name in names
-    ]
+    """Import the filters. Raises ValueError that says which one cannot be used and why."""
+    filters: list[Filter] = [zero_variance] if active_sampling else []
+    return filters + [load_object("rollout.filters", name) for name in names]
 
 
 def first_reason(filters: Sequence[Filter], group: Group) -> str | None:
-    """Why `group` is not to be trained on; None if it is."""
-    return next((reason for ask in filters if (reason := ask(group)) is not None), None)
+    """Return the first reason to filter `group`, or None to keep it."""
+    return next((reason for f in filters if (reason := f(group)) is not None), None)
 
 
 class SolveRates:
-    """Per prompt, the share of trajectories with a positive reward in each of its last groups."""
+    """The solve rates of each prompt: the share of positive rewards in each of its last groups."""
 
     def __init__(self, retire_above: float | None):
+        """`retire_above` is the mean rate above which a prompt is retired; None retires none."""
         self._retire_above = retire_above
         self._rates: dict[int, deque[float]] = {}
 
-    def retires(self, prompt_index: int, group: Group) -> bool:
-        """Note `group`; has its prompt become too easy to be asked again?"""
-        return self.note(prompt_index, [t.reward for t in group.trajectories])
-
-    def note(self, prompt_index: int, rewards: Sequence[float]) -> bool:
-        """`retires`, of a group that had `rewards`."""
+    def record(self, prompt_index: int, rewards: Sequence[float]) -> bool:
+        """Record the rewards of a group, and tell whether its prompt is now to be retired."""
         if self._retire_above is None:
             return False
-        rates = self._rates.setdefault(prompt_index, deque(maxlen=_GROUPS_SEEN))
+        rates = self._rates.setdefault(prompt_index, deque(maxlen=_NUM_RATES))
         rates.append(float(np.mean([reward > 0 for reward in rewards])))
-        return len(rates) == _GROUPS_SEEN and sum(rates) / len(rates) > self._retire_above
+        return len(rates) == _NUM_RATES and sum(rates) / len(rates) > self._retire_above

@@ -1,4 +1,7 @@
-"""How late an event loop wakes who sleeps: the time for which something blocked it, or for which its process got no CPU."""
+"""The lag of an event loop: how late it wakes a task that sleeps.
+
+The loop is late while something blocks it, or while its process gets no CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,24 @@ import asyncio
 
 import numpy as np
 
-_EVERY_S = 0.01
+_INTERVAL_S = 0.01
 
 
 class LoopLag:
-    """`watch` runs until cancelled. Keeps what was seen since the last `take_p99`."""
+    """Measures the lag of the running event loop."""
 
     def __init__(self) -> None:
-        self._late: list[float] = []
+        self._lags_s: list[float] = []
 
     async def watch(self) -> None:
+        """Sleep and measure. Runs until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + _EVERY_S
-            await asyncio.sleep(_EVERY_S)
-            self._late.append(loop.time() - due)
+            due = loop.time() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
+            self._lags_s.append(loop.time() - due)
 
     def take_p99(self) -> float:
-        """Seconds that 99 in 100 wake-ups since the last call were not later than; 0 without any."""
-        late, self._late = self._late, []
-        return float(np.quantile(late, 0.99)) if late else 0.0
+        """Return the 99th percentile of the lags since the last call, in seconds; 0 if none."""
+        lags, self._lags_s = self._lags_s, []
+        return float(np.quantile(lags, 0.99)) if lags else 0.0

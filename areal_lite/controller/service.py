@@ -1,4 +1,8 @@
-"""TODO docstring."""
+"""The controller process: `python -m areal_lite.controller.service RUN_DIR`.
+
+It reads `<run_dir>/config.yaml`, finds the servers by their announcements in the run directory, and
+answers the trainer until `Finish`, SIGTERM or an error.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(run_dir: Path) -> None:
-    """Build the real thing from the run directory and run it until `finish`, SIGTERM or an error, which is raised."""
+    """Build the controller and run it until `Finish` or SIGTERM. Raises the error of any part."""
     config = load_config(run_dir)
     tokenizer = Tokenizer(config.model)
     prompts = load_prompts(config.data, config.model, "train")
@@ -41,48 +45,54 @@ async def serve(run_dir: Path) -> None:
     eval_sets = load_eval_sets(config.eval.sets, config.data, config.model)
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
-    books = Store(run_dir / STORE_FILE)
-    store = StoreThread(books)
+    store = Store(run_dir / STORE_FILE)
+    store_thread = StoreThread(store)
     client = SGLangClient(config.server.health_timeout_s)
-    parts = Dependencies(
+    dependencies = Dependencies(
         prompts=prompts,
         eval_prompts=eval_prompts,
         tokenizer=tokenizer,
         rewards=rewards,
-        store=store,
+        store=store_thread,
         clock=time.time,
         eval_sets=eval_sets,
     )
     controller = Controller(
-        config, parts, client, lambda: announced_servers(run_dir), partial(mark_unhealthy, run_dir)
+        config,
+        dependencies,
+        client,
+        partial(announced_servers, run_dir),
+        partial(mark_unhealthy, run_dir),
     )
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-    wire = MessageServer(run_dir, controller.handle, host)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
+    server = MessageServer(run_dir, controller.handle, host)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     error: BaseException | None = None
     try:
-        controller.recover(books, start_version(run_dir))
-        await run_until(wire.finished, controller.run(), wire.serve())
+        controller.recover(store, start_version(run_dir))
+        await run_until(server.finished, controller.run(), server.serve())
     except BaseExceptionGroup as group:
-        error = _root(group)
+        error = _first_error(group)
         raise error from group
     finally:
-        await wire.close(error=f"the controller failed: {error}" if error else None)
+        await server.close(error=f"the controller failed: {error}" if error else None)
         await client.close()
         await rewards.close()
-        await store.close()
+        await store_thread.close()
 
 
-def _root(error: BaseException) -> BaseException:
-    """The first real error inside of nested groups."""
+def _first_error(error: BaseException) -> BaseException:
+    """Return the first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def main() -> int:
+    """Run the service and return the exit status."""
     die_with_parent()
-    # Thousands of requests in flight are many live objects: looking through them again and again costs a third of the time and long pauses.
+    # Thousands of requests in flight are many live objects. With the default thresholds the garbage
+    # collector would scan them so often that it costs a third of the time, and long pauses.
     gc.set_threshold(100_000, 20, 50)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -1,8 +1,12 @@
-"""A stored run in the controller's place, `python -m areal_lite.controller.stored_run RUN_DIR`: the same batches again, and no servers.
+"""Serves the batches of a stored run: `python -m areal_lite.controller.stored_run RUN_DIR`.
 
-For `debug=train_only`. The batch of step k is what step k of the run in `debug_run` was trained on, dealt and masked by the same code, so
-that with equal settings the trainer gets equal bytes. Of a run that trained on nothing (`debug=rollout_only`) it is the next
-`trainer.batch_groups` groups in the order of finishing, unmasked. Pushes reach nobody.
+For `debug=train_only`: this process takes the place of the controller, and there are no servers.
+
+* The batch of step k is the one that step k of the run `debug_run` trained on. The same code shards
+  and masks it, so the trainer gets equal bytes if the settings are equal.
+* If that run trained on nothing (`debug=rollout_only`), a batch is the next
+  `trainer.batch_groups` groups in the order in which they finished, unmasked.
+* Pushes have no targets.
 """
 
 from __future__ import annotations
@@ -36,21 +40,27 @@ from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.system.processes import die_with_parent
+from areal_lite.trajectory import Group, GroupState
 
 log = logging.getLogger(__name__)
 
 
-def bound_of(run_dir: Path) -> int:
-    """`buffer.max_staleness` of a stored run. Raises ValueError if its batches cannot be made again."""
+def stored_max_staleness(run_dir: Path) -> int:
+    """Read `buffer.max_staleness` of a stored run.
+
+    Raises ValueError if `run_dir` is not a run, or if its batches cannot be made again.
+    """
     path = run_dir / CONFIG_FILE
     if not path.is_file() or not (run_dir / STORE_FILE).is_file():
         raise ValueError(
-            f"debug_run={run_dir}: give the directory of a run, with its config.yaml and {STORE_FILE}"
+            f"debug_run={run_dir}: give the directory of a run, with its {CONFIG_FILE} "
+            f"and {STORE_FILE}"
         )
     config = OmegaConf.load(path)
     if OmegaConf.select(config, "buffer.replay.capacity"):
         raise ValueError(
-            f"debug_run={run_dir}: its batches were drawn from a replay buffer, and draws are not stored"
+            f"debug_run={run_dir}: its batches were drawn from a replay buffer, "
+            "and draws are not stored"
         )
     return OmegaConf.select(config, "buffer.max_staleness")
 
@@ -59,68 +69,79 @@ class StoredRunController:
     """Answers a trainer as the controller would."""
 
     def __init__(self, config: TrainConfig):
-        self._config, self._run = config, Path(config.debug_run)
-        self._store = Store(self._run / STORE_FILE, read_only=True)
-        self._trained = self._store.counts()["used"] > 0
-        self._max_staleness: int | None = bound_of(self._run) if self._trained else None
+        assert config.debug_run is not None
+        self._config = config
+        self._run_dir = Path(config.debug_run)
+        self._store = Store(self._run_dir / STORE_FILE, read_only=True)
+        self._trained = self._store.counts()[GroupState.USED] > 0
+        self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
         self._finished = (group for group, _ in self._store.finished_groups())
-        self._step, self._deal = -1, None
+        # The batch that was assigned last, and its step.
+        self._step = -1
+        self._assignment: BatchAssignment | None = None
 
     async def handle(self, request: Request) -> Answer:
-        """Raises ValueError for a batch that the run does not have."""
+        """Answer one request. Raises ValueError for a batch that the run does not have."""
         match request:
             case PullBatch(step, rank, world):
-                deal = self._dealt(step, world)
-                return BatchReady(self._info(deal, step)), deal.shards[rank].to_frames()
+                assignment = self._assign(step, world)
+                return BatchReady(self._info(assignment, step)), assignment.shards[rank].to_frames()
             case BeginPush():
                 return PushTargets([]), ()
             case Pushed():
                 return PushRecorded(), ()
             case Finish():
-                return RunTotals(
-                    {
-                        "groups": self._store.counts(),
-                        "trajectories_lost": self._store.missing_trajectories(),
-                        "drained": 0,
-                    }
-                ), ()
+                return RunTotals(self._totals()), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
-    def _dealt(self, step: int, world: int) -> BatchAssignment:
-        if step != self._step:
-            count = self._config.trainer.batch_groups
-            groups = (
-                self._store.used_groups(step)
-                if self._trained
-                else list(itertools.islice(self._finished, count))
-            )
-            if len(groups) != count:
-                raise ValueError(
-                    f"debug_run={self._run} has {len(groups)} groups for step {step}, not trainer.batch_groups={count}"
-                )
+    def _assign(self, step: int, world: int) -> BatchAssignment:
+        if self._assignment is None or step != self._step:
             queue = GroupQueue(self._max_staleness, "mask")
+            groups = self._groups(step)
             for group in groups:
                 queue.put(group)
-            self._step, self._deal = step, queue.take(len(groups), step, world)
-        return self._deal
+            self._step = step
+            self._assignment = queue.take(len(groups), step, world)
+            assert self._assignment is not None
+        return self._assignment
 
-    def _info(self, deal: BatchAssignment, step: int) -> dict[str, Any]:
-        return batch_stats(deal.groups, step, self._max_staleness) | {
-            "masked_tokens": deal.masked_tokens
+    def _groups(self, step: int) -> list[Group]:
+        count = self._config.trainer.batch_groups
+        if self._trained:
+            groups = self._store.used_groups(step)
+        else:
+            groups = list(itertools.islice(self._finished, count))
+        if len(groups) != count:
+            raise ValueError(
+                f"debug_run={self._run_dir} has {len(groups)} groups for step {step}, "
+                f"not trainer.batch_groups={count}"
+            )
+        return groups
+
+    def _info(self, assignment: BatchAssignment, step: int) -> dict[str, Any]:
+        stats = batch_stats(assignment.groups, step, self._max_staleness)
+        return {**stats, "masked_tokens": assignment.masked_tokens}
+
+    def _totals(self) -> dict[str, Any]:
+        return {
+            "groups": self._store.counts(),
+            "trajectories_lost": self._store.missing_trajectories(),
+            "drained": 0,
         }
 
 
 async def serve(run_dir: Path) -> None:
-    """Until the trainer has finished, SIGTERM or an error, which is raised."""
-    wire = MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, wire.finished.set)
+    """Answer the trainer until `Finish` or SIGTERM. Raises the error of any part."""
+    server = MessageServer(run_dir, StoredRunController(load_config(run_dir)).handle)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     try:
-        await run_until(wire.finished, wire.serve())
+        await run_until(server.finished, server.serve())
     finally:
-        await wire.close()
+        await server.close()
 
 
 def main() -> int:
+    """Serve the stored run and return the exit status."""
     die_with_parent()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -26,7 +26,7 @@ from areal_lite.config import (
 )
 from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
-from areal_lite.controller.stored_run import bound_of
+from areal_lite.controller.stored_run import stored_max_staleness
 from areal_lite.launch.placement import place
 from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
@@ -66,7 +66,7 @@ def _training(config: TrainConfig) -> None:
         gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
         place(gpus, config.trainer, config.server, config.sync.transport)
     if config.debug_run is not None:
-        bound_of(Path(config.debug_run))
+        stored_max_staleness(Path(config.debug_run))
     if any((Path(config.run_dir) / file).exists() for file in _RUN_FILES):
         _resume(config)
 

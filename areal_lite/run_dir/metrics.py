@@ -53,7 +53,7 @@ class MetricsLog:
                 name=Path(run_dir).name,
                 dir=str(run_dir),
                 config=to_plain(run_config),
-                mode=config.wandb,
+                mode=config.wandb,  # pyright: ignore[reportArgumentType]
             )
 
     def log(self, record: Mapping[str, Any]) -> None:

@@ -271,10 +271,10 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(run) -> None:
     r = run(reward__function="operator:truediv")
     r.start_server()
     client = r.start_controller()
-    with pytest.raises(RuntimeError, match="lost all their members.*TypeError"):
+    with pytest.raises(RuntimeError, match="lost all their rollouts.*TypeError"):
         client.batch(0, 0, 1)
     assert r.processes["controller"].wait(10) == 1
-    assert "lost all their members" in r.log().splitlines()[-1]
+    assert "lost all their rollouts" in r.log().splitlines()[-1]
 
 
 def test_failed_rewards_may_count_as_zero(run) -> None:

@@ -45,7 +45,7 @@ def test_nothing_starts_that_no_step_would_use() -> None:
 @pytest.mark.parametrize("arguments", [(-1, 4), (0, 0)])
 def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
     with pytest.raises(ValueError):
-        AdmissionGate(*arguments)
+        AdmissionGate(max_staleness=arguments[0], batch_groups=arguments[1])
 
 
 class Run(RuleBasedStateMachine):
@@ -55,7 +55,7 @@ class Run(RuleBasedStateMachine):
     @initialize(eta=st.integers(0, 4), batch=st.integers(1, 4), steps=st.none() | st.integers(1, 6))
     def begin(self, eta: int, batch: int, steps: int | None) -> None:
         self.eta, self.batch, self.steps = eta, batch, steps
-        self.gate = AdmissionGate(eta, batch, steps)
+        self.gate = AdmissionGate(max_staleness=eta, batch_groups=batch, steps=steps)
         self.live: list[list] = []
         self.used = 0
 
@@ -108,7 +108,10 @@ class Run(RuleBasedStateMachine):
     @rule()
     def crash_and_recover(self) -> None:
         self.live = [group for group in self.live if group[1]]
-        version, self.gate = self.gate.version, AdmissionGate(self.eta, self.batch, self.steps)
+        version, self.gate = (
+            self.gate.version,
+            AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps),
+        )
         self.gate.recover(version, len(self.live))
 
     @invariant()
@@ -129,14 +132,14 @@ TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=
 
 
 def test_without_a_bound_generation_never_waits() -> None:
-    gate = AdmissionGate(None, 2, steps=1)
+    gate = AdmissionGate(max_staleness=None, batch_groups=2, steps=1)
     for _ in range(100):
         gate.on_admitted()
     assert gate.can_admit() and not gate.drained
 
 
 def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
-    gate = AdmissionGate(1, 1, steps=2)
+    gate = AdmissionGate(max_staleness=1, batch_groups=1, steps=2)
     gate.on_admitted(), gate.on_accepted()
     assert not gate.drained
     gate.on_admitted()
@@ -151,7 +154,7 @@ def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() ->
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 30))
 def test_a_run_of_failures_gives_all_room_back(eta: int, batch: int, failures: int) -> None:
-    gate = AdmissionGate(eta, batch)
+    gate = AdmissionGate(max_staleness=eta, batch_groups=batch)
     room = gate.capacity
     for _ in range(failures):
         gate.on_admitted(), gate.on_rejected()

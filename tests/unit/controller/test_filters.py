@@ -71,13 +71,13 @@ def test_what_cannot_be_used_is_named(name: str) -> None:
 
 def test_a_prompt_is_retired_by_its_last_two_groups() -> None:
     rates = SolveRates(0.75)
-    assert not rates.retires(7, group(1, 1))  # one group may be luck
-    assert not rates.retires(8, group(1, 1))
-    assert not rates.retires(7, group(1, 0))  # 0.75 is not above
-    assert not rates.retires(7, group(1, 1))
-    assert rates.retires(7, group(0.1, 2.0))  # any positive reward is solved
+    assert not rates.record(7, [1, 1])  # one group may be luck
+    assert not rates.record(8, [1, 1])
+    assert not rates.record(7, [1, 0])  # 0.75 is not above
+    assert not rates.record(7, [1, 1])
+    assert rates.record(7, [0.1, 2.0])  # any positive reward is solved
 
 
 def test_without_a_rate_nothing_is_retired_or_remembered() -> None:
     rates = SolveRates(None)
-    assert not any(rates.retires(1, group(1, 1)) for _ in range(3)) and not rates._rates
+    assert not any(rates.record(1, [1, 1]) for _ in range(3)) and not rates._rates

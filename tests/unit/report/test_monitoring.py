@@ -42,7 +42,7 @@ def keys_of_a_batch_reply() -> set[str]:
             eval_prompts=None,
             tokenizer=tokenizer,
             rewards=None,
-            store=None,
+            store=SimpleNamespace(),
             clock=lambda: 0.0,
         )
         controller = Controller(config, parts, client=None, announced=list)

@@ -1,0 +1,145 @@
+"""Plays the rollouts of one group: reserve a server -> play -> score.
+
+* All rollouts of a group start on one server, which then shares the prompt's KV cache.
+* A trajectory is scored when it is finished; it does not wait for its group.
+* Every rollout ends as a `Rollout` or a `RolloutFailure`. Any other error is a bug and is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller.dependencies import Dependencies
+from areal_lite.data.prompts import Prompt
+from areal_lite.rewards.pool import RewardError
+from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
+from areal_lite.rollout.runner import run_workflow
+from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.session import RolloutSession
+from areal_lite.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A scored trajectory, and the text after its prompt."""
+
+    trajectory: Trajectory
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFailure:
+    """Why a rollout has no scored trajectory."""
+
+    reason: Literal["workflow", "reward"]
+    detail: str
+
+
+class GroupPlayer:
+    """Plays and scores the rollouts of a group.
+
+    Args:
+        config: the run's configuration.
+        dependencies: tokenizer, rewards and clock are used.
+        fleet: the servers.
+        workflow: plays one episode per rollout.
+        counts: `workflow_failures` and `reward_failures` are counted here.
+        on_end: called when a rollout has ended.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dependencies: Dependencies,
+        fleet: Fleet,
+        workflow: Workflow,
+        counts: Counter[str],
+        on_end: Callable[[], None],
+    ):
+        self._group_size = config.rollout.group_size
+        self._drop_unscored = config.reward.on_failure == "drop"
+        self._tokenizer = dependencies.tokenizer
+        self._rewards = dependencies.rewards
+        self._clock = dependencies.clock
+        self._fleet = fleet
+        self._workflow = workflow
+        self._counts = counts
+        self._on_end = on_end
+        self._params = SamplingParams(
+            config.rollout.max_new_tokens, config.rollout.temperature, self._tokenizer.eos_ids
+        )
+
+    async def play(self, group_id: int, prompt: Prompt) -> list[Rollout | RolloutFailure]:
+        """Wait for a ready server, then for all rollouts of the group."""
+        sessions = await self._reserve(group_id)
+        episodes = [
+            Episode(
+                prompt=prompt,
+                sample_index=sample_index,
+                group_id=group_id,
+                tokenizer=self._tokenizer,
+                params=self._params,
+                clock=self._clock,
+                complete=session.complete,
+            )
+            for sample_index, session in enumerate(sessions)
+        ]
+        running = run_workflow(self._workflow, episodes)
+        results = await asyncio.gather(*map(self._play, episodes, running))
+        for session in sessions:
+            session.release()
+        return results
+
+    async def _reserve(self, group_id: int) -> list[RolloutSession]:
+        """Wait for a ready server, and open a session on it for each rollout."""
+        server = await self._fleet.reserve(self._group_size)
+        return [
+            RolloutSession(self._fleet, self._params, self._tokenizer, f"{group_id}-{i}", server)
+            for i in range(self._group_size)
+        ]
+
+    async def _play(
+        self, episode: Episode, running: Awaitable[Trajectory]
+    ) -> Rollout | RolloutFailure:
+        """Wait for one trajectory and score it."""
+        try:
+            return await self._score(episode, await running)
+        except WorkflowFailed as error:
+            return self._failure("workflow", episode, str(error))
+        finally:
+            self._on_end()
+
+    async def _score(self, episode: Episode, trajectory: Trajectory) -> Rollout | RolloutFailure:
+        """Give the trajectory a reward, unless its workflow gave one."""
+        decode = self._tokenizer.decode
+        turns = sampled_turns(trajectory)
+        text = decode(trajectory.tokens[turns[0].start :])
+        if trajectory.reward is None:
+            last_turn = text if len(turns) == 1 else decode(trajectory.tokens[turns[-1]])
+            try:
+                trajectory.reward = await self._rewards.score(last_turn, episode.prompt.answer)
+            except RewardError as error:
+                failure = self._failure("reward", episode, f"no reward: {error}")
+                if self._drop_unscored:
+                    return failure
+                trajectory.reward = 0.0
+        return Rollout(trajectory, text)
+
+    def _failure(
+        self, reason: Literal["workflow", "reward"], episode: Episode, detail: str
+    ) -> RolloutFailure:
+        """Count and log a failure."""
+        self._counts[f"{reason}_failures"] += 1
+        log.warning(
+            "rollout of %s, sample %d: %s", episode.prompt.prompt_id, episode.sample_index, detail
+        )
+        return RolloutFailure(reason, detail)
