@@ -75,8 +75,7 @@ def behavior_weight(
     Both are detached, and the weight is 0 outside that mask. Masked tokens and tokens without a
     finite behavior log-prob do not contribute to a sequence's weight. The loss's denominator stays
     the number of tokens in `finite_mask`: a rejected token does not make the others count more. To
-    reject at one level and weigh at another, call twice, and pass the first mask to the second
-    call.
+    reject at one level and weigh at another, call twice and pass on the first mask.
 
     Args:
         prox: float [t], log-probs under the weights just before the step

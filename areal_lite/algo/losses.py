@@ -45,8 +45,7 @@ class LossInputs:
     advantages: float [t]
     mask: bool [t]
     sequence_ids: int [t], for losses and corrections of sequences, which must then be whole here
-    weights: float [t], from `reduction_weights`, used with denominator 1; by default tokens count
-        alike
+    weights: float [t], from `reduction_weights`, used with denominator 1; default: all 1
     corrected: `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     """
 

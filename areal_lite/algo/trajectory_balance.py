@@ -76,8 +76,7 @@ def trajectory_balance_loss(
         denominator: sequences with an unmasked token, over all ranks and microbatches
             (`reduction_count(mode="sequence")`); every completion then counts the same, also in a
             group that has lost some
-        log_z: float [n] from `log_partition`; by default it is computed here, which needs whole
-            groups
+        log_z: float [n], from `log_partition`; computed here by default, which needs whole groups
 
     Raises ValueError unless beta > 0.
     """
