@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from areal_lite.report.progress import Progress, progress_line
+from areal_lite.report.progress import FollowedProgress, Progress, progress_line
 from areal_lite.report.text import duration, pause, short
+from areal_lite.run_dir.metrics import append_event
 
 
 class Clock:
@@ -132,3 +133,15 @@ def test_a_terminal_without_cursor_movement_gets_lines(monkeypatch):
         progress.update(1)
         progress.update(2)
     assert stream.getvalue() == "step 1/2 · ETA 0:00\nstep 2/2 · took 0:00\n"
+
+
+def test_the_progress_of_another_process_continues_an_earlier_one(tmp_path, capsys):
+    append_event(tmp_path, "sft", {"loss": 3.0})
+    with FollowedProgress(
+        tmp_path, "sft", 3, "step", lambda line: {"loss": line["loss"]}
+    ) as progress:
+        progress.poll()
+        append_event(tmp_path, "sft", {"loss": 2.0})
+        append_event(tmp_path, "sft", {"loss": 1.0})
+        progress.poll()
+    assert capsys.readouterr().err == "step 3/3 · loss 1 · took 0:00\n"
