@@ -1,7 +1,7 @@
 """Check the sizes of files, functions and rooms, and that every room is in a layer.
 
-`python tests/house_rules.py` prints each violation and exits with 1 if there is one. CONTRIBUTING.md
-lists the rules.
+`python tests/house_rules.py` prints each violation and exits with 1 if there is one.
+CONTRIBUTING.md lists the rules.
 """
 
 from __future__ import annotations

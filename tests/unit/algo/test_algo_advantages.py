@@ -84,9 +84,14 @@ def test_moments_over_ranks_are_those_of_the_whole():
         torch.tensor([4.0, 10007.0], dtype=torch.float64),
         sum((p.double() - whole.mean).square().sum() for p in parts),
     ]
-    for part in parts:  # what an all-reduce gives each rank, one answer after the other
+
+    def all_reduce():
+        """Return a reduction that gives each rank the sums over the ranks, one per call."""
         answers = iter(sums)
-        got = moments(part, reduce=lambda partial: next(answers))
+        return lambda partial: next(answers)
+
+    for part in parts:
+        got = moments(part, reduce=all_reduce())
         assert (got.count, got.mean, got.std) == pytest.approx(
             (whole.count, whole.mean, whole.std), rel=1e-12
         )
