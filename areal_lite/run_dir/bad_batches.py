@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Batches whose update was skipped, kept as files for inspection."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from areal_lite.trajectory import TrainBatch
 
 
 def save_batch(batch: TrainBatch, path: Path) -> None:
-    """Write `batch` for inspection; `load_batch(path)` gives it back."""
+    """Write `batch` to the file `path`; `load_batch` reads it."""
     frames = [bytes(frame) for frame in batch.to_frames()]
     write_atomically(path, msgspec.msgpack.encode(frames))
 
 
 def load_batch(path: str | Path) -> TrainBatch:
-    """What `save_batch` wrote. Raises ValueError for anything else."""
+    """Read a batch that `save_batch` wrote. Raises ValueError for anything else."""
     return TrainBatch.from_frames(msgspec.msgpack.decode(Path(path).read_bytes(), type=list[bytes]))

@@ -1,15 +1,19 @@
-"""The trajectory store, `<run_dir>/trajectories.sqlite`: what a run owes and what it has, readable at any time by any SQLite client.
+"""The trajectory store, `<run_dir>/trajectories.sqlite`: every rollout group of a run.
 
-A *group* is a prompt handed out. Its row exists before its first request is sent, and it moves
+It says what a run has and what it still owes. Any SQLite client can read it at any time.
 
-    in_flight -> finished -> used (at a step)        with `dropped` (failed or overdue) and `filtered` as the other two ends.
+* A group has a row in `groups` before its first request is sent. The row moves through the states
+  of GroupState: in_flight -> finished -> used, or to filtered or dropped.
+* Only `recover` moves a group back: when a run resumes, a group that a lost step used is finished
+  again, or dropped.
+* A finished, used or filtered group has `num_trajectories` rows in `trajectories`: its rollouts
+  that did not fail.
+* Arrays are little-endian blobs over prompt and completion: tokens int32, logprobs float32,
+  versions int32.
+* The write-ahead log survives the death of any process at any moment. A power cut may lose the
+  last commits, but does not damage the file.
 
-Only `recover`, with which a run goes on, takes a group back: what weights used that are lost is finished again, or dropped.
-
-A finished group has `num_trajectories` rows in `trajectories`: all that survived of its group. Arrays are little-endian blobs: tokens int32,
-logprobs float32, versions int32, over prompt and completion. The write-ahead log survives the death of any process at any moment.
-
-`Store` is plain blocking SQLite. `StoreThread` runs it on a thread of its own, and commits everything that has queued up meanwhile at once.
+The schema is in store_schema.py. `Store` is blocking SQLite. `StoreThread` runs it on a thread of its own.
 """
 
 from __future__ import annotations
@@ -25,37 +29,29 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_lite.trajectory import Group, Trajectory
+from areal_lite.run_dir.store_schema import SCHEMA, from_row, to_row
+from areal_lite.trajectory import Group, GroupState
 
-_DRAWS = 100  # of Recovered: so many agree with another order of prompts by chance only if there is hardly any order
+# Draws that `recover` returns to check the data set: another order of prompts agrees on so many
+# only by an unlikely chance.
+_NUM_DRAWS = 100
 
-
-_ROWS_AT_ONCE = 1000  # SQLite takes 32766 values in a statement
-
-
-STATES = ("in_flight", "finished", "used", "filtered", "dropped")
-
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, prompt_index INTEGER NOT NULL, drawn INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('in_flight', 'finished', 'used', 'filtered', 'dropped')),
-    reason TEXT, size INTEGER NOT NULL, num_trajectories INTEGER, admitted_at REAL NOT NULL, finished_at REAL, step INTEGER
-) STRICT;
-CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
-CREATE TABLE IF NOT EXISTS trajectories (
-    group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, reward REAL, finish_reason TEXT NOT NULL,
-    n_prompt INTEGER NOT NULL, n_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER, num_segments INTEGER NOT NULL,
-    requests INTEGER NOT NULL, kv_version INTEGER NOT NULL, started_at REAL NOT NULL, finished_at REAL NOT NULL, segments TEXT NOT NULL,
-    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, prompt TEXT, completion TEXT,
-    PRIMARY KEY (group_id, sample_index)
-) STRICT, WITHOUT ROWID;
-"""
+# Rows per INSERT. SQLite takes at most 32766 values in a statement.
+_ROWS_AT_ONCE = 1000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a run that goes on has: groups, waiting groups, and where its prompt sampler was. `draws`: `drawn` and index of those drawn last."""
+    """State recovered from the store when a run resumes.
+
+    Args:
+        groups: number of groups, in any state.
+        waiting: number of finished groups that no step has used.
+        drawn: number of prompts that the sampler had drawn.
+        put_back: prompt indices that the sampler must serve again, in order.
+        draws: (`drawn` after the draw, prompt index) of the last draws.
+        filtered: number of filtered groups by reason.
+    """
 
     groups: int
     waiting: int
@@ -66,43 +62,63 @@ class Recovered:
 
 
 class Store:
-    """Used by one thread at a time. Each method is one change or one question; `begin` … `commit` make several one."""
+    """The store of one run, for one thread at a time.
+
+    Each method is one change or one query. `begin` ... `commit` make several changes one.
+    """
 
     def __init__(self, path: Path, read_only: bool = False):
-        """Creates the file if need be. `read_only` is for a look at a run that may be alive. Raises ValueError when there is none."""
+        """Open the store; create it unless `read_only`, which also reads a run that is alive.
+
+        Raises ValueError if there is no store to read.
+        """
         if read_only and not path.exists():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
-        # Autocommit outside of explicit transactions: Python's implicit ones are one more state to reason about.
-        place = f"file:{path}?mode=ro" if read_only else path
+        # Autocommit outside explicit transactions: Python's implicit ones would be one more state.
         self._db = sqlite3.connect(
-            place, uri=read_only, isolation_level=None, check_same_thread=False
+            f"file:{path}?mode=ro" if read_only else path,
+            uri=read_only,
+            isolation_level=None,
+            check_same_thread=False,
         )
         if not read_only:
             self._db.execute("PRAGMA journal_mode = WAL")
-            # Without a sync per commit, a power cut may lose the last transactions, but not the file; a dying process loses nothing.
+            # No sync per commit.
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(_SCHEMA)
+            self._db.executescript(SCHEMA)
 
     def close(self) -> None:
         self._db.close()
 
     def begin(self) -> None:
+        """Begin a transaction."""
         self._db.execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
+        """Commit the transaction."""
         self._db.execute("COMMIT")
 
     def rollback(self) -> None:
+        """Undo the changes since `begin`, if a transaction is open."""
         if self._db.in_transaction:
             self._db.execute("ROLLBACK")
 
     def admit(
         self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
     ) -> None:
-        """A new group, in flight: `size` trajectories are about to be generated. Group ids count from 0. `drawn`: PromptSampler's, after
-        it gave `prompt_index`."""
+        """Insert a group in flight.
+
+        Args:
+            group_id: counts from 0.
+            prompt_id, prompt_index: the prompt, and its position in the data set.
+            drawn: PromptSampler.drawn after it gave `prompt_index`.
+            size: number of trajectories that are about to be generated.
+            now: wall-clock seconds.
+        """
         self._db.execute(
-            "INSERT INTO groups (group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
+            "INSERT INTO groups "
+            "(group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) "
+            "VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
             (group_id, prompt_id, prompt_index, drawn, size, now),
         )
 
@@ -112,17 +128,26 @@ class Store:
         texts: Sequence[tuple[str | None, str | None]],
         reason: str | None,
         now: float,
-        state: str = "finished",
+        state: str = GroupState.FINISHED,
     ) -> None:
-        """in_flight -> finished | filtered, with its trajectories. `texts` are (prompt, completion) of each; `reason` says why it was
-        filtered, or why members are missing."""
-        assert state in ("finished", "filtered")
+        """Move a group from in_flight to finished or filtered, and insert its trajectories.
+
+        Args:
+            group: the group.
+            texts: (prompt, completion) of each trajectory.
+            reason: why the group was filtered, or why trajectories are missing.
+            now: wall-clock seconds.
+            state: finished or filtered.
+        """
+        assert state in (GroupState.FINISHED, GroupState.FILTERED)
         rows = [
-            _row(trajectory, *text)
+            to_row(trajectory, *text)
             for trajectory, text in zip(group.trajectories, texts, strict=True)
         ]
-        # One statement for many rows: for each the interpreter's lock is given up once, and waited for while the event loop is busy.
-        for some in (rows[i : i + _ROWS_AT_ONCE] for i in range(0, len(rows), _ROWS_AT_ONCE)):
+        # One statement for many rows: each statement releases the interpreter lock once, and then
+        # waits for it while the event loop is busy.
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[first : first + _ROWS_AT_ONCE]
             marks = f"({', '.join('?' * len(some[0]))})"
             self._db.execute(
                 f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}",
@@ -130,7 +155,7 @@ class Store:
             )
         self._move(
             group.group_id,
-            ("in_flight",),
+            (GroupState.IN_FLIGHT,),
             state,
             reason=reason,
             num_trajectories=len(rows),
@@ -138,22 +163,28 @@ class Store:
         )
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
-        """finished -> used at `step`."""
-        query = "UPDATE groups SET state = 'used', step = ? WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))"
-        done = self._db.execute(query, (step, msgspec.json.encode(list(group_ids)).decode()))
+        """Move groups from finished to used at `step`. Raises RuntimeError if one is not finished."""
+        done = self._db.execute(
+            "UPDATE groups SET state = 'used', step = ? "
+            "WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))",
+            (step, msgspec.json.encode(list(group_ids)).decode()),
+        )
         if done.rowcount != len(group_ids):
             raise RuntimeError(
                 f"of the {len(group_ids)} groups of step {step} only {done.rowcount} are finished"
             )
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
-        """in_flight | finished -> dropped, and why."""
-        self._move(group_id, ("in_flight", "finished"), "dropped", reason=reason, finished_at=now)
+        """Move a group from in_flight or finished to dropped."""
+        before = (GroupState.IN_FLIGHT, GroupState.FINISHED)
+        self._move(group_id, before, GroupState.DROPPED, reason=reason, finished_at=now)
 
     def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
+        """Set state and columns (except to None). Raises RuntimeError in another state."""
         assignments = "".join(f", {name} = coalesce(?, {name})" for name in columns)
         done = self._db.execute(
-            f"UPDATE groups SET state = ?{assignments} WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
+            f"UPDATE groups SET state = ?{assignments} "
+            f"WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
             (state, *columns.values(), group_id, *before),
         )
         if done.rowcount != 1:
@@ -162,48 +193,60 @@ class Store:
             )
 
     def recover(self, version: int, now: float) -> Recovered:
-        """Go on with the weights of `version`, before anything else is done: forget what was trained on at step `version` or later.
+        """Resume at `version`: forget the training steps from `version` on.
 
-        What weights up to `version` sampled waits again; what later ones did, or was in flight, is dropped, to be sampled again.
+        Call this before anything else. Finished groups, and used groups of a lost step, wait again
+        if weights up to `version` sampled them; those that lost weights sampled are dropped. Groups
+        in flight are dropped.
         """
         values = {"version": version, "now": now}
-        later = "SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id AND max_version > :version"
         drop = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason ="
         unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
+        lost_weights = (
+            "EXISTS (SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id "
+            "AND max_version > :version)"
+        )
         self.begin()
         self._db.execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
         self._db.execute(
-            f"{drop} 'resume: its weights are lost' WHERE {unused} AND EXISTS ({later})", values
+            f"{drop} 'resume: its weights are lost' WHERE {unused} AND {lost_weights}", values
         )
         self._db.execute(
-            "UPDATE groups SET state = 'finished', step = NULL WHERE state = 'used' AND step >= :version",
+            "UPDATE groups SET state = 'finished', step = NULL "
+            "WHERE state = 'used' AND step >= :version",
             values,
         )
         self.commit()
         counts = self.counts()
-        filtered = Counter(
-            dict(
-                self._db.execute(
-                    "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
-                )
-            )
+        drawn, put_back, draws = self._sampler_state()
+        filtered = self._db.execute(
+            "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
         )
-        return Recovered(sum(counts.values()), counts["finished"], *self._sampled(), filtered)
+        return Recovered(
+            groups=sum(counts.values()),
+            waiting=counts[GroupState.FINISHED],
+            drawn=drawn,
+            put_back=put_back,
+            draws=draws,
+            filtered=Counter(dict(filtered.fetchall())),
+        )
 
-    def _sampled(self) -> tuple[int, list[int], list[tuple[int, int]]]:
-        """`drawn`, `put_back` and `draws` of Recovered. A dropped group's prompt was put back; a group that was admitted without a new draw
-        had one that was."""
-        draws: deque[tuple[int, int]] = deque(maxlen=_DRAWS)
+    def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
+        """Return `drawn`, `put_back` and `draws` of Recovered.
+
+        The prompt of a dropped group was put back. A group whose admission did not raise `drawn`
+        took a prompt that had been put back.
+        """
+        draws: deque[tuple[int, int]] = deque(maxlen=_NUM_DRAWS)
         served_again: Counter[int] = Counter()
         drawn = 0
-        for now, index in self._db.execute(
-            "SELECT drawn, prompt_index FROM groups ORDER BY group_id"
-        ):
-            if now > drawn:
-                draws.append((now, index))
+        by_admission = "SELECT drawn, prompt_index FROM groups ORDER BY group_id"
+        for drawn_now, index in self._db.execute(by_admission):
+            if drawn_now > drawn:
+                draws.append((drawn_now, index))
             else:
                 served_again[index] += 1
-            drawn = now
+            drawn = drawn_now
         put_back = []
         for (index,) in self._db.execute(
             "SELECT prompt_index FROM groups WHERE state = 'dropped' ORDER BY finished_at, group_id"
@@ -215,41 +258,51 @@ class Store:
         return drawn, put_back, list(draws)
 
     def rewards(self) -> Iterator[tuple[int, list[float]]]:
-        """Prompt index and rewards of each group that was not dropped, in the order of finishing."""
-        query = "SELECT prompt_index, json_group_array(reward) FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped'"
+        """Yield prompt index and rewards of each group that was not dropped, in finishing order."""
         for index, rewards in self._db.execute(
-            f"{query} GROUP BY group_id ORDER BY groups.finished_at, group_id"
+            "SELECT prompt_index, json_group_array(reward) "
+            "FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped' "
+            "GROUP BY group_id ORDER BY groups.finished_at, group_id"
         ):
             yield index, msgspec.json.decode(rewards)
 
     def counts(self) -> dict[str, int]:
-        """Groups by state, all states named."""
+        """Count the groups in each state, zeros included."""
         found = dict(
             self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
         )
-        return {state: found.get(state, 0) for state in STATES}
+        return {state.value: found.get(state, 0) for state in GroupState}
 
     def missing_trajectories(self) -> int:
-        """Trajectories that finished or used groups should have, but that are not there. Anything but 0 is a bug."""
-        owed = self._db.execute(
-            "SELECT coalesce(sum(num_trajectories), 0) FROM groups WHERE state IN ('finished', 'used')"
-        ).fetchone()[0]
-        return (
-            owed
-            - self._db.execute(
-                "SELECT count(*) FROM trajectories JOIN groups USING (group_id) WHERE state IN ('finished', 'used')"
-            ).fetchone()[0]
-        )
+        """Count the trajectories that finished and used groups should have, but do not have.
+
+        Anything but 0 is a bug.
+        """
+        (missing,) = self._db.execute(
+            "SELECT (SELECT coalesce(sum(num_trajectories), 0) FROM groups "
+            "        WHERE state IN ('finished', 'used')) - "
+            "       (SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
+            "        WHERE state IN ('finished', 'used'))"
+        ).fetchone()
+        return missing
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Each group as a dict of its columns, in the order of admission."""
+        """Yield the row of each group as a dict, in the order of admission."""
         yield from self._rows("SELECT * FROM groups ORDER BY group_id")
 
     def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
-        """Each trajectory by group and sample_index: a dict of its columns, blobs as numpy arrays, and its group's state, step and prompt_id."""
+        """Yield each trajectory by group and sample index, of groups in `state` or of all.
+
+        A trajectory is a dict of its columns, with blobs as numpy arrays, and of its group's state,
+        step and prompt_id.
+        """
         where, values = ("WHERE state = ?", (state,)) if state else ("", ())
-        query = f"FROM trajectories JOIN groups USING (group_id) {where} ORDER BY group_id, sample_index"
-        for row in self._rows(f"SELECT trajectories.*, state, step, prompt_id {query}", values):
+        for row in self._rows(
+            "SELECT trajectories.*, state, step, prompt_id "
+            f"FROM trajectories JOIN groups USING (group_id) {where} "
+            "ORDER BY group_id, sample_index",
+            values,
+        ):
             row["tokens"] = np.frombuffer(row["tokens"], np.int32)
             row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
             row["versions"] = np.frombuffer(row["versions"], np.int32)
@@ -257,60 +310,35 @@ class Store:
             yield row
 
     def finished_groups(self) -> Iterator[tuple[Group, bool]]:
-        """The groups that finished and were neither filtered nor dropped, in the order of finishing, and whether a step has used them."""
-        yield from self._groups("state IN ('finished', 'used') ORDER BY finished_at, group_id")
+        """Yield each finished or used group and whether it was used, in finishing order."""
+        yield from self._select("state IN ('finished', 'used') ORDER BY finished_at, group_id")
 
     def waiting_groups(self) -> list[Group]:
-        """The groups that no step has used yet, in the order of admission."""
-        return [group for group, _ in self._groups("state = 'finished' ORDER BY group_id")]
+        """Return the groups that no step has used, in the order of admission."""
+        return [group for group, _ in self._select("state = 'finished' ORDER BY group_id")]
 
     def used_groups(self, step: int) -> list[Group]:
-        """The groups of the batch of `step`, in the order of admission."""
-        return [
-            group
-            for group, _ in self._groups("state = 'used' AND step = ? ORDER BY group_id", (step,))
-        ]
+        """Return the groups that `step` used, in the order of admission."""
+        where = "state = 'used' AND step = ? ORDER BY group_id"
+        return [group for group, _ in self._select(where, (step,))]
 
-    def _groups(self, which: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
-        query = f"SELECT group_id, prompt_id, size, prompt_index, state = 'used' FROM groups WHERE {which}"
-        for group_id, prompt_id, size, index, used in self._db.execute(query, values):
-            rows = self._rows(
-                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index", (group_id,)
+    def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
+        for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
+            trajectories = self._rows(
+                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index",
+                (row["group_id"],),
             )
-            yield (
-                Group(
-                    group_id=group_id,
-                    prompt_id=prompt_id,
-                    size=size,
-                    trajectories=[_trajectory(row, prompt_id) for row in rows],
-                    prompt_index=index,
-                ),
-                bool(used),
+            group = Group(
+                group_id=row["group_id"],
+                prompt_id=row["prompt_id"],
+                size=row["size"],
+                trajectories=[from_row(t, row["prompt_id"]) for t in trajectories],
+                prompt_index=row["prompt_index"],
             )
+            yield group, row["state"] == GroupState.USED
 
     def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
         cursor = self._db.execute(query, values)
         names = [column[0] for column in cursor.description]
         for row in cursor:
             yield dict(zip(names, row))
-
-
-def _trajectory(row: dict[str, Any], prompt_id: str) -> Trajectory:
-    versions = np.frombuffer(row["versions"], np.int32)
-    return Trajectory(
-        group_id=row["group_id"], prompt_id=prompt_id, sample_index=row["sample_index"], tokens=np.frombuffer(row["tokens"], np.int32), loss_mask=versions >= 0,
-        behavior_logprobs=np.frombuffer(row["logprobs"], np.float32), versions=versions, finish_reason=row["finish_reason"], reward=row["reward"],
-        started_at=row["started_at"], finished_at=row["finished_at"], requests=row["requests"], kv_version=row["kv_version"],
-    )  # fmt: skip
-
-
-def _row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any, ...]:
-    segments = [[s.version, s.start, s.end] for s in t.segments]
-    low, n_prompt, _ = segments[0] if segments else (None, len(t.tokens), None)
-    high = segments[-1][0] if segments else None
-    return (
-        t.group_id, t.sample_index, t.reward, t.finish_reason, n_prompt, len(t.tokens), low, high, len(segments),
-        t.requests, t.kv_version, t.started_at, t.finished_at,
-        msgspec.json.encode(segments).decode(), t.tokens.astype(np.int32).tobytes(), t.behavior_logprobs.astype(np.float32).tobytes(),
-        t.versions.astype(np.int32).tobytes(), prompt, completion,
-    )  # fmt: skip

@@ -1,4 +1,10 @@
-"""TODO docstring."""
+"""A Store on a thread of its own, with an asyncio interface.
+
+* `await submit(Store.admit, ...)` returns after the change is committed.
+* Calls take effect in the order of submission.
+* Calls that are queued at the same time are committed together. If one of them fails, all of them
+  are undone and get its exception: nothing is ever half-written.
+"""
 
 from __future__ import annotations
 
@@ -6,73 +12,89 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_lite.run_dir.store import Store
 
 T = TypeVar("T")
 
+# Each result may wake a whole group that has requests to send. The event loop serves others after
+# this many.
+_RESULTS_AT_ONCE = 8
 
-_ANSWERS_AT_ONCE = 8  # each may wake a whole group that has requests to send: the event loop sees to others in between
+
+@dataclass(slots=True)
+class _Call:
+    """A call to run; without a method, the request to close. Then its result or error."""
+
+    future: asyncio.Future[Any]
+    method: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    result: Any = None
+    error: Exception | None = None
 
 
 class StoreThread:
-    """The asyncio front of a Store: `await submit(Store.admit, …)` returns once that is committed.
-
-    Calls take effect in the order of submission. A call that fails gets its exception, and takes back with it what was to be committed
-    together with it: those get the exception too. Nothing is ever half-written.
-    """
+    """Runs the methods of a Store. Create it inside a running event loop."""
 
     def __init__(self, store: Store):
         self._store = store
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def submit(self, method: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Queue `method(store, *args)` and return the future of its result."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put((future, method, args))
+        self._queue.put(_Call(future, method, args))
         return future
 
     async def close(self) -> None:
-        """Commits what was submitted, then closes the file."""
+        """Commit what was submitted, then close the store."""
         future = self._loop.create_future()
-        self._queue.put((future, None, ()))
+        self._queue.put(_Call(future, None))
         await future
 
     def _run(self) -> None:
+        """Commit all queued calls at once, until asked to close."""
         while True:
             calls = [self._queue.get()]
             while not self._queue.empty():
                 calls.append(self._queue.get())
-            closing = [future for future, method, _ in calls if method is None]
-            self._commit([call for call in calls if call[1] is not None])
+            closing = [call for call in calls if call.method is None]
+            self._commit([call for call in calls if call.method is not None])
             if closing:
                 self._store.close()
-                self._answer([(future, None, None) for future in closing])
+                self._answer(closing)
                 return
 
-    def _commit(self, calls: list[tuple[asyncio.Future, Callable[..., Any], tuple]]) -> None:
+    def _commit(self, calls: list[_Call]) -> None:
         try:
             self._store.begin()
-            results = [(future, method(self._store, *args), None) for future, method, args in calls]
+            for call in calls:
+                assert call.method is not None
+                call.result = call.method(self._store, *call.args)
             self._store.commit()
-        except Exception as error:  # handed to those who wait
+        except Exception as error:  # raised to every caller
             self._store.rollback()
-            results = [(future, None, error) for future, _, _ in calls]
-        self._answer(results)
+            for call in calls:
+                call.error = error
+        self._answer(calls)
 
-    def _answer(self, results: list[tuple[asyncio.Future, Any, Exception | None]]) -> None:
+    def _answer(self, calls: list[_Call]) -> None:
+        """Set the futures on the event loop, a few at a time."""
+
         def settle(first: int = 0) -> None:
-            for future, value, error in results[first : first + _ANSWERS_AT_ONCE]:
-                if future.cancelled():
+            for call in calls[first : first + _RESULTS_AT_ONCE]:
+                if call.future.cancelled():
                     continue
-                if error is not None:
-                    future.set_exception(error)
+                if call.error is not None:
+                    call.future.set_exception(call.error)
                 else:
-                    future.set_result(value)
-            if first + _ANSWERS_AT_ONCE < len(results):
-                self._loop.call_soon(settle, first + _ANSWERS_AT_ONCE)
+                    call.future.set_result(call.result)
+            if first + _RESULTS_AT_ONCE < len(calls):
+                self._loop.call_soon(settle, first + _RESULTS_AT_ONCE)
 
         self._loop.call_soon_threadsafe(settle)

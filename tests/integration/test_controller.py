@@ -411,7 +411,7 @@ def test_a_server_with_a_version_that_is_no_number_is_refused(run) -> None:
     r.start_server(version="default")
     r.start("controller", "-m", "areal_lite.controller.service", str(r.path))
     assert r.processes["controller"].wait(20) == 1
-    assert "start it with --weight-version 0" in r.log().splitlines()[-1]
+    assert "start the server with --weight-version 0" in r.log().splitlines()[-1]
 
 
 def test_sigterm_ends_it_and_leaves_the_store_whole(run) -> None:

@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from areal_lite.run_dir.store import STATES, Store
+from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
-from areal_lite.trajectory import Group, Trajectory
+from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
 def trajectory(group_id: int, sample_index: int, sampled: int = 3) -> Trajectory:
@@ -152,7 +152,7 @@ def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
         await thread.close()
         return counts
 
-    assert asyncio.run(run()) == dict.fromkeys(STATES, 0) | {"finished": 150, "used": 50}
+    assert asyncio.run(run()) == dict.fromkeys(GroupState, 0) | {"finished": 150, "used": 50}
     assert commits < 200
     assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
 

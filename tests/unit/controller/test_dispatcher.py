@@ -1,0 +1,157 @@
+"""The dispatcher with a fake fleet: every submitted group ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller import dispatcher as dispatcher_module
+from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.rewards.pool import RewardError
+from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.trajectory import Group, Trajectory
+
+SERVER = ServerInfo(name="s0", url="http://x", api_key=None, tensor_parallel=1, pid=1)
+STEPS, BATCH, ETA, SIZE = 6, 3, 2, 2
+
+
+class FakeFleet:
+    """One server that is always ready; counts reservations."""
+
+    def __init__(self) -> None:
+        self.load = 0
+
+    async def reserve(self, count: int, prefer=()) -> ServerInfo:
+        await asyncio.sleep(0)
+        self.load += count
+        return SERVER
+
+    def release(self, server: ServerInfo) -> None:
+        self.load -= 1
+
+
+class FakeWorkflow:
+    """Plays no server: after a random time it fails, or makes a trajectory without a reward."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    async def __call__(self, episode) -> Trajectory:
+        await asyncio.sleep(self.rng.random() / 500)
+        if self.rng.random() < 0.4:
+            raise ValueError("the tool broke")
+        return Trajectory(
+            group_id=episode.group_id,
+            prompt_id=episode.prompt.prompt_id,
+            sample_index=episode.sample_index,
+            tokens=np.arange(3, dtype=np.int32),
+            loss_mask=np.array([False, True, True]),
+            behavior_logprobs=np.array([0, -1, -1], np.float32),
+            versions=np.array([-1, 0, 0], np.int32),
+            finish_reason="stop",
+        )
+
+
+class FakeRewards:
+    """Scores at random, and sometimes fails."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    async def score(self, completion: str, answer: str) -> float:
+        if self.rng.random() < 0.2:
+            raise RewardError("timeout", "too slow")
+        return float(self.rng.random() < 0.5)
+
+
+class Prompts:
+    num_prompts = 40
+
+    def __getitem__(self, index: int):
+        return SimpleNamespace(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
+
+
+async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """Train STEPS steps on what the dispatcher delivers, and drop some groups before use."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(dispatcher_module, "load_workflow", lambda config: FakeWorkflow(rng))
+    config = TrainConfig(model="m", run_dir="r")
+    config.rollout.group_size = SIZE
+    config.rollout.active_sampling = True
+    config.trainer.batch_groups, config.trainer.steps = BATCH, STEPS
+    config.buffer.max_staleness = ETA
+    store = Store(path)
+    thread = StoreThread(store)
+    fleet = FakeFleet()
+    delivered: list[Group] = []
+    dispatcher = Dispatcher(
+        config,
+        Dependencies(
+            prompts=Prompts(),
+            eval_prompts=None,
+            tokenizer=SimpleNamespace(eos_ids=(1,), decode=lambda tokens: "text"),
+            rewards=FakeRewards(rng),
+            store=thread,
+            clock=lambda: 0.0,
+        ),
+        fleet,
+        delivered.append,
+    )
+    gate = dispatcher.admission
+
+    def check() -> None:
+        assert dispatcher.counts["groups"] == gate.running + gate.accepted + gate.rejected
+        assert 0 <= dispatcher.in_flight <= gate.running * SIZE
+        assert gate.accepted + gate.running <= (ETA + gate.version + 1) * BATCH
+
+    running = asyncio.create_task(dispatcher.run())
+    dropped = 0
+    for step in range(STEPS):
+        while len(delivered) < BATCH:
+            await asyncio.sleep(0.001)
+            check()
+            assert not running.done(), running.exception()
+            if delivered and rng.random() < 0.05:
+                await dispatcher.drop(delivered.pop(), "overdue")
+                dropped += 1
+        batch, delivered[:] = delivered[:BATCH], delivered[BATCH:]
+        await thread.submit(Store.use, [group.group_id for group in batch], step)
+        dispatcher.on_version(step + 1)
+        check()
+    running.cancel()
+    await asyncio.wait([running])
+    counts = await thread.submit(Store.counts)
+    assert counts["used"] == STEPS * BATCH == gate.accepted and gate.running == 0
+    assert counts["in_flight"] == counts["finished"] == 0, "the last step would use nothing more"
+    assert counts["filtered"] == dispatcher.filtered.total() > 0
+    assert counts["dropped"] == dispatcher.counts["empty_groups"] + dropped
+    assert counts["filtered"] + counts["dropped"] == gate.rejected
+    assert sum(counts.values()) == dispatcher.counts["groups"]
+    assert fleet.load == 0, "a reservation leaked"
+    await thread.close()
+    return Store(path, read_only=True)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_submitted_group_ends_exactly_once(tmp_path, monkeypatch, seed: int) -> None:
+    store = asyncio.run(run(tmp_path / "store.sqlite", seed, monkeypatch))
+    groups = {row["group_id"]: row for row in store.groups()}
+    assert sorted(groups) == list(range(len(groups)))
+    kept = Counter(t["group_id"] for t in store.trajectories())
+    for group_id, row in groups.items():
+        assert row["state"] in ("used", "filtered", "dropped")
+        if row["state"] != "dropped":
+            assert kept[group_id] == row["num_trajectories"] > 0
+        if row["state"] == "used" and kept[group_id] < SIZE:
+            assert "rollouts failed" in row["reason"]
+    store.close()
