@@ -43,8 +43,8 @@ _POLL_S = 1.0
 class ControllerClient:
     """Blocking calls to the controller, one at a time, from one thread.
 
-    Every call raises RuntimeError with the controller's error message, or when the controller's
-    process is gone. After `timeout_s` seconds it raises TimeoutError, which names the missing reply.
+    Every call raises RuntimeError with the controller's error message, or if the controller's
+    process is gone. After `timeout_s` seconds it raises TimeoutError, which names the request.
     """
 
     def __init__(self, run_dir: Path | str, timeout_s: float):

@@ -130,7 +130,7 @@ class Controller:
             tasks.create_task(self._log_status())
 
     async def handle(self, request: Request) -> Answer:
-        """Answer one request of a trainer rank. Raises ValueError or RuntimeError for its caller."""
+        """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
         match request:
             case PullBatch():
                 return await self._pull_batch(request)

@@ -1,6 +1,7 @@
 """The dispatcher turns prompts into finished groups.
 
-A group passes through: admit -> reserve -> play -> score (`group_player.py`) -> classify -> deliver.
+    admit -> reserve -> play -> score    -> classify -> deliver
+             (`group_player.py`)
 
 * A group is in the store before its first request is sent.
 * Every submitted group ends exactly once: as finished, filtered or dropped. A dropped group's
@@ -41,7 +42,7 @@ _MIN_FILTERED_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """A group that was admitted. `drawn` is the number of prompts drawn so far, this one included."""
+    """A group that was admitted. `drawn` counts the prompts drawn so far, this one included."""
 
     group_id: int
     prompt_index: int
@@ -99,7 +100,7 @@ class Dispatcher:
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the state in `store`. Call this before `run`.
 
-        Nothing else may use the store yet. Raises ValueError if the run began with another data set.
+        Nothing else may use the store yet. Raises ValueError for another data set.
         """
         recovered = store.recover(version, self._clock())
         self._sampler.check_draws(recovered.draws)
@@ -265,8 +266,8 @@ class Dispatcher:
         self._consecutive_filtered += 1
         if self._consecutive_filtered > max(_MIN_FILTERED_LIMIT, 10 * self._batch_groups):
             raise RuntimeError(
-                f"no batch can be made: {self._consecutive_filtered} groups in a row were filtered, "
-                f"the last one for {reason}; in all, {self._describe_filtered()} of "
+                f"no batch can be made: {self._consecutive_filtered} groups in a row were "
+                f"filtered, the last one for {reason}; in all, {self._describe_filtered()} of "
                 f"{self.counts['groups']}: prompts are all too hard or too easy, "
                 "or filters too strict"
             )

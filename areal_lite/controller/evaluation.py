@@ -119,7 +119,7 @@ async def evaluate(
     workflow: Workflow,
     version: int,
 ) -> EvalRecord:
-    """Evaluate the held-out problems, then each of `eval.sets`, and return a line of evals.jsonl."""
+    """Evaluate the held-out problems, then each of `eval.sets`; return a line of evals.jsonl."""
     started = dependencies.clock()
     scores: dict[str, EvalScores] = {}
     for name, prompts in {"": dependencies.eval_prompts, **dependencies.eval_sets}.items():

@@ -1,8 +1,8 @@
 """Messages between the trainer's ranks and the controller: msgpack over ZeroMQ, no pickle.
 
     request                        reply
-    PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch;
-                                   or Resync: push version `step` to the stale servers, then ask again
+    PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch; or
+                                   Resync: push version `step` to the stale servers, and ask again
     BeginPush(version)             PushTargets: the servers to push to
     Pushed(version, failed)        PushRecorded
     Evaluate(version)              Evaluation: accuracy on held-out problems

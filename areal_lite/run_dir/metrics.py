@@ -64,7 +64,7 @@ class MetricsLog:
             )
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the record of one training step. Raises ValueError if one of STEP_KEYS is missing."""
+        """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""
         missing = [key for key in STEP_KEYS if key not in record]
         if missing:
             raise ValueError(f"a training step must report {', '.join(missing)}")

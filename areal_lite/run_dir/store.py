@@ -13,7 +13,8 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 * The write-ahead log survives the death of any process at any moment. A power cut may lose the
   last commits, but does not damage the file.
 
-The schema is in store_schema.py. `Store` is blocking SQLite. `StoreThread` runs it on a thread of its own.
+`store_schema.py` has the tables. `Store` is blocking SQLite; `StoreThread` runs it on a thread of
+its own.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Store:
         )
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
-        """Move groups from finished to used at `step`. Raises RuntimeError if one is not finished."""
+        """Move groups from finished to used at `step`. Raises RuntimeError if one is not."""
         done = self._db.execute(
             "UPDATE groups SET state = 'used', step = ? "
             "WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))",

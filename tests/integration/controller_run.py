@@ -119,7 +119,7 @@ def assert_exact(batch: TrainBatch) -> None:
         assert (np.diff(versions[n_prompt:]) >= 0).all()
 
 
-def assert_books_are_right(run: Run, totals: dict, used: dict[int, list[int]]) -> None:
+def assert_store_matches(run: Run, totals: dict, used: dict[int, list[int]]) -> None:
     """`used`: step -> group ids that its batch had. Exactly those are used, at that step, once."""
     assert totals["trajectories_lost"] == 0
     store = run.store()

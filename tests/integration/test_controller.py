@@ -17,8 +17,8 @@ from areal_lite.servers.registry import ServerInfo, announced_servers
 from tests.integration.controller_run import (
     GROUPS,
     MEMBERS,
-    assert_books_are_right,
     assert_exact,
+    assert_store_matches,
     push,
 )
 
@@ -59,7 +59,7 @@ def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
     assert r.processes["controller"].wait(10) == 0, r.log()
     assert interrupted > 0, "no push came in the middle of a trajectory: the test tests nothing"
     assert totals["aborts"] > 0 if mode == "abort" else totals["aborts"] == 0
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
     everything = [group for groups in used.values() for group in groups]
     assert len(everything) == len(set(everything)) and totals["groups"]["used"] == 6 * GROUPS
     assert not (r.path / "controller.json").exists()
@@ -96,10 +96,10 @@ def test_mode_none_drains_and_never_mixes_versions(run) -> None:
             assert json.load(answer)["running"] == 0
         assert (
             r.store().counts()["in_flight"] > 0 or step > 0
-        )  # what was not sent yet is held, not waited for
+        )  # a request that was not sent yet is held back, not waited for
         drained += push(
             client, step + 1, None
-        ).drained  # an update without a pause waits for what runs: there is nothing
+        ).drained  # an update without a pause would wait for running requests: there are none
     totals = client.finish()
     assert totals["drained"] == drained > 0 and totals["aborts"] == 0
     assert r.processes["controller"].wait(10) == 0, r.log()
@@ -150,7 +150,7 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
         used[step] = sorted(set(batch.group_ids.tolist()))
         assert [s.name for s in push(client, step + 1, "in_place").servers] == ["s1"]
     assert "server s0" in r.log()
-    # One that comes back with old weights takes part in the push, and takes requests only then.
+    # A server that comes back with old weights takes requests only after the push.
     r.start_server("s0", delay=0.001)
     deadline = time.monotonic() + 10
     while "it waits for the next push" not in r.log() and time.monotonic() < deadline:
@@ -161,7 +161,7 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
     assert len(push(client, 4, "in_place").servers) == 2
     totals = client.finish()
     assert totals["retries"] > 0
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
 
 
 def test_without_a_server_everything_waits_for_one(run) -> None:
@@ -193,7 +193,7 @@ def test_a_server_that_failed_the_push_is_left_out(run) -> None:
     client.pushed(2)
 
 
-def test_evaluation_beside_training(run) -> None:
+def test_evaluation_during_training(run) -> None:
     r = run()
     r.start_server()
     client = r.start_controller()
@@ -307,7 +307,7 @@ def test_active_sampling_replaces_groups_without_variance(run) -> None:
         assert info["filtered_groups"] == info["filtered_zero_variance"]
         push(client, step + 1, "in_place")
     totals = client.finish()
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
     assert totals["groups"]["filtered"] == totals["filtered"]["zero_variance"] > 0
     store = r.store()
     for group in store.groups():

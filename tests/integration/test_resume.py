@@ -1,4 +1,4 @@
-"""Runs that are killed, or asked to stop, and go on in the same directory (areal_lite/run_dir/resume.py)."""
+"""Runs that are killed or stopped, and resume in the same directory (run_dir/resume.py)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.integration.controller_run import (
     GROUPS,
     MEMBERS,
     Run,
-    assert_books_are_right,
     assert_exact,
+    assert_store_matches,
     push,
 )
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
@@ -31,7 +31,10 @@ ETA, SAVED, KILLED = 2, 2, 4
 
 
 def kill(r: Run, saved: int) -> None:
-    """Controller and server die at once; the newest checkpoint is of step `saved`. What a supervisor removes before it starts again is gone."""
+    """Kill controller and server, with `saved` as the step of the newest checkpoint.
+
+    Remove what a supervisor removes before it starts again.
+    """
     checkpoint = r.path / "checkpoints" / f"step-{saved}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").touch()
@@ -56,7 +59,7 @@ def _start(tmp_path, tokenizer_only):
         made.stop()
 
 
-def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
+def test_a_killed_controller_resumes_at_the_checkpoint(start) -> None:
     r = start(max_staleness=ETA, trainer__steps=20)
     r.start_server(delay=0.003)
     client = r.start_controller()
@@ -64,7 +67,7 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     for step in range(KILLED):
         used[step] = sorted(set(client.batch(step, 0, 1)[0].group_ids.tolist()))
         push(client, step + 1, "in_place")
-    client.batch(KILLED, 0, 1)  # dealt, but never trained on
+    client.batch(KILLED, 0, 1)  # assigned, but never trained on
     assert r.store().counts()["in_flight"], "nothing was in flight: the test tests less"
     kill(r, SAVED)
     before = {t["group_id"]: t for t in r.store().groups()}
@@ -97,7 +100,7 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
         push(client, step + 1, "in_place")
     totals = client.finish()
     assert r.processes["controller"].wait(10) == 0, r.log()
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
     everything = [group for groups in used.values() for group in groups]
     assert len(everything) == len(set(everything))
     groups = list(r.store().groups())
@@ -109,7 +112,7 @@ def test_a_killed_controller_goes_on_at_the_checkpoint(start) -> None:
     ), "a server worked with older weights"
 
 
-def test_servers_are_caught_up_when_nothing_waits(start) -> None:
+def test_servers_are_resynced_when_nothing_waits(start) -> None:
     r = start(max_staleness=0, trainer__steps=9)
     r.start_server()
     client = r.start_controller()
@@ -147,14 +150,14 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
     kill(r, 2)
     batch, info = r.start_controller().batch(
         2, 0, 1
-    )  # there is no server: all that it has was there
+    )  # without a server: the content comes from the store
     store = r.store()
     held: dict[str, set[bytes]] = {}
     for trajectory in (t for state in ("finished", "used") for t in store.trajectories(state)):
         held.setdefault(trajectory["prompt_id"], set()).add(trajectory["tokens"].tobytes())
     drawable = [
         distinct for distinct in held.values() if len(distinct) > 1
-    ]  # of a single one there is nothing to balance
+    ]  # with one trajectory there is nothing to balance
     assert (
         info["replay_prompts"] == len(drawable) >= GROUPS
         and GROUPS * 2 <= batch.num_sequences <= GROUPS * MEMBERS
@@ -233,7 +236,7 @@ def command(folder: Path, model: Path, *overrides: str) -> list[str]:  # noqa: F
 
 
 def wait_for(process: subprocess.Popen, folder: Path, steps: int, saved: int) -> None:
-    """Until `steps` steps are logged and the checkpoint of step `saved` is complete."""
+    """Wait until `steps` steps are logged and the checkpoint of step `saved` is complete."""
     log = folder / "metrics.jsonl"
     while not (
         log.exists()
@@ -245,7 +248,7 @@ def wait_for(process: subprocess.Popen, folder: Path, steps: int, saved: int) ->
 
 
 def check_whole_run(folder: Path) -> None:
-    """Each of the seven steps counts once, and so does each trajectory."""
+    """Check that each of the seven steps, and each trajectory, counts once."""
     summary = json.loads((folder / "summary.json").read_text())
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     evals = [
@@ -269,7 +272,10 @@ def check_whole_run(folder: Path) -> None:
     steps = dict(db.execute("SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step"))
     assert steps == dict.fromkeys(range(7), 4)
     assert db.execute("SELECT count(*) FROM groups WHERE state = 'in_flight'").fetchone() == (0,)
-    newer = "SELECT count(*) FROM trajectories JOIN groups USING (group_id) WHERE state = 'used' AND max_version > step"
+    newer = (
+        "SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
+        "WHERE state = 'used' AND max_version > step"
+    )
     assert db.execute(newer).fetchone() == (0,), "a step was trained on what later weights sampled"
     prompts = [
         index for (index,) in db.execute("SELECT prompt_index FROM groups WHERE state != 'dropped'")
@@ -282,7 +288,10 @@ def check_whole_run(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
-    """SIGKILL after a checkpoint, then SIGUSR1 to what goes on, then to the end; once more, and there is nothing left to do."""
+    """Kill a run after a checkpoint, stop the resumed run, and resume it to the end.
+
+    Another start finds nothing left to do.
+    """
     folder = tmp_path / "run"
     process = None
 

@@ -27,7 +27,7 @@ from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me
 from areal_lite.weights.broadcast import WeightGroup, flatten
 from areal_lite.weights.push import WeightPusher
-from tests.integration.controller_run import GROUPS, assert_books_are_right, assert_exact, push
+from tests.integration.controller_run import GROUPS, assert_exact, assert_store_matches, push
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(120)
@@ -159,7 +159,7 @@ def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None
         push(client, 3, "in_place")
         totals = client.finish()
     assert totals["retries"] > 0
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
     assert "status -9" in log_of(r.path) and "no answer to /server_info within 1 s" in log_of(
         r.path
     )
@@ -214,7 +214,7 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
         assert time.monotonic() - started < 8
         totals = client.finish()
     assert r.processes["controller"].wait(10) == 0, r.log()
-    assert_books_are_right(r, totals, used)
+    assert_store_matches(r, totals, used)
 
 
 def test_an_evaluation_during_training_waits_until_a_server_has_caught_up(run) -> None:

@@ -51,7 +51,7 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:
         assert r.processes["controller"].wait(10) == 0, r.log()
 
 
-def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:
+def test_an_error_is_reported_and_ends_the_process(run) -> None:
     first = run(trainer__steps=1)
     first.start_server()
     client = first.start_controller()
@@ -60,7 +60,7 @@ def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:
     client.finish()
     r, client = recorded(run, first)
     client.batch(0, 0, 1)
-    # Its store breaks: the answer is an exception that no handler foresees.
+    # The store breaks, and raises an exception that the handler does not expect.
     with sqlite3.connect(first.path / "trajectories.sqlite") as books:
         books.execute("ALTER TABLE groups RENAME TO other")
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_an_error_in_it_is_heard_of_and_ends_it(run) -> None:
     assert r.processes["controller"].wait(10) == 1, r.log()
 
 
-def test_a_run_that_trained_on_nothing_is_dealt_in_the_order_of_finishing(run) -> None:
+def test_a_run_without_training_is_served_in_finishing_order(run) -> None:
     first = run(max_staleness=2, trainer__steps=3)
     first.start_server()
     client = first.start_controller()

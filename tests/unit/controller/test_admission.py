@@ -49,8 +49,11 @@ def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
 
 
 class Run(RuleBasedStateMachine):
-    """A trainer that uses groups in the order of admission, against all orders in which they finish, are filtered, fail and are dropped, and
-    against crashes. Each live group is [version at admission, finished?], oldest first."""
+    """A trainer that uses groups in the order of admission.
+
+    Groups finish, are filtered, fail and are dropped in any order, and the run crashes at any
+    moment. Each live group is [version at admission, finished?], oldest first.
+    """
 
     @initialize(eta=st.integers(0, 4), batch=st.integers(1, 4), steps=st.none() | st.integers(1, 6))
     def begin(self, eta: int, batch: int, steps: int | None) -> None:
@@ -58,6 +61,7 @@ class Run(RuleBasedStateMachine):
         self.gate = AdmissionGate(max_staleness=eta, batch_groups=batch, steps=steps)
         self.live: list[list] = []
         self.used = 0
+        self.submitted = 0
 
     def running(self) -> list[int]:
         return [i for i, (_, finished) in enumerate(self.live) if not finished]
@@ -71,6 +75,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(min(count, self.gate.capacity)):
             self.gate.on_admitted()
             self.live.append([self.gate.version, False])
+            self.submitted += 1
 
     @precondition(lambda self: self.running())
     @rule(data=st.data())
@@ -81,10 +86,10 @@ class Run(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(data=st.data())
     def filter_or_fail(self, data) -> None:
-        room = self.gate.capacity
+        capacity = self.gate.capacity
         del self.live[data.draw(st.sampled_from(self.running()))]
         self.gate.on_rejected()
-        assert self.gate.capacity == room + 1
+        assert self.gate.capacity == capacity + 1
 
     @precondition(lambda self: self.finished())
     @rule(data=st.data())
@@ -108,15 +113,16 @@ class Run(RuleBasedStateMachine):
     @rule()
     def crash_and_recover(self) -> None:
         self.live = [group for group in self.live if group[1]]
-        version, self.gate = (
-            self.gate.version,
-            AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps),
-        )
+        version = self.gate.version
+        self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps)
         self.gate.recover(version, len(self.live))
+        self.submitted = self.used + len(self.live)
 
     @invariant()
     def nothing_leaks(self) -> None:
-        assert self.gate.running == len(self.running())
+        gate = self.gate
+        assert gate.running + gate.accepted + gate.rejected == self.submitted
+        assert gate.running == len(self.running())
         assert self.gate.accepted == self.used + len(self.finished())
         assert self.used + len(self.live) <= (self.eta + self.gate.version + 1) * self.batch
 
@@ -138,7 +144,7 @@ def test_without_a_bound_generation_never_waits() -> None:
     assert gate.can_admit() and not gate.drained
 
 
-def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
+def test_drained_is_when_nothing_more_can_be_generated_before_the_next_step() -> None:
     gate = AdmissionGate(max_staleness=1, batch_groups=1, steps=2)
     gate.on_admitted(), gate.on_accepted()
     assert not gate.drained
@@ -153,10 +159,10 @@ def test_settled_is_when_nothing_more_can_be_generated_before_the_next_step() ->
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 30))
-def test_a_run_of_failures_gives_all_room_back(eta: int, batch: int, failures: int) -> None:
+def test_a_run_of_failures_returns_all_capacity(eta: int, batch: int, failures: int) -> None:
     gate = AdmissionGate(max_staleness=eta, batch_groups=batch)
-    room = gate.capacity
+    capacity = gate.capacity
     for _ in range(failures):
         gate.on_admitted(), gate.on_rejected()
         gate.on_admitted(), gate.on_accepted(), gate.on_revoked()
-    assert gate.capacity == room and gate.rejected == 2 * failures
+    assert gate.capacity == capacity and gate.rejected == 2 * failures

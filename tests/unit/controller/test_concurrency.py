@@ -9,12 +9,15 @@ from areal_lite.servers.answers import ServerLoad
 GROUP = 4
 
 
-def settle(concurrency: Concurrency, places: list[int], rounds: int = 60) -> tuple[int, int]:
-    """Servers with so many places, always as many requests as allowed; (running, waiting) in the end."""
+def settle(concurrency: Concurrency, slots: list[int], rounds: int = 60) -> tuple[int, int]:
+    """Send as many requests as allowed to servers with so many slots.
+
+    Returns (running, waiting) at the end.
+    """
     for _ in range(rounds):
         in_flight = concurrency.limit // GROUP * GROUP
-        each = [in_flight * p // sum(places) for p in places]
-        loads = [ServerLoad(min(n, p), max(0, n - p), 0.5) for n, p in zip(each, places)]
+        each = [in_flight * p // sum(slots) for p in slots]
+        loads = [ServerLoad(min(n, p), max(0, n - p), 0.5) for n, p in zip(each, slots)]
         concurrency.observe(loads, in_flight)
     return sum(load.running for load in loads), sum(load.waiting for load in loads)
 
@@ -25,10 +28,10 @@ def settle(concurrency: Concurrency, places: list[int], rounds: int = 60) -> tup
 )
 def test_servers_are_full_and_their_queues_short(before: list[int], after: list[int]) -> None:
     concurrency = Concurrency(2000, GROUP)
-    for places in (before, after):  # also after what they can run has changed
-        running, waiting = settle(concurrency, places)
-        assert running >= 0.9 * sum(places) - GROUP * len(places)
-        assert waiting <= 0.25 * sum(places) + 2 * GROUP
+    for slots in (before, after):  # also after what they can run has changed
+        running, waiting = settle(concurrency, slots)
+        assert running >= 0.9 * sum(slots) - GROUP * len(slots)
+        assert waiting <= 0.25 * sum(slots) + 2 * GROUP
 
 
 def test_the_cap_is_hard_and_reached() -> None:
@@ -38,7 +41,7 @@ def test_the_cap_is_hard_and_reached() -> None:
     assert settle(concurrency, [1000]) == (100, 0) and concurrency.limit == 100
 
 
-def test_a_short_queue_is_what_we_want() -> None:
+def test_a_short_queue_keeps_the_limit() -> None:
     concurrency = Concurrency(100, GROUP)
     concurrency.observe([ServerLoad(30, 30, 0.5)], 60)
     limit = concurrency.limit
@@ -54,13 +57,13 @@ def test_a_full_cache_lowers_the_limit_to_what_runs() -> None:
     assert concurrency.limit == 55, "being full is no reason to send more"
 
 
-def test_what_is_held_back_by_something_else_says_nothing() -> None:
+def test_the_limit_stays_when_something_else_holds_generation_back() -> None:
     concurrency = Concurrency(100, GROUP)
     concurrency.observe([ServerLoad(20, 10, 0.1)], 30)
     limit = concurrency.limit
     concurrency.observe(
         [ServerLoad(4, 0, 0.1)], 4
-    )  # admission has no room: there is nothing to learn about the servers
+    )  # admission has no capacity: nothing is learned about the servers
     assert concurrency.limit == limit
 
 

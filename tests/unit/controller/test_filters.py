@@ -64,7 +64,7 @@ def test_filters_are_asked_in_order() -> None:
         "string:digits",
     ],
 )
-def test_what_cannot_be_used_is_named(name: str) -> None:
+def test_an_unusable_filter_is_named(name: str) -> None:
     with pytest.raises(ValueError, match="rollout.filters"):
         load_filters([name], active_sampling=True)
 

@@ -1,4 +1,4 @@
-"""Trainer ranks <-> controller over a socket: a real server in a thread of its own, real clients."""
+"""Messages over a socket: a real server in a thread of its own, and real clients."""
 
 import asyncio
 import json
@@ -84,7 +84,10 @@ async def handler(request):
 
 @pytest.fixture
 def wire(tmp_path):
-    """Serves in a thread; the fixture's value is its run directory, what ends it, and a list whose last element is then its error."""
+    """Serve in a thread; yield (run directory, function that ends it, list).
+
+    At the end the last element of the list is the server's error.
+    """
     started, ended = threading.Event(), threading.Event()
     stop: list = []
 
@@ -138,7 +141,7 @@ def test_the_other_calls(client: ControllerClient) -> None:
     assert client.finish() == {"groups": {"used": 3}}
 
 
-def test_errors_come_in_the_controllers_words(client: ControllerClient) -> None:
+def test_errors_have_the_controllers_message(client: ControllerClient) -> None:
     with pytest.raises(RuntimeError, match="no such step"):
         client.batch(8, 0, 1)
     with pytest.raises(RuntimeError, match=r"5 \['s1'\]"):
@@ -154,7 +157,7 @@ def test_errors_come_in_the_controllers_words(client: ControllerClient) -> None:
         (4, 9, "KeyError: 'a bug'"),
     ],
 )
-def test_an_answer_that_fails_is_heard_of_at_once_and_ends_the_server(
+def test_a_failed_reply_is_reported_at_once_and_ends_the_server(
     wire, client: ControllerClient, step, rank, words
 ) -> None:
     started = time.monotonic()
@@ -165,7 +168,7 @@ def test_an_answer_that_fails_is_heard_of_at_once_and_ends_the_server(
     assert isinstance(wire[2][-1], ExceptionGroup), "whoever runs it must hear of it"
 
 
-def test_a_timeout_names_what_it_waited_for_and_its_late_answer_is_not_mistaken(wire) -> None:
+def test_a_timeout_names_its_request_and_a_late_reply_is_ignored(wire) -> None:
     client = ControllerClient(wire[0], timeout_s=0.2)
     with pytest.raises(TimeoutError, match=r"the batch of step 7 \(rank 0 of 2\)"):
         client.batch(7, 0, 2)
@@ -184,7 +187,7 @@ def test_ranks_do_not_wait_for_each_other(wire, client: ControllerClient) -> Non
     other.close()
 
 
-def test_who_waits_when_the_controller_ends_hears_why(wire) -> None:
+def test_open_requests_are_told_why_the_controller_ends(wire) -> None:
     client = ControllerClient(wire[0], timeout_s=10)
     threading.Timer(0.1, wire[1]).start()
     with pytest.raises(RuntimeError, match="it is over"):
@@ -237,6 +240,6 @@ def test_a_dead_controller_is_noticed(tmp_path) -> None:
         json.dumps(address | {"namespace": "another machine"})
     )
     client = ControllerClient(tmp_path, timeout_s=1.5)
-    with pytest.raises(TimeoutError):  # that its number is no process here says nothing
+    with pytest.raises(TimeoutError):  # its process id means nothing on this machine
         client.finish()
     client.close()

@@ -19,11 +19,17 @@ def group(
         n = len(versions)
         trajectories.append(
             Trajectory(
-                group_id=group_id, prompt_id=f"p{group_id}", sample_index=sample_index, tokens=np.arange(2 + n, dtype=np.int32), loss_mask=np.array([False] * 2 + [True] * n),
-                behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32), versions=np.array([-1, -1, *versions], np.int32), finish_reason=finish,
+                group_id=group_id,
+                prompt_id=f"p{group_id}",
+                sample_index=sample_index,
+                tokens=np.arange(2 + n, dtype=np.int32),
+                loss_mask=np.array([False] * 2 + [True] * n),
+                behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32),
+                versions=np.array([-1, -1, *versions], np.int32),
+                finish_reason=finish,
                 reward=rewards[sample_index] if rewards else 1.0,
             ).check()
-        )  # fmt: skip
+        )
     return Group(
         group_id=group_id,
         prompt_id=f"p{group_id}",
@@ -77,7 +83,7 @@ def test_nothing_at_the_bound_is_overdue() -> None:
         assert queue.drop_overdue(5) == [] and queue.take(1, 5, 1).masked_tokens == 0
 
 
-def test_shards_share_out_all_groups() -> None:
+def test_shards_hold_all_groups() -> None:
     queue = GroupQueue(0, "mask")
     for i in range(6):
         queue.put(group(i, [0] * (i + 1), [0]))
@@ -105,11 +111,20 @@ def test_stats() -> None:
     groups[0].trajectories[0].behavior_logprobs[3] = np.nan
     stats = batch_stats(groups, 5, max_staleness=3)
     assert stats == {
-        "reward_mean": 0.25, "reward_std": pytest.approx(np.std([1, 0, 0, 0])), "uniform_groups_share": 0.5,
-        "staleness_mean": pytest.approx((3 + 3 + 2 + 2 + 2 + 2 + 1 + 1 + 1) / 9), "staleness_max": 3,
-        "interrupted_share": 0.25, "segments_mean": 1.25, "length_mean": 2.25, "length_max": 4, "truncated_share": 0.5,
-        "trajectories": 4, "tokens": 9, "nonfinite_tokens": 1,
-    }  # fmt: skip
+        "reward_mean": 0.25,
+        "reward_std": pytest.approx(np.std([1, 0, 0, 0])),
+        "uniform_groups_share": 0.5,
+        "staleness_mean": pytest.approx((3 + 3 + 2 + 2 + 2 + 2 + 1 + 1 + 1) / 9),
+        "staleness_max": 3,
+        "interrupted_share": 0.25,
+        "segments_mean": 1.25,
+        "length_mean": 2.25,
+        "length_max": 4,
+        "truncated_share": 0.5,
+        "trajectories": 4,
+        "tokens": 9,
+        "nonfinite_tokens": 1,
+    }
     overdue = batch_stats(groups, 5, max_staleness=1)
     assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
         "tokens that are too old are not trained on"

@@ -1,4 +1,7 @@
-"""A run that is killed at any moment and goes on: no prompt is lost or asked twice in an epoch, nothing is trained on by weights that are lost."""
+"""A run that is killed at any moment and resumes.
+
+No prompt is lost or drawn twice in an epoch, and no step trains on what lost weights sampled.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ BATCH = 2
 
 
 def group(group_id: int, version: int, reward: float = 0.5) -> Group:
-    """One sample_index that began a version before it ended."""
+    """Return a group with one trajectory that began a version before it ended."""
     versions = np.array([-1, max(0, version - 1), version], np.int32)
     logprobs = np.array([0, -1, -1], np.float32)
     one = Trajectory(
@@ -51,7 +54,7 @@ def group(group_id: int, version: int, reward: float = 0.5) -> Group:
 
 
 class Run:
-    """What the dispatcher does to store and sampler, one event after the other."""
+    """Do to store and sampler what the dispatcher does, one event at a time."""
 
     def __init__(self, num_prompts: int | None):
         self.num_prompts = num_prompts
@@ -145,7 +148,7 @@ class Run:
         )
 
     def check(self) -> None:
-        """What was drawn is with a group that was not dropped, or is put back: each prompt once for each time that it was drawn."""
+        """Each drawn prompt belongs to a group that was not dropped, or was put back."""
         fresh = PromptSampler(self.num_prompts, seed=3)
         drawn = Counter(fresh.next() for _ in range(self.sampler.drawn))
         held = Counter(t["prompt_index"] for t in self.store.groups() if t["state"] != "dropped")
@@ -161,7 +164,7 @@ EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["train"] * 2 + ["filter", "drop", "sa
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60),
     st.sampled_from([None, 1, 5]),
 )
-def test_any_history(events: list[tuple[str, int]], num_prompts: int | None) -> None:
+def test_any_history_of_events(events: list[tuple[str, int]], num_prompts: int | None) -> None:
     run = Run(num_prompts)
     for event, number in [*events, ("kill", 0)]:
         getattr(run, event)(number)
@@ -169,7 +172,7 @@ def test_any_history(events: list[tuple[str, int]], num_prompts: int | None) -> 
     run.store.close()
 
 
-def test_what_waits_comes_back_whole_and_in_order() -> None:
+def test_waiting_groups_are_recovered_whole_and_in_order() -> None:
     run = Run(None)
     for _ in range(6):
         run.admit(0)
@@ -191,7 +194,7 @@ def test_what_waits_comes_back_whole_and_in_order() -> None:
     ] * 3
 
 
-def test_another_order_of_prompts_is_noticed() -> None:
+def test_another_order_of_prompts_is_refused() -> None:
     run = Run(5)
     for _ in range(7):
         run.admit(0)
@@ -240,7 +243,7 @@ def test_an_empty_store_is_a_start() -> None:
     ) == (0, 0, 0, [], [])
 
 
-def test_logs_end_where_the_run_goes_on(tmp_path) -> None:
+def test_logs_are_cut_where_the_run_resumes(tmp_path) -> None:
     for step in range(1, 5):
         append_event(tmp_path, "metrics", {"step": step})
     for version in (0, 2, 4):
@@ -254,7 +257,7 @@ def test_logs_end_where_the_run_goes_on(tmp_path) -> None:
     forget_after(tmp_path / "nowhere", 2)
 
 
-def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
+def test_a_run_dir_is_locked_and_cleaned(tmp_path) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "servers").mkdir(parents=True)
     (run_dir / "checkpoints" / "step-12").mkdir(parents=True)
@@ -279,7 +282,11 @@ def test_only_one_at_a_time_and_a_clean_start(tmp_path) -> None:
         assert not any((run_dir / name).exists() for name in stale) and all(
             (run_dir / name).exists() for name in kept
         )
-        code = "import sys; from pathlib import Path; from areal_lite.run_dir.resume import lock_run_dir; lock_run_dir(Path(sys.argv[1])).__enter__()"
+        code = (
+            "import sys; from pathlib import Path; "
+            "from areal_lite.run_dir.resume import lock_run_dir; "
+            "lock_run_dir(Path(sys.argv[1])).__enter__()"
+        )
         second = subprocess.run(
             [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True
         )
@@ -299,14 +306,14 @@ def test_sigusr1_asks_for_a_stop(tmp_path) -> None:
     assert not stop_requested(tmp_path)
 
 
-def test_what_cannot_go_on_is_said_at_once(tmp_path, capsys) -> None:
+def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
         for file in ("config.json", "tokenizer.json"):
             (tmp_path / name / file).write_text("{}")
     run_dir = tmp_path / "run"
     settings = {"model": tmp_path / "model", "run_dir": run_dir, "resume": "auto"}
-    save_config(checked(settings), run_dir)  # nothing there yet: it just begins
+    save_config(checked(settings), run_dir)  # the first start finds nothing
     save_config(checked(settings | {"trainer.steps": 7, "eval.problems": 0}), run_dir)
     assert (run_dir / "config-1.yaml").exists() and "steps: 7" in (
         run_dir / "config.yaml"

@@ -23,13 +23,20 @@ def trajectory(
 ) -> Trajectory:
     n = len(completion)
     return Trajectory(
-        group_id=group_id, prompt_id=prompt, sample_index=sample_index, tokens=np.array([9, 9, *completion], np.int32), loss_mask=np.array([False] * 2 + [True] * n),
-        behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32), versions=np.array([-1, -1] + [version] * n, np.int32), finish_reason="stop", reward=reward,
-    ).check()  # fmt: skip
+        group_id=group_id,
+        prompt_id=prompt,
+        sample_index=sample_index,
+        tokens=np.array([9, 9, *completion], np.int32),
+        loss_mask=np.array([False] * 2 + [True] * n),
+        behavior_logprobs=np.array([0, 0] + [-0.1] * n, np.float32),
+        versions=np.array([-1, -1] + [version] * n, np.int32),
+        finish_reason="stop",
+        reward=reward,
+    ).check()
 
 
 def group(group_id: int, prompt: str, *members: tuple[int, float]) -> Group:
-    """Members are (the one token of its completion, reward)."""
+    """`members` are (the only token of the completion, reward)."""
     trajectories = [
         trajectory(group_id, i, prompt, [token], reward, group_id)
         for i, (token, reward) in enumerate(members)
@@ -45,7 +52,7 @@ def held(replay: ReplayBuffer) -> dict[str, list[int]]:
     return {ts[0].prompt_id: [int(t.tokens[-1]) for t in ts] for ts in replay}
 
 
-def test_it_keeps_the_newest_and_no_two_alike() -> None:
+def test_it_keeps_the_newest_distinct_trajectories() -> None:
     replay = buffer()
     replay.put(group(0, "a", (1, 0), (2, 0), (1, 1)))
     assert held(replay) == {"a": [2, 1]}
@@ -59,7 +66,7 @@ def test_it_keeps_the_newest_and_no_two_alike() -> None:
     assert held(replay) == {"a": [2, 3, 4, 5]} and replay.num_trajectories == 4
 
 
-def test_prompts_beyond_the_limit_leave_by_when_they_were_added_to() -> None:
+def test_prompts_beyond_the_limit_leave_in_the_order_of_their_last_addition() -> None:
     replay = buffer(max_prompts=2)
     for number, prompt in enumerate("abac"):
         replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))
@@ -73,7 +80,7 @@ def test_it_waits_for_enough_prompts_with_something_to_balance() -> None:
     assert len(replay) == 1 and replay.take(2, 0, 1) is None and replay.take(1, 0, 1) is not None
 
 
-def test_recent_groups_are_the_newest_members_of_the_prompts_added_to_last() -> None:
+def test_a_recent_draw_has_the_newest_trajectories_of_the_last_prompts() -> None:
     replay = buffer(recency_probability=1.0)
     for number, prompt in enumerate("abcb"):
         replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))
@@ -118,8 +125,10 @@ def test_forgotten_groups_cost_no_memory() -> None:
 
 
 @pytest.mark.parametrize("by, temperature", [("reward", 0.5), ("reward", 2.0), ("uniform", 0.5)])
-def test_members_are_drawn_by_the_softmax_of_their_rewards(by: str, temperature: float) -> None:
-    """First of one (K = 1): exactly the softmax. Compared by chi-squared, 3 degrees of freedom, 99.9 % point."""
+def test_trajectories_are_drawn_by_the_softmax_of_their_rewards(
+    by: str, temperature: float
+) -> None:
+    """With K = 1 it is exactly the softmax: chi-squared, 3 degrees of freedom, 99.9 % point."""
     rewards = np.array([0.0, 1.0, 0.5, -1.0])
     replay = buffer(size=1, recency_probability=0.0, by=by, temperature=temperature)
     replay.put(group(0, "a", *enumerate(rewards)))

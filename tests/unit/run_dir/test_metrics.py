@@ -1,4 +1,4 @@
-"""The metrics log: what is written can be read by any JSON parser, also after a kill, and wandb stays out unless asked for."""
+"""The metrics log: any JSON parser reads it, also after a kill, and wandb is optional."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_every_fixed_key_is_required(tmp_path, key):
     log.close()
 
 
-def test_a_torn_last_line_is_ignored_and_cut_off_by_the_next_writer(tmp_path):
+def test_an_incomplete_last_line_is_ignored_and_cut_off_by_the_next_writer(tmp_path):
     append_event(tmp_path, "evals", {"version": 0, "greedy": 0.5})
     with open(tmp_path / "evals.jsonl", "a") as file:
         file.write('{"version": 3, "gre')
@@ -79,7 +79,7 @@ def test_a_torn_last_line_is_ignored_and_cut_off_by_the_next_writer(tmp_path):
     assert [e["version"] for e in read_events(tmp_path, "evals")] == [0, 4]
 
 
-def test_a_first_line_that_is_torn_leaves_nothing(tmp_path):
+def test_an_incomplete_first_line_leaves_nothing(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0')
     assert read_metrics(tmp_path) == []
     log = MetricsLog(tmp_path, LoggerConfig(), {})
@@ -94,7 +94,7 @@ def test_a_complete_line_that_is_not_json_is_an_error_that_names_the_file(tmp_pa
         read_metrics(tmp_path)
 
 
-def test_no_file_is_no_metrics(tmp_path):
+def test_without_a_file_there_are_no_metrics(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
@@ -132,7 +132,8 @@ import sys
 from pathlib import Path
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog
-log = MetricsLog(Path(sys.argv[1]), LoggerConfig(wandb="offline"), {"seed": 1, "path": Path("model")})
+config = {"seed": 1, "path": Path("model")}
+log = MetricsLog(Path(sys.argv[1]), LoggerConfig(wandb="offline"), config)
 log.log({**dict.fromkeys(STEP_KEYS, 0), "loss": float("nan"), "reward_mean": 0.25})
 log.close()
 """
@@ -140,7 +141,7 @@ log.close()
     environment |= {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"}
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # In a process of its own: wandb's service writes the end of its file when the process that started it exits.
+    # In a process of its own: wandb's service completes its file when that process exits.
     subprocess.run([sys.executable, "-c", code, str(run_dir)], env=environment, check=True)
     (record,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     assert b"reward_mean" in record.read_bytes()

@@ -1,4 +1,4 @@
-"""The trajectory store: what was written is there, groups move only along their path, and nothing is half-written."""
+"""The trajectory store: groups move only along their path, and nothing is half-written."""
 
 import asyncio
 import sqlite3
@@ -66,15 +66,42 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         ("versions", written.versions),
     ):
         np.testing.assert_array_equal(first[name], array)
-    expected = dict(group_id=3, sample_index=0, reward=0.5, finish_reason="stop", n_prompt=2, n_tokens=5, min_version=4, max_version=5,
-                    num_segments=2, requests=2, started_at=10.0, finished_at=11.0,
-                    segments=[[4, 2, 4], [5, 4, 5]], prompt="q", completion="a",
-                    state="finished", step=None, prompt_id="p3")  # fmt: skip
+    expected = dict(
+        group_id=3,
+        sample_index=0,
+        reward=0.5,
+        finish_reason="stop",
+        n_prompt=2,
+        n_tokens=5,
+        min_version=4,
+        max_version=5,
+        num_segments=2,
+        requests=2,
+        started_at=10.0,
+        finished_at=11.0,
+        segments=[[4, 2, 4], [5, 4, 5]],
+        prompt="q",
+        completion="a",
+        state="finished",
+        step=None,
+        prompt_id="p3",
+    )
     assert {name: first[name] for name in expected} == expected
     assert (second["sample_index"], second["prompt"]) == (1, None)
     (row,) = reader.groups()
-    assert row == dict(group_id=3, prompt_id="p3", prompt_index=7, drawn=1, state="finished", reason=None, size=2, num_trajectories=2,
-                          admitted_at=9.0, finished_at=12.0, step=None)  # fmt: skip
+    assert row == dict(
+        group_id=3,
+        prompt_id="p3",
+        prompt_index=7,
+        drawn=1,
+        state="finished",
+        reason=None,
+        size=2,
+        num_trajectories=2,
+        admitted_at=9.0,
+        finished_at=12.0,
+        step=None,
+    )
     assert not list(reader.trajectories("used"))
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         reader.admit(4, "p", 0, 1, 2, 0.0)
@@ -131,7 +158,7 @@ def test_no_file_to_read(tmp_path) -> None:
         Store(tmp_path / "none.sqlite", read_only=True)
 
 
-def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
+def test_the_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
     commits = 0
 
     class Counting(Store):
@@ -157,7 +184,7 @@ def test_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
     assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
 
 
-def test_thread_hands_errors_to_the_caller_and_writes_nothing_of_them(tmp_path) -> None:
+def test_the_thread_raises_errors_to_the_caller_and_undoes_the_commit(tmp_path) -> None:
     async def run() -> None:
         thread = StoreThread(Store(tmp_path / "t.sqlite"))
         await thread.submit(Store.admit, 0, "p0", 0, 1, 2, 0.0)
