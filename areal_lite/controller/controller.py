@@ -177,7 +177,9 @@ class Controller:
             raise
         shards = batch.assignment.shards
         if len(shards) != world:
-            raise ValueError(f"{request}, but that batch was dealt to {len(shards)} ranks already")
+            raise ValueError(
+                f"{request}, but that batch was assigned to {len(shards)} ranks already"
+            )
         return BatchReady(batch.info), shards[rank].to_frames()
 
     def _check_pull(self, request: PullBatch) -> None:
@@ -276,7 +278,7 @@ class Controller:
         return PushRecorded()
 
     async def _evaluate(self, version: int) -> EvalRecord:
-        """Evaluate on the servers, while training goes on.
+        """Evaluate on the servers, while training continues.
 
         Raises RuntimeError if it cannot end: after the last step no push brings the weights to a
         server that comes back.

@@ -36,7 +36,7 @@ from areal_lite.trajectory import Group, GroupState
 _LOAD_INTERVAL_S = 1.0
 
 # Consecutive filtered groups that are always allowed: a run in which one group in a hundred is
-# useful goes on.
+# useful continues.
 _MIN_FILTERED_LIMIT = 500
 
 

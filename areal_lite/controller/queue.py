@@ -112,7 +112,7 @@ def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group
     """
     if len(groups) % num_shards:
         raise ValueError(
-            f"{len(groups)} groups cannot be dealt equally to {num_shards} data-parallel ranks"
+            f"{len(groups)} groups cannot be divided equally among {num_shards} data-parallel ranks"
         )
     capacity = len(groups) // num_shards
     num_tokens = {g.group_id: sum(len(t.tokens) for t in g.trajectories) for g in groups}

@@ -78,7 +78,7 @@ def test_a_rank_may_ask_for_the_next_batch_before_the_push_is_over(run) -> None:
     push(client, 1, "in_place")
     thread.join(10)
     assert got and got[0] <= 1
-    with pytest.raises(RuntimeError, match="dealt to 2 ranks"):
+    with pytest.raises(RuntimeError, match="assigned to 2 ranks"):
         client.batch(1, 0, 1)
 
 

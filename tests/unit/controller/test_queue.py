@@ -98,7 +98,7 @@ def test_an_unequal_deal_is_refused_and_loses_nothing() -> None:
     queue = GroupQueue(0, "mask")
     for i in range(3):
         queue.put(group(i, [0]))
-    with pytest.raises(ValueError, match="cannot be dealt equally"):
+    with pytest.raises(ValueError, match="cannot be divided equally"):
         queue.take(3, 0, 2)
     assert len(queue) == 3
 
@@ -147,5 +147,5 @@ def test_shards_hold_every_group_once_and_equally_many(lengths, ranks) -> None:
 
 
 def test_shards_that_cannot_be_equal_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 groups cannot be dealt equally to 2"):
+    with pytest.raises(ValueError, match="3 groups cannot be divided equally among 2"):
         balanced_shards([group(i, [0]) for i in range(3)], 2)

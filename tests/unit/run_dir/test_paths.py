@@ -1,0 +1,27 @@
+"""The layout of a run directory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import areal_lite
+from areal_lite.run_dir import paths
+
+PACKAGE = Path(areal_lite.__path__[0])
+
+
+def test_a_file_name_is_spelled_once() -> None:
+    names = [value for key, value in vars(paths).items() if key.endswith("_FILE") and "." in value]
+    spelled = re.compile("|".join(f'"{re.escape(name)}"' for name in names))
+    owners = {PACKAGE / "run_dir" / "paths.py", PACKAGE / "config" / "files.py"}
+    for source in sorted(set(PACKAGE.rglob("*.py")) - owners):
+        found = spelled.search(source.read_text())
+        assert not found, f"{source} spells {found[0]}: use areal_lite/run_dir/paths.py"
+
+
+def test_the_docstring_names_every_file() -> None:
+    assert paths.__doc__ is not None
+    for key, value in vars(paths).items():
+        if key.endswith(("_FILE", "_DIR", "_MARKER")):
+            assert value in paths.__doc__, value
