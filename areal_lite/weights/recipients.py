@@ -11,6 +11,7 @@ from typing import Any
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,9 @@ class PauseWindow:
         self._recipients = recipients
         self._timeout_s = timeout_s
         # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
-        self._mode = "retract" if interrupt == "none" else interrupt
+        self._mode = InterruptMode.RETRACT if interrupt == InterruptMode.NONE else interrupt
         # A flush under running requests would kill the scheduler.
-        self.flush_cache = self._mode != "in_place"
+        self.flush_cache = self._mode != InterruptMode.IN_PLACE
 
     def __enter__(self) -> PauseWindow:
         self._recipients.report.paused_at = time.time()
