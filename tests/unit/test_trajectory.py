@@ -1,13 +1,14 @@
 """Trajectories, their invariants, and batches of them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.trajectory import Segment, TrainBatch, Trajectory
+from areal_lite.config import RolloutConfig
+from areal_lite.trajectory import InterruptMode, Segment, TrainBatch, Trajectory
 
 
 def trajectory(
@@ -134,3 +135,9 @@ def test_minibatches_are_whole_groups():
         )
     with pytest.raises(ValueError, match="6 groups cannot be split into 4"):
         batch.minibatches(4)
+
+
+def test_the_configuration_offers_every_interrupt_mode():
+    # Spelled twice: the configuration imports neither numpy nor msgspec.
+    (setting,) = (f for f in fields(RolloutConfig) if f.name == "interrupt")
+    assert setting.metadata["choices"] == tuple(InterruptMode)
