@@ -1,6 +1,6 @@
 """Trajectories, their invariants, and batches of them."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.config import RolloutConfig
+from areal_lite.config.fields import settings_of
 from areal_lite.trajectory import InterruptMode, Segment, TrainBatch, Trajectory
 
 
@@ -139,5 +140,4 @@ def test_minibatches_are_whole_groups():
 
 def test_the_configuration_offers_every_interrupt_mode():
     # Spelled twice: the configuration imports neither numpy nor msgspec.
-    (setting,) = (f for f in fields(RolloutConfig) if f.name == "interrupt")
-    assert setting.metadata["choices"] == tuple(InterruptMode)
+    assert settings_of(RolloutConfig)["interrupt"].choices == tuple(InterruptMode)
