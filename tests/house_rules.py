@@ -20,6 +20,8 @@ MAX_COLUMNS = 100
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_ROOM_SHARE = 0.18
+# Tools read these comments, which cannot be wrapped. The linter's line rule leaves them out, too.
+PRAGMA = re.compile(r"\s*# (?:noqa|pyright: ignore)\b.*")
 PLACEHOLDER = "TODO docstring"
 
 
@@ -33,8 +35,8 @@ def tracked(*patterns: str) -> list[Path]:
 def long_lines(path: Path) -> Iterator[str]:
     """Name the lines that are too long."""
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        if len(line) > MAX_COLUMNS:
-            yield f"{path.relative_to(ROOT)}:{number}: {len(line)} columns, at most {MAX_COLUMNS}"
+        if (columns := len(PRAGMA.sub("", line))) > MAX_COLUMNS:
+            yield f"{path.relative_to(ROOT)}:{number}: {columns} columns, at most {MAX_COLUMNS}"
 
 
 def large_shapes(path: Path) -> Iterator[str]:
