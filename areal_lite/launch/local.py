@@ -27,6 +27,7 @@ from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.report.progress import FollowedProgress
 from areal_lite.report.summary import build_summary
 from areal_lite.report.summary_table import summary_table
+from areal_lite.report.text import pause
 from areal_lite.run_dir.metrics import forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (
@@ -149,7 +150,7 @@ def step_fields(step: Mapping[str, Any]) -> dict[str, Any]:
         "reward": step["reward_mean"],
         "staleness": step["staleness_mean"],
         "tok_per_s": step["tokens"] / step["time_s"],
-        "pause": f"{1000 * step['pause_s']:.0f} ms",
+        "pause": None if step["pause_s"] is None else pause(step["pause_s"]),
     }
 
 

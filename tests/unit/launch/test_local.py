@@ -1,10 +1,10 @@
-"""The supervisor on one machine: a run without servers."""
+"""The supervisor on one machine: a run without servers, and its progress line."""
 
 import json
 
 import pytest
 
-from areal_lite.launch.local import check_servers
+from areal_lite.launch.local import check_servers, step_fields
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool
 
@@ -42,3 +42,10 @@ def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None
     pool._failure = TimeoutError("no answer")
     with pytest.raises(TimeoutError):
         check_servers(pool, tmp_path, steps=3)
+
+
+def test_the_progress_line_of_a_step_without_a_push() -> None:
+    step = {"reward_mean": 0.5, "staleness_mean": None, "tokens": 300, "time_s": 1.5}
+    fields = {"reward": 0.5, "staleness": None, "tok_per_s": 200.0}
+    assert step_fields(step | {"pause_s": None}) == fields | {"pause": None}
+    assert step_fields(step | {"pause_s": 0.04}) == fields | {"pause": "40 ms"}
