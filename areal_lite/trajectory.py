@@ -338,7 +338,7 @@ class TrainBatch:
         for (name, length), frame in zip(header, frames[1:]):
             array = np.frombuffer(frame, _ARRAYS[name])
             if len(array) != length:
-                raise ValueError(f"not a batch: {len(array)} elements of {name}, not {length}")
+                raise ValueError(f"not a batch: {name} has {len(array)} elements, not {length}")
             # Copied because a socket's buffer is read-only and may be reused.
             arrays[name] = array.copy()
         return cls(**arrays)
