@@ -13,8 +13,10 @@ class DataConfig:
 
     source: str = setting(
         "addition",
-        "Kind of data set: generated additions, a .jsonl file, or one in Hugging Face format.",
+        "Kind of data set: generated additions, a .jsonl file, one in Hugging Face format, or a "
+        "function f(config, tokenizer, split) that returns a PromptSet.",
         choices=("addition", "jsonl", "hf"),
+        importable=True,
     )
     path: str | None = setting(None, "jsonl: the file. hf: a name on the hub, or a folder.")
     name: str | None = setting(None, "hf: name of the data set's configuration.")

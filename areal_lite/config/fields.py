@@ -22,6 +22,7 @@ class Setting:
 
     help: str
     choices: tuple[str, ...] = ()
+    importable: bool = False
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
@@ -30,7 +31,7 @@ class Setting:
     def accepts(self, value: Any) -> bool:
         """Tell whether `value` is one of the choices and within the bounds."""
         return (
-            (not self.choices or value in self.choices)
+            (not self.choices or value in self.choices or (self.importable and ":" in value))
             and (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.maximum is None or value <= self.maximum)
@@ -41,7 +42,8 @@ class Setting:
     def remedy(self) -> str:
         """Say what to do about a value that is not accepted."""
         if self.choices:
-            return f"choose one of {', '.join(self.choices)}"
+            own = ", or name your own as module:name" if self.importable else ""
+            return f"choose one of {', '.join(self.choices)}{own}"
         bounds = {
             "at least": self.minimum,
             "more than": self.above,
@@ -58,6 +60,7 @@ def setting(
     help: str,
     *,
     choices: tuple[str, ...] = (),
+    importable: bool = False,
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -69,10 +72,17 @@ def setting(
         default: The value when the user gives none; `MISSING` for a required key.
         help: What the setting is, with its unit, in sentences.
         choices: The allowed strings. Empty: any value of the field's type.
+        importable: Allow `module:name` besides the choices.
         minimum, above, maximum, below: Bounds; `above` and `below` exclude the bound itself.
     """
     about = Setting(
-        help=help, choices=choices, minimum=minimum, above=above, maximum=maximum, below=below
+        help=help,
+        choices=choices,
+        importable=importable,
+        minimum=minimum,
+        above=above,
+        maximum=maximum,
+        below=below,
     )
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata={_KEY: about})

@@ -86,7 +86,8 @@ def _written(value: Any) -> str:
 def _allowed(setting: Setting, hint: Any) -> str:
     """Name the allowed values: the choices, or the type with its bounds."""
     if setting.choices:
-        return ", ".join(setting.choices)
+        own = ("module:name",) if setting.importable else ()
+        return ", ".join((*setting.choices, *own))
     nullable = get_origin(hint) in (Union, types.UnionType)
     if nullable:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))

@@ -40,7 +40,7 @@ def check_rules(config: Any) -> None:
 
 def check_data(data: DataConfig) -> None:
     """Check that a data set that is read has a path. Raises ValueError."""
-    if data.source != "addition" and not data.path:
+    if data.source in ("jsonl", "hf") and not data.path:
         raise ValueError(f"data.path is not set: data.source={data.source} needs it")
 
 

@@ -33,6 +33,7 @@ from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.gpus import resolve_device, visible_gpus
+from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
 
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
@@ -45,7 +46,7 @@ def check_config(config: Any) -> None:
     if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
         _model_folder("model", config.model)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
-        _data_file(config.data)
+        _data_source(config.data)
         _ports(config.server)
     if isinstance(config, (TrainConfig, EvalCommandConfig)):
         load_reward_function(config.reward.function)
@@ -80,7 +81,9 @@ def _model_folder(key: str, model: str) -> None:
             )
 
 
-def _data_file(data: DataConfig) -> None:
+def _data_source(data: DataConfig) -> None:
+    if ":" in data.source:
+        load_object("data.source", data.source)
     if data.source == "jsonl" and not (data.path and Path(data.path).exists()):
         raise ValueError(f"data.path={data.path}: no such file")
 

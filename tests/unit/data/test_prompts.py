@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from areal_lite.config import DataConfig
+from areal_lite.config import DataConfig, check_fields
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
@@ -180,6 +180,19 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
     for config, split, complaint in cases:
         with pytest.raises(ValueError, match=complaint):
             load_prompts(config, model, split)
+
+
+def test_a_source_may_be_your_own(model: Path, tmp_path: Path, monkeypatch) -> None:
+    """The settings accept `module:name`, and the prompts are those that it returns."""
+    (tmp_path / "my_source.py").write_text(
+        "def prompts(config, tokenizer, split):\n    return [split, config.max_digits]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = DataConfig(source="my_source:prompts")
+    check_fields(config)
+    assert load_prompts(config, model, "eval") == ["eval", 8]
+    with pytest.raises(ValueError, match="data.source=csv: choose one of .* as module:name"):
+        check_fields(DataConfig(source="csv"), "data.")
 
 
 def test_folders_laid_out_as_on_the_hub(model: Path, tmp_path: Path) -> None:
