@@ -250,7 +250,7 @@ class Controller:
         if is_new and mode in (InterruptMode.NONE, InterruptMode.ABORT):
             self.fleet.pause_dispatch()
         if is_new and mode == InterruptMode.NONE:
-            drained = await self.fleet.drain()
+            drained = await self.fleet.gate.drain()
             self.drained += drained
         router = self.fleet.router
         servers = list(router.servers.values()) if is_new else router.stale
@@ -297,7 +297,7 @@ class Controller:
             evaluation.cancel()
 
     def _lost_evaluation(self, version: int) -> str:
-        failure = self.fleet.last_failure
+        failure = self.fleet.gate.last_failure
         model = Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR
         return (
             f"the evaluation at version {version} is lost: no server is left that has the last "

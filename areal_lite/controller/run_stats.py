@@ -83,7 +83,7 @@ def status_line(
         need = f"the trainer (step {admission.version})"
     return (
         f"version {admission.version}: {len(queue)} groups queued, {admission.running} running, "
-        f"capacity for {admission.capacity}; {fleet.in_flight} requests on "
+        f"capacity for {admission.capacity}; {fleet.gate.in_flight} requests on "
         f"{len(router.ready)} servers; waiting for {need}"
     )
 

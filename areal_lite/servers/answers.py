@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,13 +10,12 @@ import numpy as np
 from areal_lite.servers.completion import GenerationChunk
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """The load of one server: running requests, waiting requests, used share of its KV cache."""
+class ServerLoad(msgspec.Struct, frozen=True):
+    """Running requests, waiting requests, and the used share of the KV cache of a server."""
 
-    running: int
-    waiting: int
-    cache_used: float
+    running: int = msgspec.field(name="num_running_reqs")
+    waiting: int = msgspec.field(name="num_waiting_reqs")
+    cache_used: float = msgspec.field(name="token_usage")
 
 
 class _Span(msgspec.Struct):
@@ -41,14 +39,8 @@ class _Generation(msgspec.Struct):
     meta_info: _Meta
 
 
-class _Load(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    token_usage: float
-
-
 class _Loads(msgspec.Struct):
-    loads: list[_Load]
+    loads: list[ServerLoad]
 
 
 _GENERATION = msgspec.json.Decoder(_Generation)
@@ -56,10 +48,7 @@ _LOADS = msgspec.json.Decoder(_Loads)
 
 
 def parse_generation(raw: bytes) -> GenerationChunk:
-    """Decode the answer to POST /generate with `return_logprob`.
-
-    Raises ValueError if the answer breaks the contract in any way.
-    """
+    """Decode the answer to POST /generate with `return_logprob`."""
     meta = _GENERATION.decode(raw).meta_info
     logprobs = meta.output_token_logprobs
     if meta.finish_reason.type not in ("stop", "length", "abort"):
@@ -106,4 +95,4 @@ def parse_version(version: str) -> int:
 def parse_load(raw: bytes) -> ServerLoad:
     """Decode the answer to GET /v1/loads of a server with one data-parallel rank."""
     (load,) = _LOADS.decode(raw).loads
-    return ServerLoad(load.num_running_reqs, load.num_waiting_reqs, load.token_usage)
+    return load

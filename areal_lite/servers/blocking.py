@@ -23,7 +23,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class _Background:
-    """An event loop on a daemon thread, and a client that lives on it."""
+    """An event loop on a daemon thread, and its client. A forked process makes its own."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -50,20 +50,18 @@ def _background_of(pid: int) -> _Background:
 
 
 def _background() -> _Background:
-    """Return the loop and the client of this process: a forked one makes its own."""
     return _background_of(os.getpid())
 
 
 def start_post(
     server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float
 ) -> Future[Any]:
-    """Start `post` and return its future."""
     background = _background()
     return background.start(background.client.post(server, path, body, timeout_s))
 
 
 def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-    """POST `body` as JSON and return the decoded answer. Raises ServerError."""
+    """POST `body` as JSON and return the decoded answer (None if it is empty)."""
     return start_post(server, path, body, timeout_s).result()
 
 

@@ -1,12 +1,12 @@
 """The HTTP client of SGLang servers, and the errors that calls to servers raise.
 
     ServerError
-    ├── ServerNotReady       the server takes no requests now; nothing is wrong with it
-    ├── ServerRefused        it answered, and rejects this call: another server would too
-    └── ServerFailed         it is broken; the request can continue on another server
-        └── ServerUnreachable    no answer in time, or no connection
+    ├── ServerNotReady
+    ├── ServerRefused
+    └── ServerFailed
+        └── ServerUnreachable
 
-    ServersFailed            an operation of several servers failed because of some of them
+    ServersFailed
 
 `SGLangClient` is the only code that talks HTTP to a server. `servers/blocking.py` offers the same
 calls to threads that have no event loop.
@@ -30,7 +30,7 @@ class ServerError(RuntimeError):
     """A call to `server` did not succeed."""
 
     def __init__(self, server: ServerInfo, reason: str):
-        super().__init__(f"server {server.name} ({server.url}): {reason}")
+        super().__init__(f"{server}: {reason}")
         self.server = server
 
 
@@ -39,7 +39,7 @@ class ServerNotReady(ServerError):
 
 
 class ServerRefused(ServerError):
-    """The server answered and rejected the call: status 4xx, or `success: false`."""
+    """The server rejected the call (status 4xx, or `success: false`), as another one would."""
 
 
 class ServerFailed(ServerError):
@@ -59,7 +59,7 @@ class ServersFailed(RuntimeError):
 
 
 class Client(Protocol):
-    """The calls that the fleet makes. A simulator can provide its own implementation."""
+    """The calls that the fleet makes. They raise ServerError. A simulator can implement them."""
 
     async def generate(
         self,
@@ -71,38 +71,31 @@ class Client(Protocol):
     ) -> GenerationChunk:
         """Continue `input_ids` (int32 [n]) and return the new tokens.
 
-        Requests share cached prefixes only with requests of the same `cache_key`. Raises
-        ServerFailed, ServerRefused, or ValueError for an answer that breaks the contract.
+        Requests share cached prefixes only with requests of the same `cache_key`. Raises also
+        ValueError, for an answer that breaks the contract.
         """
         ...
 
-    async def weight_version(self, server: ServerInfo) -> int:
-        """Return the version of the server's weights. Raises ServerError."""
-        ...
+    async def weight_version(self, server: ServerInfo) -> int: ...
 
     async def check_health(self, server: ServerInfo) -> None:
         """Return if every part of the server works, busy or idle. Raises ServerError in time."""
         ...
 
-    async def load(self, server: ServerInfo) -> ServerLoad:
-        """Return how busy the server is. Raises ServerError."""
-        ...
+    async def load(self, server: ServerInfo) -> ServerLoad: ...
 
     async def abort_all(self, server: ServerInfo) -> None:
-        """End all requests of the server. Raises ServerError."""
+        """End all requests of the server."""
         ...
 
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class SGLangClient:
-    """The HTTP client of all SGLang servers, over one aiohttp session: close it after use.
+    """The client of all SGLang servers, over one aiohttp session: close it after use.
 
-    A completion may take any time. All other calls end within `timeout_s`, unless they are given
-    another time-out. Servers are addressed directly: proxies in the environment are for other
-    traffic.
+    A completion may take any time. Other calls end within `timeout_s`, unless they are given
+    another time-out.
     """
 
     def __init__(self, timeout_s: float):
@@ -112,7 +105,7 @@ class SGLangClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=False,
+            trust_env=False,  # proxies in the environment are for other traffic
         )
 
     async def __aenter__(self) -> SGLangClient:
@@ -151,13 +144,13 @@ class SGLangClient:
             chunk = parse_generation(raw)
         except (ValueError, msgspec.MsgspecError) as error:
             raise ValueError(
-                f"server {server.name} ({server.url}): the answer to request {rid} is invalid:"
-                f" {error}; it begins with {raw[:200]!r}"
+                f"{server}: the answer to request {rid} is invalid: {error};"
+                f" it begins with {raw[:200]!r}"
             ) from error
         if len(chunk.tokens) > params.max_new_tokens:
             raise ValueError(
-                f"server {server.name} ({server.url}): {len(chunk.tokens)} tokens for request"
-                f" {rid}, which asked for at most {params.max_new_tokens}"
+                f"{server}: {len(chunk.tokens)} tokens for request {rid},"
+                f" which asked for at most {params.max_new_tokens}"
             )
         return chunk
 
@@ -166,10 +159,10 @@ class SGLangClient:
         try:
             return parse_version(answer["weight_version"])
         except ValueError as error:
-            raise ValueError(f"server {server.name} ({server.url}): {error}") from error
+            raise ValueError(f"{server}: {error}") from error
 
     async def check_reachable(self, server: ServerInfo, timeout_s: float | None = None) -> None:
-        """Return if the HTTP process of the server works. Raises ServerError."""
+        """Return if the HTTP process of the server works."""
         await self._send(server, "/health", timeout=self._bounded(timeout_s))
 
     async def check_health(self, server: ServerInfo) -> None:
@@ -186,10 +179,7 @@ class SGLangClient:
     async def post(
         self, server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float | None = None
     ) -> Any:
-        """POST `body` as JSON and return the decoded answer (None if it is empty).
-
-        Raises ServerError unless the status is 200 and the answer does not say `success: false`.
-        """
+        """POST `body` as JSON and return the decoded answer (None if it is empty)."""
         raw = await self._send(server, path, body, self._bounded(timeout_s))
         try:
             answer = json.loads(raw) if raw else None
@@ -209,7 +199,7 @@ class SGLangClient:
         body: dict[str, Any] | None = None,
         timeout: aiohttp.ClientTimeout | None = None,
     ) -> bytes:
-        """POST `body`, or GET without one, and return the body of a 200. Raises ServerError."""
+        """POST `body`, or GET without one, and return the body of a 200."""
         headers = {"Content-Type": "application/json"}
         timeout = timeout or self._bounded(None)
         if server.api_key:

@@ -1,4 +1,4 @@
-"""The data of generation: sampling parameters, the tokens of one request, a whole completion."""
+"""Sampling parameters, the tokens of one request, and a whole completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ class SamplingParams:
     """How to sample a completion.
 
     Args:
-        max_new_tokens: the budget of tokens.
         temperature: 0 is greedy.
         stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
             sequence and has a log-probability.

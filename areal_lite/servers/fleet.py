@@ -34,15 +34,14 @@ _WATCH_EVERY_S = 0.5
 class Fleet:
     """The servers of a run.
 
-    `counts` counts `requests` (sent), `aborts` (requests that came back unfinished) and `retries`
-    (requests whose server failed or was not ready).
+    `counts` counts `retries` (requests whose server failed or was not ready), and what
+    RequestGate counts.
 
     Args:
-        client: the client of all servers.
         announced: returns the servers that are up.
         on_change: called when servers come or go.
         mark_unhealthy: called with a server that has failed and the reason.
-        health_interval_s: the time between two health checks of a server.
+        health_interval_s: seconds between two health checks of a server.
     """
 
     def __init__(
@@ -66,18 +65,9 @@ class Fleet:
         # Completions in progress, by server and prompt.
         self._prefixes: Counter[tuple[ServerInfo, bytes]] = Counter()
         self._pushing: list[ServerInfo] = []
-        self._push_changes = 0  # how often a push began or ended
+        self._push_changes = 0  # pushes that began or ended
         # Request ids must differ from those of an earlier controller on the same servers.
         self._run_id = secrets.token_hex(4)
-
-    @property
-    def in_flight(self) -> int:
-        """The number of requests in flight."""
-        return self.gate.in_flight
-
-    @property
-    def last_failure(self) -> ServerFailed | None:
-        return self.gate.last_failure
 
     @property
     def no_ready_server(self) -> bool:
@@ -108,23 +98,16 @@ class Fleet:
         self.router.record_version(server, version)
         current = self.router.version
         if self.router.is_ready(server):
-            log.info("server %s (%s) joined at version %d", server.name, server.url, current)
+            log.info("%s joined at version %d", server, current)
             self._ready.set()
         else:
             log.info(
-                "server %s (%s) has version %d, not %d: it waits for the next push",
-                server.name,
-                server.url,
-                version,
-                current,
+                "%s has version %d, not %d: it waits for the next push", server, version, current
             )
         self._on_change()
 
     async def _check_health(self, server: ServerInfo) -> None:
-        """Raise ServerFailed if `server` is unhealthy.
-
-        A server that takes weights answers nothing else. A push has a time-out of its own.
-        """
+        # A server that takes weights answers nothing else. A push has a time-out of its own.
         changes = self._push_changes
         try:
             if server not in self._pushing:
@@ -134,10 +117,7 @@ class Fleet:
                 raise
 
     async def reserve(self, count: int, prefer: Iterable[ServerInfo] = ()) -> ServerInfo:
-        """Return the best server for `count` trajectories, and count them as its load.
-
-        It is the least loaded ready server among `prefer`, or else among all. Waits for one.
-        """
+        """Wait for a ready server, choose one, and count `count` trajectories as its load."""
         while (server := self.router.choose(prefer)) is None:
             self._ready.clear()
             self._waiting += 1
@@ -157,8 +137,8 @@ class Fleet:
     ) -> Completion:
         """Sample a whole completion of `prompt` (int32 [n]), and give its reservation back.
 
-        It starts on `server`, where the caller has reserved it. If it has to move, it goes where
-        others of its group are: they hold the prefix.
+        It starts on `server`, where the caller reserved it. If it has to move, it prefers servers
+        with other completions of its group: they hold the prefix.
         """
         completion = Completion()
         prefix = prompt.tobytes()
@@ -207,20 +187,13 @@ class Fleet:
         """Send no requests until `finish_push`."""
         self.gate.close()
 
-    async def drain(self) -> int:
-        """Wait until no request is in flight, and return how many were. Pause dispatch first."""
-        return await self.gate.drain()
-
     def begin_push(self, servers: list[ServerInfo]) -> None:
         """Record that `servers` take weights from now on. `finish_push` ends it."""
         self._pushing = servers
         self._push_changes += 1
 
     def finish_push(self, version: int, failed: list[str]) -> None:
-        """Record that every pushed server except `failed` now serves `version`.
-
-        Only servers at this version receive requests from now on.
-        """
+        """Record that every pushed server except `failed` now serves `version`."""
         self.router.version = version
         pushed, self._pushing = self._pushing, []
         self._push_changes += 1
@@ -234,10 +207,7 @@ class Fleet:
         self.gate.open()
 
     async def abort_all(self) -> None:
-        """End all requests on the servers, at the end of the run.
-
-        A server that is gone already is as good. Raises any other error.
-        """
+        """End all requests on the servers. A server that is already gone is no error."""
         calls = (self._client.abort_all(server) for server in self.router.servers.values())
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(error, BaseException) and not isinstance(error, ServerFailed):

@@ -1,16 +1,14 @@
 """Generation that survives interruption: one completion out of as many requests as it takes.
 
-A request ends with `stop`, `length` or `abort`. After an abort (a push in mode `abort`) and after
-the failure of a server, the prompt and the tokens so far are sent again with the rest of the
-budget, until the sequence has really ended. In the modes `in_place` and `retract` the server keeps
-the request and continues it under the new weights by itself. Either way each token carries the
-version that the *server* reports for it (`meta_info.weight_versions`, SGLang >= 0.5.19) and its
-log-probability under that version.
+After an abort (a push in mode `abort`) and after the failure of a server, the prompt and the
+tokens so far are sent again with the rest of the budget, until the sequence has really ended. In
+the modes `in_place` and `retract` the server itself continues the request under the new weights.
+Either way each token carries the version that the *server* reports for it
+(`meta_info.weight_versions`, SGLang >= 0.5.19) and its log-probability under that version.
 
-Log-probs are in nats, of the distribution softmax(logits / temperature): SGLang reports that at
-any temperature. It does not renormalise them for top-p or top-k, so those are not offered: their
-log-probs would be of another distribution than the one sampled from. At temperature 0 (greedy)
-they are of softmax(logits).
+Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
+softmax(logits). SGLang does not renormalise them for top-p or top-k, so those are not offered:
+the log-probs would be of another distribution than the one sampled from.
 """
 
 from __future__ import annotations
@@ -40,13 +38,11 @@ async def generate(
     failure.
 
     Args:
-        gate: sends the requests; it is closed while nothing may be sent.
-        server: the server of all requests.
         prompt: int32 [n].
         params: the budget counts from the start of the completion.
         rid: the start of the requests' ids.
-        completion: what is known so far. After an exception it holds what is known by then: call
-            again with another server.
+        completion: after an exception it holds what is known by then: call again with another
+            server.
     """
     empty_aborts = 0
     while completion.finish_reason == "abort":
@@ -67,11 +63,8 @@ async def generate(
 
 
 def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:
-    """Return why `chunk` really ended.
-
-    An aborted request runs one more decoding step. The server does not check whether that step
-    ended the sequence.
-    """
+    # An aborted request runs one more decoding step. The server does not check whether that step
+    # ended the sequence.
     if chunk.finish_reason == "abort" and len(chunk.tokens):
         if chunk.tokens[-1] in params.stop_token_ids:
             return "stop"

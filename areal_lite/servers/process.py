@@ -3,7 +3,6 @@
 * A server is `python -m areal_lite.servers.serve` with SGLang's own flags, in a process group of
   its own. It logs to a file.
 * It serves token ids only and has no tokenizer. It starts at weight version 0.
-* It is ready when GET /health answers 200.
 * Nothing of it outlives `ServerProcess.stop`, or the process that started it.
 * An error that can be seen beforehand is a ValueError before anything starts.
 """
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,6 @@ from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
 
-CPU_KV_SLOTS = 65536
-"""The default size of the KV cache without a GPU, in tokens: SGLang would take 2 GB."""
-
 _HEALTH_TIMEOUT_S = 5.0
 
 
@@ -41,7 +38,7 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line of a server, and the environment that it needs besides the current.
 
-    `config.args` take precedence over the flags that are set here.
+    `config.args` take precedence.
     """
     device = resolve_device(config.device)
     dtype = config.dtype
@@ -82,7 +79,8 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
-        "max_total_tokens": config.max_total_tokens or CPU_KV_SLOTS,
+        # SGLang's default would take 2 GB.
+        "max_total_tokens": config.max_total_tokens or 65536,
         # An idle scheduler would spin on one core.
         "sleep_on_idle": True,
         # With overlap, a push in mode `in_place` finds a sampled token whose result is not
@@ -123,39 +121,31 @@ def _arguments(flags: dict[str, Any]) -> list[str]:
     return argv
 
 
+@dataclass(eq=False, repr=False)
 class ServerProcess:
     """One server: `start`, `await wait_ready()`, `stop`.
 
     Args:
-        config: the settings of the server.
         model: the folder of its checkpoint.
         name: its name in the registry.
-        port: the port that it listens on.
         seed: the seed of its sampling.
-        log_path: its log file.
         environment: added to the environment that the server needs, for example a GPU to use.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        model: str,
-        *,
-        name: str,
-        port: int,
-        seed: int,
-        log_path: Path,
-        environment: dict[str, str] | None = None,
-    ):
-        self.config = config
-        self.model = model
-        self.name = name
-        self.port = port
-        self.log_path = Path(log_path)
-        self.argv, needed = server_command(config, model, port, seed)
-        self.environment = needed | (environment or {})
-        host = socket.gethostname() if config.host == "0.0.0.0" else config.host
-        self.url = f"http://{host}:{port}"
+    config: ServerConfig
+    model: str
+    _: KW_ONLY
+    name: str
+    port: int
+    seed: int
+    log_path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.argv, needed = server_command(self.config, self.model, self.port, self.seed)
+        self.environment = needed | self.environment
+        host = self.config.host
+        self.url = f"http://{socket.gethostname() if host == '0.0.0.0' else host}:{self.port}"
         self._process: subprocess.Popen | None = None
 
     @property
@@ -196,12 +186,12 @@ class ServerProcess:
             )
 
     def exit_code(self) -> int | None:
-        """Return the exit code, None while the process runs."""
+        """Return None while the process runs."""
         assert self._process is not None, "not started"
         return self._process.poll()
 
     async def wait_ready(self, timeout: float | None = None) -> None:
-        """Return when the server answers.
+        """Return when GET /health answers 200.
 
         Raises TimeoutError after `timeout` seconds (default: `server.start_timeout_s`). Raises
         RuntimeError with the end of its log as soon as the process exits.
@@ -209,7 +199,11 @@ class ServerProcess:
         timeout = self.config.start_timeout_s if timeout is None else timeout
         deadline = time.monotonic() + timeout
         async with SGLangClient(_HEALTH_TIMEOUT_S) as client:
-            while error := await _reachability_error(client, self.info):
+            while True:
+                try:
+                    return await client.check_reachable(self.info)
+                except ServerError as error:
+                    reason = error
                 if (code := self.exit_code()) is not None:
                     raise RuntimeError(
                         f"server {self.name} exited with code {code} before it was ready;"
@@ -218,16 +212,16 @@ class ServerProcess:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"server {self.name}: no 200 from {self.url}/health in {timeout:g} s"
-                        f" ({error}); {self._log_tail()}"
+                        f" ({reason}); {self._log_tail()}"
                     )
                 await asyncio.sleep(0.1)
 
     def stop(self, grace_s: float = 3.0) -> None:
         """End the server and every process of its group. It does nothing before `start`.
 
-        SIGINT goes first, to the leader alone. An idle leader then closes its workers in half a
-        second. On SIGTERM SGLang would take five seconds or more to finish requests that no longer
-        matter. After `grace_s` seconds SIGKILL goes to the group.
+        On SIGINT to the leader alone, an idle leader closes its workers in half a second. On
+        SIGTERM SGLang would take five seconds or more to finish requests that no longer matter.
+        After `grace_s` seconds SIGKILL goes to the group.
         """
         if self._process is None:
             return
@@ -242,11 +236,3 @@ class ServerProcess:
 
     def _log_tail(self) -> str:
         return f"the end of {self.log_path}:\n{tail(self.log_path)}"
-
-
-async def _reachability_error(client: SGLangClient, server: ServerInfo) -> ServerError | None:
-    try:
-        await client.check_reachable(server)
-    except ServerError as error:
-        return error
-    return None

@@ -26,9 +26,6 @@ def install() -> None:
 
 
 def _read_parameter(self, name: str, truncate_size: int = 100) -> list | None:
-    """Return the first `truncate_size` rows of a parameter as (nested) lists of floats.
-
-    None for an unknown name.
-    """
+    """Return the first rows of a parameter as nested lists of floats; None if it is unknown."""
     parameter = dict(self.get_model().named_parameters()).get(name)
     return None if parameter is None else parameter[:truncate_size].float().cpu().tolist()

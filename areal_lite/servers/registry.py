@@ -16,16 +16,16 @@ from areal_lite.system.files import write_atomically
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """How to reach a server.
-
-    Another `pid` under the same name is another server: it may have other weights.
-    """
+    """How to reach a server. Another `pid` is another server: it may have other weights."""
 
     name: str
     url: str
     api_key: str | None
     tensor_parallel: int
     pid: int
+
+    def __str__(self) -> str:
+        return f"server {self.name} ({self.url})"
 
 
 def announce_server(run_dir: Path, info: ServerInfo) -> Path:
@@ -36,7 +36,7 @@ def announce_server(run_dir: Path, info: ServerInfo) -> Path:
 
 
 def announced_servers(run_dir: Path) -> list[ServerInfo]:
-    """Return the announced servers of a run, by name."""
+    """Return the announced servers, by name."""
     servers = []
     for path in sorted(Path(run_dir, "servers").glob("*.json")):
         with suppress(FileNotFoundError):  # withdrawn after it was listed
@@ -45,7 +45,7 @@ def announced_servers(run_dir: Path) -> list[ServerInfo]:
 
 
 def withdraw_server(run_dir: Path, name: str) -> None:
-    """Remove the announcement of a server, and the reason why it was unhealthy."""
+    """Remove both files of a server."""
     _announcement(run_dir, name).unlink(missing_ok=True)
     _unhealthy_file(run_dir, name).unlink(missing_ok=True)
 
@@ -57,7 +57,7 @@ def mark_unhealthy(run_dir: Path, server: ServerInfo, reason: str) -> None:
 
 
 def unhealthy_reason(run_dir: Path, server: ServerInfo) -> str | None:
-    """Return why this process of the server should be replaced; None if it should not."""
+    """Return why `server` should be replaced; None if it should not."""
     try:
         record = json.loads(_unhealthy_file(run_dir, server.name).read_text())
     except FileNotFoundError:

@@ -32,9 +32,7 @@ class RequestGate:
         self._counts = counts
         self.in_flight = 0
         self.last_failure: ServerFailed | None = None
-        self._calls: defaultdict[ServerInfo, set[asyncio.Future[GenerationChunk]]] = defaultdict(
-            set
-        )
+        self._calls: dict[ServerInfo, set[asyncio.Future]] = defaultdict(set)
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -89,7 +87,7 @@ class RequestGate:
     async def _unless_failed(
         self, server: ServerInfo, call: Coroutine[Any, Any, GenerationChunk]
     ) -> GenerationChunk:
-        """Return the result of `call`. Raises ServerFailed as soon as `server` is known to fail."""
+        """Return the result of `call`. Raises ServerFailed as soon as `server` has failed."""
         request = asyncio.ensure_future(call)
         self._calls[server].add(request)
         try:
@@ -105,7 +103,6 @@ class RequestGate:
                 del self._calls[server]
 
     def in_flight_on(self, server: ServerInfo) -> int:
-        """Return the number of requests in flight on `server`."""
         return len(self._calls.get(server, ()))
 
     def cancel(self, error: ServerFailed) -> None:

@@ -1,8 +1,8 @@
 """The choice of a server for a trajectory: the least loaded one that has the trainer's weights.
 
 * A server is ready while the version that it holds is the trainer's.
-* A server that starts late or comes back has older weights than the trajectories in flight. It is
-  stale until a push brings it to the trainer's version.
+* A server that starts late or comes back has older weights. It is stale until a push brings it to
+  the trainer's version.
 * A server that failed is left out until another process is announced under its name.
 * A server whose announcement is withdrawn gets no new requests.
 
@@ -28,7 +28,8 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
 class Router:
     """The announced servers, the versions that they hold, and their trajectories in flight.
 
-    `version` is the trainer's. `servers` and `load` (trajectories in flight) are keyed by name.
+    `version` is the trainer's. `servers` and `load` (trajectories in flight) are keyed by name,
+    `ready` holds names, `stale` is sorted by name.
     """
 
     def __init__(self) -> None:
@@ -40,10 +41,7 @@ class Router:
         self._failed: set[ServerInfo] = set()
 
     def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
-        """Take over the announced servers, without processes that failed. Return the new ones.
-
-        A new server is not ready before its version is recorded.
-        """
+        """Take over the announced servers, without processes that failed. Return the new ones."""
         current = {s.name: s for s in announced if s not in self._failed}
         new = [s for name, s in current.items() if self.servers.get(name) != s]
         self.servers = current
@@ -57,7 +55,6 @@ class Router:
             self._versions.setdefault(server, version)
 
     def record_push(self, server: ServerInfo) -> None:
-        """Record that `server` took the trainer's version."""
         if self.servers.get(server.name) == server:
             self._versions[server] = self.version
 
@@ -72,17 +69,14 @@ class Router:
 
     @property
     def ready(self) -> set[str]:
-        """The names of the servers that may take requests."""
         return {s.name for s, version in self._versions.items() if version == self.version}
 
     @property
     def stale(self) -> list[ServerInfo]:
-        """The servers that need a push before they may take requests, by name."""
         stale = (s for s, version in self._versions.items() if version != self.version)
         return sorted(stale, key=lambda s: s.name)
 
     def is_ready(self, server: ServerInfo) -> bool:
-        """Return whether `server` may take requests."""
         return self._versions.get(server) == self.version
 
     def choose(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:

@@ -20,7 +20,6 @@ ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGINT or SIGTERM."""
     die_with_parent()
     if key := os.environ.pop(ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> None:
 
 
 def _hide_key(key: str, record: logging.LogRecord) -> bool:
-    """Remove the key from a log record. A filter: it returns True to keep the record."""
+    """Remove the key from a log record, and return True to keep the record."""
     record.msg = record.getMessage().replace(key, "***")
     record.args = ()
     return True

@@ -18,14 +18,7 @@ class RolloutSession:
     """One trajectory on the servers.
 
     Its turns go to the server that holds their prefix, as long as that server is ready. A session
-    starts with a reservation on `server`; `release` gives back a reservation that was never used.
-
-    Args:
-        fleet: the servers.
-        params: how to sample each turn.
-        tokenizer: encodes and finds the stop texts.
-        rid: the start of the requests' ids.
-        server: the server on which the first turn is reserved.
+    starts with a reservation on `server`. `rid` is the start of the requests' ids.
     """
 
     def __init__(

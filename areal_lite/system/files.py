@@ -17,12 +17,9 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes, private: bool = False) -> None:
-    """Replace the file `path` in one step: readers see the old content or the new, never a part.
+    """Replace the file `path` in one step, and make missing parent folders.
 
-    Args:
-        path: the file; missing parent folders are made.
-        content: text (UTF-8) or bytes.
-        private: let only the owner read it, for files that hold a key.
+    Only the owner can read a `private` file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
@@ -42,11 +39,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` in types that JSON has.
-
-    Scalars and arrays of numpy and torch become Python numbers, NaN and infinities None, paths
-    text.
-    """
+    """Return `value` in types that JSON has; NaN and infinities become None."""
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -82,20 +75,14 @@ def publish_folder(scratch: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def reading(marker: Path) -> Iterator[None]:
-    """Protect the folder of the file `marker` from `remove_unread` while the block runs.
-
-    The protection holds against other processes too.
-    """
+    """Protect the folder of the file `marker` from `remove_unread` in any process."""
     with open(marker) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
 
 
 def remove_unread(marker: Path) -> bool:
-    """Remove the folder of the file `marker` in one step, and return True.
-
-    If a process reads the folder, leave it and return False.
-    """
+    """Remove the folder of the file `marker`. If a process reads it, leave it and return False."""
     with open(marker) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

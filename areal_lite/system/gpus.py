@@ -35,10 +35,7 @@ def gpu_environment(gpus: list[str]) -> dict[str, str]:
 
 
 def divide_gpus(gpus: list[str], count: int, size: int) -> list[list[str]]:
-    """Give `size` GPUs to each of `count` servers, or none to each when there are none.
-
-    Raises ValueError when there are too few.
-    """
+    """Give `size` GPUs to each of `count` servers, or none to each when there are none."""
     if gpus and len(gpus) < count * size:
         raise ValueError(
             f"{len(gpus)} GPUs for {count} servers of {size}:"

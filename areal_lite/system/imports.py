@@ -8,10 +8,7 @@ from typing import Any
 
 
 def load_object(key: str, name: str) -> Callable[..., Any]:
-    """Import the callable that the configuration key `key` names.
-
-    Raises ValueError that names the key if there is no such callable.
-    """
+    """Import the callable that the configuration key `key` names, or raise ValueError."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise ValueError(

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def start_daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `function` on a daemon thread and return its future.
-
-    An executor's threads would keep the process alive while one hangs in a collective.
-    """
+    """Run `function` on a daemon thread. One that hangs never keeps the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:

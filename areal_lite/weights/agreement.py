@@ -54,9 +54,7 @@ class LogprobAgreement:
         """Compare the log-probs of `batch` and return the differences by metric name.
 
         Args:
-            batch: the batch of this step, with T tokens.
-            prox: float32 [T], the trainer's log-probs under `version`.
-            version: the version that the trainer has.
+            prox: float32 [T], the log-probs of the batch's tokens under the trainer's `version`.
             servers: the servers that have `version`; None means all announced servers.
         """
         own = prox.numpy()
@@ -74,7 +72,6 @@ class LogprobAgreement:
     def _score_prompts(
         self, batch: TrainBatch, own: np.ndarray, servers: list[ServerInfo] | None
     ) -> float | None:
-        """Return the mean difference over a few sequences that servers score as prompts."""
         servers = announced_servers(self._run_dir) if servers is None else servers
         if not servers:
             return None
@@ -118,10 +115,9 @@ def _prompt_logprobs(answer: dict[str, Any]) -> np.ndarray:
 
 
 def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:
-    """Return the mean |behavior - own| over sequences that are wholly of `version`.
+    """Return the mean |behavior - own| over sampled tokens of sequences wholly of `version`.
 
-    Only sampled tokens count. The KV cache of the sequence must be of `version` too. None without
-    such a sequence.
+    Their KV cache must be of `version` too. None without such a sequence.
     """
     older_tokens = batch.loss_mask & (batch.versions != version)
     stale = np.bincount(batch.sequence_ids, older_tokens, batch.num_sequences) > 0

@@ -12,7 +12,6 @@ culprits.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import socket
@@ -34,12 +33,7 @@ from torch.distributed import (
 from torch.distributed import distributed_c10d as c10d
 
 from areal_lite.servers.blocking import is_reachable, post_each, server_errors, start_post
-from areal_lite.servers.client import (
-    ServerError,
-    ServerFailed,
-    ServersFailed,
-    ServerUnreachable,
-)
+from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import LOOPBACK
 from areal_lite.system.threads import start_daemon
@@ -54,19 +48,13 @@ _EXTRA_CALL_S = 2 * _GRACE_S
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Named tensors in one.
-
-    Args:
-        description: names, dtypes and shapes, as SGLang wants them.
-        data: uint8 [bytes].
-    """
+    """Tensors in one: `data` is uint8 [bytes], `description` as SGLang wants it."""
 
     description: dict[str, list]
     data: torch.Tensor
 
 
 def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
-    """Concatenate the bytes of the tensors."""
     tensors = [tensor for _, tensor in bucket]
     description = {
         "names": [name for name, _ in bucket],
@@ -78,24 +66,28 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
 
 
 class BroadcastGroup:
-    """The current WeightGroup of the pusher, made anew whenever its servers change."""
+    """The pusher's WeightGroup, made anew when its servers change. Calls raise ServersFailed."""
 
     def __init__(self, backend: str, timeout_s: float):
         self._backend = backend
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
-        # Random: the servers may still know groups of an earlier trainer.
-        self._names = (f"areal_lite_{secrets.token_hex(8)}" for _ in itertools.count())
 
     def join(self, servers: list[ServerInfo]) -> WeightGroup:
-        """Return the group with exactly `servers`. Raises ServersFailed."""
+        """Return the group with exactly `servers`."""
         if self._group is None or self._group.servers != servers:
             self.leave(servers)
-            self._group = WeightGroup(servers, self._backend, self._timeout_s, next(self._names))
+            # Random: the servers may still know groups of an earlier trainer.
+            name = f"areal_lite_{secrets.token_hex(8)}"
+            self._group = WeightGroup(servers, self._backend, self._timeout_s, name)
         return self._group
 
+    def send(self, bucket: FlatBucket, servers: list[ServerInfo], **options: Any) -> None:
+        """Broadcast one bucket to exactly `servers`. For `options` see WeightGroup.send."""
+        self.join(servers).send(bucket, **options)
+
     def leave(self, survivors: list[ServerInfo]) -> None:
-        """Leave the group, if there is one, together with `survivors`. Raises ServersFailed."""
+        """Leave the group, if there is one, together with `survivors`."""
         group, self._group = self._group, None
         if group is not None:
             group.abandon(survivors)
@@ -104,13 +96,14 @@ class BroadcastGroup:
 class WeightGroup:
     """A process group of trainer rank 0 (rank 0) and the ranks of `servers` (1, 2, …).
 
-    The first failure breaks the group: make a new one without the culprits. Joining and sending
-    raise ServersFailed.
+    The first failure breaks the group: make a new one without the culprits. All calls raise
+    ServersFailed.
     """
 
     def __init__(self, servers: list[ServerInfo], backend: str, timeout_s: float, name: str):
         self.servers = servers
         self._timeout_s = timeout_s
+        self._call_timeout_s = timeout_s + _EXTRA_CALL_S
         self._name = name
         world = 1 + sum(server.tensor_parallel for server in servers)
         limit = timedelta(seconds=timeout_s)
@@ -132,8 +125,8 @@ class WeightGroup:
         # Step 2: tell the servers to join.
         calls = self._start_joining(address, port, world, backend)
 
-        # Step 3: join. The connection to the store is another one than above, as the servers' is:
-        # closing the store then ends the wait of all members that still join.
+        # Step 3: join, over another connection to the store, as the servers do: closing the store
+        # then ends the wait of all members that still join.
         store = TCPStore(address, port, is_master=False, timeout=limit)
         joined = start_daemon(_join, store, backend, world, name, limit)
         try:
@@ -156,13 +149,13 @@ class WeightGroup:
                 "group_name": self._name,
                 "backend": backend,
             }
-            limit_s = self._timeout_s + _EXTRA_CALL_S
-            calls.append(start_post(server, "/init_weights_update_group", body, limit_s))
+            path = "/init_weights_update_group"
+            calls.append(start_post(server, path, body, self._call_timeout_s))
             rank += server.tensor_parallel
         return calls
 
     def send(self, bucket: FlatBucket, *, version: str | None, flush_cache: bool) -> None:
-        """Broadcast one bucket. `version` marks the last bucket of a push. Raises ServersFailed."""
+        """Broadcast one bucket. `version` marks the last bucket of a push."""
         body = {
             **bucket.description,
             "group_name": self._name,
@@ -170,20 +163,16 @@ class WeightGroup:
             "flush_cache": flush_cache,
             "weight_version": version,
         }
-        limit_s = self._timeout_s + _EXTRA_CALL_S
-        calls = [
-            start_post(server, "/update_weights_from_distributed", body, limit_s)
-            for server in self.servers
-        ]
+        path = "/update_weights_from_distributed"
+        calls = [start_post(server, path, body, self._call_timeout_s) for server in self.servers]
         sent = start_daemon(_broadcast, bucket.data, self._group)
         what = f"broadcast of {len(bucket.description['names'])} tensors"
         _wait_together(sent, calls, self.servers, self._timeout_s, what)
 
     def abandon(self, survivors: list[ServerInfo]) -> None:
-        """Leave the group, and tell its members among `survivors` to leave it.
+        """Leave the group together with its members among `survivors`.
 
-        Raises ServersFailed for members that do not answer: a server that hangs in the group is
-        of no more use.
+        Raises ServersFailed for members that do not answer: they hang in the group.
         """
         remaining = [server for server in self.servers if server in survivors]
         body = {"group_name": self._name}

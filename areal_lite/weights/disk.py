@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 class WeightFolder:
     """The checkpoints of one trainer, in a folder of its own under `root`.
 
-    Nothing else under `root` is touched. `model` is the folder of the initial checkpoint, for its
-    config.json.
+    `model` is the folder of the initial checkpoint, for its config.json.
     """
 
     def __init__(self, root: Path, model: Path):
@@ -32,8 +31,7 @@ class WeightFolder:
             self._root.mkdir(parents=True, exist_ok=True)
             self._own = Path(tempfile.mkdtemp(prefix="areal_lite-", dir=self._root)).resolve()
         folder = self._own / f"v{version}"
-        # It exists when a version is pushed again, with the same weights.
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)  # it exists when a version is pushed again
         shutil.copy(self._model / "config.json", folder / "config.json")
         for number, bucket in enumerate(buckets):
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}

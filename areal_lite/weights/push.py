@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, flatten
+from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
@@ -39,26 +39,28 @@ log = logging.getLogger(__name__)
 Bucket = list[tuple[str, torch.Tensor]]
 
 
-class Pusher(Protocol):
+class Pusher:
     """What a trainer rank does for pushes. Every rank makes the same calls in the same order.
 
     `servers` are those that have the version of the last push; None before the first one, when
     all announced servers have version 0.
     """
 
-    servers: list[ServerInfo] | None
+    servers: list[ServerInfo] | None = None
 
     def push_all(self, version: int) -> PushReport | None:
         """Push the current weights to every server, as `version`."""
-        ...
+        self.contribute()
 
     def push_stale(self, version: int) -> PushReport | None:
         """Push the current weights again, only to servers that do not have `version` yet."""
-        ...
+        self.contribute()
+
+    def contribute(self) -> None:
+        """Give this rank's shards of the weights to rank 0."""
 
     def close(self) -> None:
         """Remove everything that was written for the servers."""
-        ...
 
 
 def make_pusher(
@@ -81,25 +83,11 @@ def make_pusher(
     return pusher
 
 
-class NullPusher:
+class NullPusher(Pusher):
     """The pusher of a rank that holds no part of the weights that are pushed."""
 
-    servers: list[ServerInfo] | None = None
 
-    def contribute(self) -> None:
-        """Do this rank's part of a push: nothing."""
-
-    def push_all(self, version: int) -> None:
-        self.contribute()
-
-    def push_stale(self, version: int) -> None:
-        self.contribute()
-
-    def close(self) -> None:
-        pass
-
-
-class WeightContributor(NullPusher):
+class WeightContributor(Pusher):
     """The pusher of a rank that only gives its shards of the weights to rank 0."""
 
     def __init__(self, policy, config: TrainConfig):
@@ -107,16 +95,14 @@ class WeightContributor(NullPusher):
         self._bucket_bytes = config.sync.bucket_mb * 2**20
 
     def contribute(self) -> None:
-        """Take part in gathering every bucket."""
         for _ in self._policy.hf_weights(self._bucket_bytes):
             pass
 
 
-class WeightPusher:
+class WeightPusher(Pusher):
     """The pusher of trainer rank 0."""
 
     def __init__(self, policy, controller, config: TrainConfig, run_dir: Path):
-        self.servers: list[ServerInfo] | None = None
         self._policy = policy
         self._controller = controller
         self._config = config
@@ -128,18 +114,16 @@ class WeightPusher:
         self._group = BroadcastGroup(self._backend, self._timeout_s)
 
     def push_all(self, version: int) -> PushReport:
-        """Push the current weights to every server, as `version`."""
         started = time.time()
         recipients = self._begin(version)
         readback = self._transfer(recipients, self._group)
         self._finish(recipients, readback, started)
-        self.servers = list(recipients.servers)
+        self.servers = recipients.servers
         if recipients.report.failed or not recipients.servers:
             log.warning("version %d was pushed to %s", version, recipients.names)
         return recipients.report
 
     def push_stale(self, version: int) -> PushReport:
-        """Push the current weights again, only to servers that do not have `version` yet."""
         started = time.time()
         recipients = self._begin(version)
         # The group of the other servers stays as it is.
@@ -158,17 +142,15 @@ class WeightPusher:
         return recipients.report
 
     def close(self) -> None:
-        """Remove everything that was written for the servers."""
         self._folder.close()
 
     def _begin(self, version: int) -> PushRecipients:
-        """Ask the controller which servers to push to."""
         answer = self._controller.begin_push(version)
         report = PushReport(version=version, drained=answer.drained)
         return PushRecipients(answer.servers, report, self._timeout_s)
 
     def _transfer(self, recipients: PushRecipients, group: BroadcastGroup) -> Readback:
-        """Give the weights to the servers. Returns the tensors to verify them with."""
+        """Give the weights to the servers, and return the tensors to verify them with."""
         readback = Readback()
         buckets = self._policy.hf_weights(self._config.sync.bucket_mb * 2**20)
         buckets = readback.watch(_measured(buckets, recipients.report))
@@ -202,8 +184,7 @@ class WeightPusher:
             recipients.post("/begin_weight_update", {})
             for bucket, last in chain([first], stream):
                 send = partial(
-                    _send,
-                    group,
+                    group.send,
                     bucket,
                     version=str(recipients.report.version) if last else None,
                     flush_cache=window.flush_cache and last,
@@ -218,7 +199,6 @@ class WeightPusher:
         return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
 
     def _finish(self, recipients: PushRecipients, readback: Readback, started: float) -> None:
-        """Verify the weights if asked to, and tell the controller which servers have them."""
         report = recipients.report
         if self._config.sync.verify:
             report.verified = recipients.sum_each(
@@ -228,20 +208,7 @@ class WeightPusher:
         report.total_s = time.time() - started
 
 
-def _send(
-    group: BroadcastGroup,
-    bucket: FlatBucket,
-    servers: list[ServerInfo],
-    *,
-    version: str | None,
-    flush_cache: bool,
-) -> None:
-    """Broadcast one bucket to exactly `servers`. Raises ServersFailed."""
-    group.join(servers).send(bucket, version=version, flush_cache=flush_cache)
-
-
 def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield each bucket and whether it is the last one."""
     iterator = iter(buckets)
     current = next(iterator)
     for following in iterator:

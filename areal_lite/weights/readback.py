@@ -1,7 +1,6 @@
 """Proof that a push arrived: tensors are read back from every server and compared bit by bit.
 
-SGLang answers `/get_weights_by_name` for some architectures only. The plugin in
-areal_lite/servers/readback_plugin.py makes it answer for all.
+The servers need the plugin in areal_lite/servers/readback_plugin.py.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class Readback:
     def verify(self, server: ServerInfo, timeout_s: float) -> int:
         """Compare the tensors with those on `server`, and return how many were compared.
 
-        Raises ServerError if the server does not answer, ValueError if it has other weights or
-        cannot read them.
+        Raises ValueError if the server has other weights or cannot read them.
         """
         compared = 0
         for name, tensor in self.tensors.items():
@@ -60,6 +58,5 @@ class Readback:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""The servers that take part in one push, and the pause window in which they take the weights."""
+"""The servers of one push, and the pause window in which they take the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class PushReport:
     """The cost of a push.
 
     Args:
-        version: the version that was pushed.
         paused_at: the wall-clock time at which the pause began, in seconds.
         pause_s: the length of the pause window, in which no server produces a token.
         total_s: the length of the whole push.
@@ -41,23 +40,23 @@ class PushReport:
     failed: list[str] = field(default_factory=list)
 
 
+@dataclass
 class PushRecipients:
     """The servers that take part in a push.
 
-    A server that fails leaves the push and stays paused: its weights may be half new.
+    Exactly the servers that fail leave. They stay paused: their weights may be half new.
     """
 
-    def __init__(self, servers: list[ServerInfo], report: PushReport, timeout_s: float):
-        self.servers = list(servers)
-        self.report = report
-        self.timeout_s = timeout_s
+    servers: list[ServerInfo]
+    report: PushReport
+    timeout_s: float
 
     @property
     def names(self) -> str:
         return ", ".join(server.name for server in self.servers) or "no server"
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        """POST `body` once to every server; exactly the servers that fail leave."""
+        """POST `body` once to every server."""
         self._remove(post_each(self.servers, path, body, timeout_s or self.timeout_s))
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
@@ -73,7 +72,7 @@ class PushRecipients:
                 self._remove(failed.errors)
 
     def sum_each(self, count: Callable[[ServerInfo], int]) -> int:
-        """Return the sum of `count` over the servers; a server that fails leaves."""
+        """Return the sum of `count` over the servers."""
         total = 0
         for server in list(self.servers):
             try:

@@ -5,12 +5,10 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
   `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
   that no package index carries; an out-of-tree platform uses the pure-torch form of every
-  operator. The entry point also installs a hook that starts SGLang's workers by fork. SGLang asks
-  for spawn, which protects a CUDA context; without one it would only import everything three
-  times.
+  operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
+  context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
-  sequences in Python for each layer and token. This one attends for all sequences in one kernel
-  (`paged.py`) that reads the paged KV cache in place.
+  sequences in Python for each layer and token. This one uses one kernel (`paged.py`) for all.
 * `torchvision.py`: a stand-in for a package that SGLang imports and a text model never uses.
 
 With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
@@ -37,10 +35,7 @@ def activate() -> str | None:
 
 
 def _fork_workers(*_: object) -> None:
-    """Start workers by fork, after SGLang chose spawn.
-
-    Fork is safe here: this process has a single thread until its workers run.
-    """
     import multiprocessing
 
+    # Fork is safe here: this process has a single thread until its workers run.
     multiprocessing.set_start_method("fork", force=True)

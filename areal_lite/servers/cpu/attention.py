@@ -1,11 +1,9 @@
 """SGLang's torch attention backend, with its Python loops replaced by one kernel (`paged.py`).
 
 The result is that of SGLang's `TorchNativeAttnBackend`: softmax(scale · q Kᵀ) V, causal, with
-grouped queries, for any mix of lengths, cached prefixes and chunks. Each query token attends to
-the first `length` slots in its request's row of `req_to_token`; decoding is the case of one query
-token per request. Rows and lengths are the same for every layer, so they are computed once per
-forward pass. Everything else than causal self-attention over the whole context (encoders, sliding
-windows) goes to the parent class.
+grouped queries, for any mix of lengths, cached prefixes and chunks. Decoding is the case of one
+query token per request. Everything else than causal self-attention over the whole context
+(encoders, sliding windows) goes to the parent class.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class AttentionSpans(NamedTuple):
-    """Query token t attends to the first `lengths[t]` slots of request `rows[t]`.
+    """Query token t attends to the first `lengths[t]` slots in row `rows[t]` of `req_to_token`.
 
-    Both are int64 [tokens].
+    Both are int64 [tokens], the same for every layer.
     """
 
     rows: np.ndarray
@@ -55,14 +53,14 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         self._spans = AttentionSpans.of(forward_batch)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        if self._is_causal_self_attention(layer, forward_batch):
-            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        plain = self._is_causal_self_attention(layer, forward_batch)
+        attend = self._attend if plain else super().forward_decode
+        return attend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        if self._is_causal_self_attention(layer, forward_batch):
-            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        plain = self._is_causal_self_attention(layer, forward_batch)
+        attend = self._attend if plain else super().forward_extend
+        return attend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _is_causal_self_attention(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
         windowed = self.use_sliding_window_kv_pool or layer.sliding_window_size not in (None, -1)

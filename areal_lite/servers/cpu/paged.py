@@ -14,7 +14,7 @@ from numba.extending import overload
 
 
 def _widen(x):
-    """Return a cache element as float32. The overload below picks the form by type."""
+    """Return a cache element as float32, in a form that its type picks below."""
     raise NotImplementedError
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
-# SGLang decides by this name, in several places, whether Triton kernels may run. Under any other
-# name it would need a GPU for them.
+# Under any other name SGLang would run Triton kernels, which need a GPU.
 ATTENTION_BACKEND = "torch_native"
 
 

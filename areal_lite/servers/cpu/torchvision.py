@@ -1,7 +1,7 @@
 """A stand-in for torchvision in the processes of an SGLang server.
 
-SGLang's configuration modules import torchvision for image models. The torchvision of a package
-index does not load with a CPU build of torch. A text model never calls it, so names are enough:
+SGLang imports torchvision for image models. The torchvision of a package index does not load with
+a CPU build of torch. A text model never calls it, so names are enough:
 every module `torchvision.*` imports, every attribute is a placeholder, and calling a placeholder
 raises ImportError.
 
@@ -19,13 +19,14 @@ import types
 from collections.abc import Sequence
 
 
-class _Placeholder(type):
-    """The metaclass of placeholders: their attributes are placeholders too."""
+def _attribute(owner: type | types.ModuleType, name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type.__new__(_Placeholder, f"{owner.__name__}.{name}", (), {})
 
-    def __getattr__(cls, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _placeholder(f"{cls.__name__}.{name}")
+
+class _Placeholder(type):
+    __getattr__ = _attribute
 
     def __call__(cls, *args: object, **kwargs: object) -> None:
         raise ImportError(
@@ -34,17 +35,11 @@ class _Placeholder(type):
         )
 
 
-def _placeholder(name: str) -> type:
-    return type.__new__(_Placeholder, name, (), {})
-
-
 class _Module(types.ModuleType):
     __version__ = "0.0.0"
 
     def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _placeholder(f"{self.__name__}.{name}")
+        return _attribute(self, name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -57,7 +52,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: the module has no code."""
+        pass
 
 
 def stand_in_for_torchvision() -> None:

@@ -91,7 +91,9 @@ def test_a_late_server_waits_for_the_push_that_it_is_part_of() -> None:
         assert fleet.router.ready == {"a", "b"}
         fleet.begin_push([A, B])
         fleet.finish_push(2, ["a"])
-        assert fleet.router.ready == {"b"} and "did not take version 2" in str(fleet.last_failure)
+        assert fleet.router.ready == {"b"} and "did not take version 2" in str(
+            fleet.gate.last_failure
+        )
 
     asyncio.run(run())
 
@@ -153,7 +155,11 @@ def test_completions_move_on_and_give_their_reservations_back() -> None:
             *(fleet.complete(PROMPT, PARAMS, str(i), server) for i in range(3))
         )
         assert [r.requests for r in results] == [2, 2, 2] and fleet.counts["retries"] == 3
-        assert fleet.router.load["a"] == 0 and fleet.router.load["b"] == 1 and fleet.in_flight == 0
+        assert (
+            fleet.router.load["a"] == 0
+            and fleet.router.load["b"] == 1
+            and fleet.gate.in_flight == 0
+        )
         await fleet.abort_all()  # servers that are gone are no error
 
     asyncio.run(run())
@@ -214,10 +220,10 @@ def test_drain_waits_for_what_is_in_flight() -> None:
         ]
         await asyncio.sleep(0)
         fleet.pause_dispatch()
-        assert await fleet.drain() == 2 and fleet.in_flight == 0
+        assert await fleet.gate.drain() == 2 and fleet.gate.in_flight == 0
         held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "2", await fleet.reserve(1)))
         await asyncio.sleep(0.01)
-        assert fleet.in_flight == 0 and not held.done()
+        assert fleet.gate.in_flight == 0 and not held.done()
         fleet.begin_push([A])
         fleet.finish_push(1, [])
         await asyncio.gather(held, *tasks)
