@@ -25,7 +25,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from areal_lite.config import DataConfig
 from areal_lite.data.rows import Row, Split, hf_rows, jsonl_rows
@@ -46,8 +46,7 @@ SOURCES = {
 class Prompt:
     """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
 
-    `messages` is the conversation from which the chat template made the text; it is empty for plain
-    text.
+    The chat template made the text from `messages`, which is empty for plain text.
     """
 
     prompt_id: str
@@ -58,11 +57,7 @@ class Prompt:
 
 
 class PromptSet(Protocol):
-    """Prompts by index.
-
-    `num_prompts` is None for an unbounded set, where any index >= 0 is valid.
-    `num_too_long` counts the prompts that were left out for their length.
-    """
+    """Prompts by index; `num_prompts` is None for an unbounded set, which has any index >= 0."""
 
     num_prompts: int | None
     num_too_long: int
@@ -92,8 +87,7 @@ def load_eval_sets(
 ) -> dict[str, PromptSet]:
     """Load further held-out sets, by the stem of their path.
 
-    A path is a .jsonl file or anything that `data.source=hf` can load; the other keys are those of
-    `config`.
+    A path is a .jsonl file or anything that `data.source=hf` can load.
     """
 
     def load(path: str) -> PromptSet:
@@ -113,20 +107,13 @@ def hf_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPr
     return TextPrompts(hf_rows(config, split), config, tokenizer)
 
 
-class _Entry(NamedTuple):
-    prompt_id: str
-    text: str
-    answer: str
-    messages: list[Message]
-
-
 class TextPrompts:
-    """Prompts made from rows, in the order of the rows; see the module's invariants."""
+    """Prompts made from rows, in the order of the rows."""
 
     def __init__(self, rows: Iterator[Row], config: DataConfig, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._chat = config.chat
-        self._entries: list[_Entry] = []
+        self._prompts: list[Prompt] = []  # without their tokens
         too_long = []
         for row_id, row in rows:
             text, messages = self._text(row_id, row, config)
@@ -135,39 +122,37 @@ class TextPrompts:
             if length > config.max_prompt_tokens:
                 too_long.append(length)
             else:
-                self._entries.append(_Entry(row_id, text, answer, messages))
+                self._prompts.append(
+                    Prompt(prompt_id=row_id, tokens=[], answer=answer, text=text, messages=messages)
+                )
         self.num_too_long = len(too_long)
         if too_long:
             log.warning(
                 "left out %d of %d prompts longer than data.max_prompt_tokens=%d tokens"
                 " (the longest has %d)",
-                *(len(too_long), len(too_long) + len(self._entries)),
-                *(config.max_prompt_tokens, max(too_long)),
+                len(too_long),
+                len(too_long) + len(self._prompts),
+                config.max_prompt_tokens,
+                max(too_long),
             )
-        if not self._entries:
+        if not self._prompts:
             raise ValueError(
                 f"no prompt in {config.path} has at most"
                 f" data.max_prompt_tokens={config.max_prompt_tokens} tokens: raise it"
                 if too_long
                 else f"data.path={config.path} has no rows"
             )
-        self.num_prompts: int | None = len(self._entries)
+        self.num_prompts: int | None = len(self._prompts)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._prompts)
 
     def __getitem__(self, index: int) -> Prompt:
-        prompt_id, text, answer, messages = self._entries[index]
-        return Prompt(
-            prompt_id=prompt_id,
-            tokens=self._encode(text),
-            answer=answer,
-            text=text,
-            messages=messages,
-        )
+        prompt = self._prompts[index]
+        return replace(prompt, tokens=self._encode(prompt.text))
 
     def _encode(self, text: str) -> list[int]:
-        # A chat template writes the special tokens itself.
+        # A chat template has written the special tokens.
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
     def _text(
@@ -218,7 +203,6 @@ def _answer(row_id: str, row: dict[str, Any], key: str) -> str:
 
 
 def _is_messages(prompt: Any) -> bool:
-    """Return whether a value is a non-empty list of messages with text content."""
     return (
         isinstance(prompt, list)
         and bool(prompt)

@@ -33,7 +33,7 @@ def jsonl_rows(config: DataConfig, split: Split) -> Iterator[Row]:
 
 
 def hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
-    """Read a Hugging Face data set: a folder of files, a `save_to_disk` folder, or a hub name."""
+    """Read a Hugging Face data set of any kind that prompts.py lists."""
     path = (config.eval_path if split == "eval" else None) or config.path
     name = config.split if split == "train" else config.eval_split
     if path is None:

@@ -22,9 +22,9 @@ import numpy as np
 
 
 class PromptSampler:
-    """Draws indices of prompts.
+    """Draws indices of prompts; counts through an unbounded set (`num_prompts=None`): 0, 1, 2, …
 
-    An unbounded set (`num_prompts=None`) is counted through: 0, 1, 2, …
+    `drawn` is the number of new indices so far; those that were put back do not count again.
     Raises ValueError for an empty set.
     """
 
@@ -34,7 +34,7 @@ class PromptSampler:
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._drawn = 0
+        self.drawn = 0
         self._put_back: deque[int] = deque()
         self.retired: set[int] = set()
 
@@ -46,25 +46,17 @@ class PromptSampler:
     @property
     def epoch(self) -> int:
         """Number of completed passes over the set; always 0 for an unbounded set."""
-        return 0 if self._num_prompts is None else self._drawn // self._num_prompts
-
-    @property
-    def drawn(self) -> int:
-        """Number of new indices drawn so far; serving an index that was put back does not count."""
-        return self._drawn
+        return 0 if self._num_prompts is None else self.drawn // self._num_prompts
 
     def next(self) -> int:
-        """Return the index that was put back first, or else a new one.
-
-        Do not call when exhausted.
-        """
+        """Return the index that was put back first, or else a new one."""
         assert not self.exhausted, "every prompt has been retired"
         while self._put_back:
             if (index := self._put_back.popleft()) not in self.retired:
                 return index
         while True:
-            index = self._index_at(self._drawn)
-            self._drawn += 1
+            index = self._index_at(self.drawn)
+            self.drawn += 1
             if index not in self.retired:
                 return index
 
@@ -80,32 +72,25 @@ class PromptSampler:
         """Return what `restore` needs, as JSON values."""
         return {
             **self._settings(),
-            "drawn": self._drawn,
+            "drawn": self.drawn,
             "put_back": list(self._put_back),
             "retired": sorted(self.retired),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.
-
-        Raises ValueError if it was taken with other prompts or another order.
-        """
+        """Continue from `state`. Raises ValueError if that is of other prompts or another order."""
         for key, value in self._settings().items():
             if state[key] != value:
                 raise ValueError(
                     f"cannot resume: prompts were sampled with {key}={state[key]},"
                     f" this run has {key}={value}"
                 )
-        self._drawn = state["drawn"]
+        self.drawn = state["drawn"]
         self._put_back = deque(state["put_back"])
         self.retired = set(state["retired"])
 
     def check_draws(self, draws: Iterable[tuple[int, int]]) -> None:
-        """Check that this sampler makes the recorded draws.
-
-        `draws` are pairs of (`drawn` after the draw, index). Raises ValueError at the first pair
-        that differs: the sampler that made it cannot be restored here.
-        """
+        """Raise ValueError unless this sampler makes `draws`: pairs of `drawn` after it, index."""
         for drawn, index in draws:
             if (here := self._index_at(drawn - 1)) != index:
                 settings = ", ".join(f"{key}={value}" for key, value in self._settings().items())

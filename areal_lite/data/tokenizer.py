@@ -44,20 +44,17 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
-        self._special_tokens: dict[str, Any] = {
-            key: text
+        # A special token is saved as a string or as the fields of an added token.
+        self._special_tokens: dict[str, str] = {
+            key: value["content"] if isinstance(value, dict) else value
             for key, value in settings.items()
-            if key.endswith("_token") and (text := _token_text(value)) is not None
+            if key.endswith("_token") and isinstance(value, (str, dict))
         }
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text.
-
-        `add_special_tokens` adds the tokens that the tokenizer puts around every text: often a BOS,
-        often nothing.
-        """
+        """Return the token ids of a text, with those that the tokenizer puts around every text."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -69,8 +66,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the chat template, up to where the assistant speaks next.
 
-        `tools` are JSON schemas of functions that the assistant may call.
-        Raises ValueError if there is no chat template or if it refuses the messages.
+        `tools` are JSON schemas of functions. Raises ValueError if there is no chat template or if
+        it refuses the messages.
         """
         if self._chat_template is None:
             raise ValueError(
@@ -94,15 +91,14 @@ class Tokenizer:
     def chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Return the token ids of `render(messages, tools)`, which has the special tokens in it."""
+        """Return the token ids of `render(messages, tools)`."""
+        # The template writes the special tokens itself.
         return self.encode(self.render(messages, tools), add_special_tokens=False)
 
     def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that the template puts between an answer and the next answer.
+        """Return the token ids that close an answer, of `messages`, and that open the next answer.
 
-        They contain `messages`, and begin with the token that closes the answer. The answers
-        themselves never pass through the template, because it may trim them or drop parts of
-        earlier ones.
+        Answers never pass through the template, because it may trim them or drop parts.
         """
         text = self.render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
@@ -130,10 +126,3 @@ class Tokenizer:
         token = self._special_tokens.get("eos_token")
         own = None if token is None else self._fast.token_to_id(token)
         return tuple(dict.fromkeys(i for i in (*ids, own) if i is not None))
-
-
-def _token_text(token: Any) -> str | None:
-    """Return the text of a special token, saved as a string or as the fields of an added token."""
-    if isinstance(token, dict):
-        return token.get("content")
-    return token if isinstance(token, str) else None

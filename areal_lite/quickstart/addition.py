@@ -13,8 +13,8 @@ the column, and after `=` the carry out of it and the digit of the sum. The answ
                  #x1y3z2
 
 Invariants:
-  * problem i of a split depends on (seed, split, index, max_digits, weights) only, and on no state,
-    process or `PYTHONHASHSEED`. An index is all that is needed to resume;
+  * problem i of a split depends on (seed, split, index, max_digits, weights) only, so an index is
+    all that is needed to resume;
   * no pair {a, b}, in either order, is in both splits, whatever the seed, the index or
     `max_digits`;
   * errors in a demonstration are carried on: everything after a slip is right given the slip;
@@ -36,7 +36,6 @@ FIRST = "abcdefghijkl"
 SECOND = "ABCDEFGHIJKL"
 SUM = "zyxwvutsrqpon"
 MAX_DIGITS = len(FIRST)
-DEFAULT_MAX_DIGITS = 8
 # Default weight of a digit count, relative to the count before it.
 _DECAY = 0.7
 # One pair in this many is held out.
@@ -62,7 +61,7 @@ class Problem:
 
 
 def split_of(a: int, b: int) -> Split:
-    """Return the split of the unordered pair {a, b}: one pair in eight is held out."""
+    """Return the split of the unordered pair {a, b}."""
     low, high = sorted((a, b))
     return "test" if zlib.crc32(f"{low}+{high}".encode()) % _TEST_ONE_IN == 0 else "train"
 
@@ -72,16 +71,14 @@ def make_problem(
     index: int,
     *,
     seed: int = 0,
-    max_digits: int = DEFAULT_MAX_DIGITS,
+    max_digits: int = 8,
     weights: Sequence[float] | None = None,
 ) -> Problem:
     """Return problem `index` of a split; a pure function of its arguments.
 
     Args:
-        split: `train` or `test`.
         index: at least 0.
-        seed: of the stream of problems.
-        max_digits: at most this many digits, in 1..12.
+        max_digits: in 1..12.
         weights: relative frequency of numbers with d digits at index d - 1, d = 1..max_digits. By
             default a digit count is 0.7 times as frequent as the one before.
 

@@ -2,8 +2,7 @@
 
 Invariants:
   * for printable ASCII and newline, `encode(text, add_special_tokens=False)` has `len(text)` ids
-    and decodes to exactly `text`: no merges, no normalization, no added or removed spaces. Any
-    other character becomes `?`;
+    and decodes to exactly `text`. Any other character becomes `?`;
   * `<pad>` is id 0 and `<eos>` is id 1. Spelled out in a text, they are these tokens and not five
     characters;
   * ids never change, so saved models stay valid;

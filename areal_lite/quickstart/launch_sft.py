@@ -11,34 +11,27 @@ from areal_lite.report.progress import FollowedProgress
 
 
 def run(config: SftConfig) -> int:
-    """Warm up and export to `config.out`; return the exit status."""
-    try:
-        warm_up(config)
-    except RoleFailed as error:
-        print(f"areal-lite: {error}", file=sys.stderr)
-        return 1
-    print(config.out)
-    return 0
+    """Warm up and export to `config.out`; return the exit status.
 
-
-def warm_up(config: SftConfig) -> None:
-    """Run the ranks to their end.
-
-    Raises ValueError if `config.out` exists, RoleFailed if a rank fails.
+    Raises ValueError if `config.out` exists.
     """
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     run_dir = Path(config.run_dir)
     save_config(config, run_dir)
-    with (
-        Roles(run_dir) as roles,
-        FollowedProgress(
-            run_dir,
-            "sft",
-            config.trainer.steps,
-            "warm-up step",
-            lambda step: {"loss": step["loss"]},
-        ) as progress,
-    ):
-        ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
-        roles.wait(ranks, watch=progress.poll)
+    shown = FollowedProgress(
+        run_dir,
+        "sft",
+        config.trainer.steps,
+        "warm-up step",
+        lambda step: {"loss": step["loss"]},
+    )
+    try:
+        with Roles(run_dir) as roles, shown as progress:
+            ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
+            roles.wait(ranks, watch=progress.poll)
+    except RoleFailed as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+    print(config.out)
+    return 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config import MakeModelConfig
+from areal_lite.system.files import publish_folder, scratch_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -24,12 +24,10 @@ def run(config: MakeModelConfig) -> int:
     tokenizer = build_char_tokenizer()
     model = _new_model(config, tokenizer)
     out = Path(config.out)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(out)
+    scratch = scratch_folder(out)
+    model.save_pretrained(scratch)
+    tokenizer.save_pretrained(scratch)
+    publish_folder(scratch, out)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{out}: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary")
     return 0
@@ -55,7 +53,6 @@ def _check(config: MakeModelConfig) -> None:
 
 
 def _new_model(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """Return a model with random weights."""
     import torch
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -94,7 +91,6 @@ def _new_model(config: MakeModelConfig, tokenizer: PreTrainedTokenizerFast) -> P
 
 
 def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
-    """Return the settings that only this architecture has."""
     if config.architecture == "qwen3_moe":
         return {
             "num_experts": config.num_experts,

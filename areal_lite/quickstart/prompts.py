@@ -10,7 +10,7 @@ from areal_lite.quickstart import addition
 
 
 class AdditionPrompts:
-    """Addition problems by index, without end; see `areal_lite.quickstart.addition`."""
+    """Addition problems by index, without end; addition.py has the task."""
 
     num_prompts = None
     num_too_long = 0

@@ -3,8 +3,7 @@
 loss = - sum over completion tokens of log p / number of completion tokens in the batch, over all
 ranks.
 
-Demonstration i depends on the seed and i only and is made when it is needed, so runs of any number
-of ranks see the same demonstrations.
+Demonstration i depends on the seed and i only, so any number of ranks sees the same ones.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 log = logging.getLogger(__name__)
-# Far from the problems of reinforcement learning, which must not meet those whose wrong answers
-# were demonstrated.
+# Reinforcement learning must not meet problems whose wrong answers were demonstrated.
 _FIRST_PROBLEM = 10**9
 
 
@@ -90,7 +88,6 @@ def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Traje
 
 
 def main() -> int:
-    """Run one rank; return its exit status."""
     die_with_parent()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -46,13 +46,13 @@ _MAX_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it was written; `percent` tells 50% (value 50) from 50."""
+    """A number as it was written: 50% has the value 50."""
 
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Return whether the values are equal; 50% equals both 50 and 1/2."""
+        """Return whether the numbers are equal; 50% equals both 50 and 1/2."""
         if self.percent == other.percent:
             return self.value == other.value
         percentage, plain = (self.value, other.value) if self.percent else (other.value, self.value)
@@ -63,7 +63,7 @@ def gsm8k_reward(completion: str, answer: str) -> float:
     """Return 1.0 if the number that `completion` states equals that of `answer`, else 0.0.
 
     `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
-    Raises ValueError if `answer` has no number: that is an error of the data, not of the model.
+    Raises ValueError if `answer` has no number: an error of the data.
     """
     right = first_number(answer.rpartition("####")[2])
     if right is None:

@@ -12,8 +12,7 @@ def math_reward(completion: str, answer: str) -> float:
     r"""Return 1.0 if the last result that `completion` states equals `answer`, else 0.0.
 
     `\boxed{}` takes precedence over other mathematics. `answer` is an expression, or a text with
-    one in it. Raises ValueError if `answer` has no mathematics: that is an error of the data, not
-    of the model.
+    one in it. Raises ValueError if `answer` has no mathematics: an error of the data.
     """
     # sympy takes most of a second to import, which only a worker pays.
     from math_verify import parse, verify

@@ -31,7 +31,7 @@ class Request(msgspec.Struct, array_like=True):
 class Reply(msgspec.Struct, array_like=True, kw_only=True):
     """The result of a request after `seconds` of execution.
 
-    After a failure `reward` is None, `reason` is one of RewardError's and `detail` describes it.
+    After a failure `reward` is None and `reason` is one of RewardError's.
     """
 
     seconds: float

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
 
 from areal_lite.rewards.messages import Reply, Request, frame
 from areal_lite.rewards.worker_process import Sample, WorkerProcess
@@ -46,18 +45,6 @@ class RewardError(Exception):
         self.reason = reason
 
 
-@dataclass(kw_only=True)
-class RewardStats:
-    """Totals since the pool was made.
-
-    `failed` counts by reason. `seconds` is the execution time of all samples, summed over workers.
-    """
-
-    scored: int = 0
-    failed: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-
-
 class RewardPool:
     """`workers` processes that call the reward function `module:function`."""
 
@@ -68,7 +55,6 @@ class RewardPool:
             raise ValueError(f"reward.timeout_s={timeout_s} must be positive")
         self.function = function
         self.timeout_s = timeout_s
-        self.stats = RewardStats()
         self.workers: list[WorkerProcess] = []
         self._size = workers
         self._queue: deque[Sample] = deque()
@@ -85,9 +71,9 @@ class RewardPool:
         await self.close()
 
     async def start(self) -> None:
-        """Return when every worker has loaded the function.
+        """Wait until every worker has loaded the function.
 
-        Raises ValueError if one cannot; no process is left then.
+        Raises ValueError if one cannot, and leaves no process.
         """
         self._unusable = None
         try:
@@ -135,12 +121,7 @@ class RewardPool:
 
     def settle(self, sample: Sample, reply: Reply) -> None:
         """Give a sample its result."""
-        self.stats.seconds += reply.seconds
         self._mean_s += 0.1 * (reply.seconds - self._mean_s)
-        if reply.reason is None:
-            self.stats.scored += 1
-        else:
-            self.stats.failed[reply.reason] += 1
         if sample.result.done():
             return  # the caller was cancelled
         if reply.reward is not None:

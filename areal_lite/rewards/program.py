@@ -69,7 +69,7 @@ async def program_reward(completion: str, answer: str) -> float:
 
 
 def extract_program(completion: str) -> str:
-    """Return the last fenced code block of a completion, or all of it if there is none."""
+    """Return the program in a completion."""
     blocks = _FENCED.findall(completion)
     return blocks[-1] if blocks else completion
 

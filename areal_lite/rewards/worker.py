@@ -1,7 +1,7 @@
 """A process that computes rewards: `python -m areal_lite.rewards.worker module:function`.
 
-RewardPool starts it. Standard input and output carry the messages of messages.py. The function's
-own output goes to standard error, and its standard input is empty.
+Standard input and output carry the messages of messages.py. The function's own output goes to
+standard error, and its standard input is empty.
 """
 
 from __future__ import annotations

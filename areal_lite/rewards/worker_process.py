@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -34,20 +35,17 @@ class Sample:
 
 
 class WorkerOwner(Protocol):
-    """What a worker process needs of its pool."""
+    """What a worker process needs of its pool (RewardPool)."""
 
     function: str
     timeout_s: float
     workers: list[WorkerProcess]  # those whose process runs
 
-    def dispatch(self) -> None:
-        """Send waiting samples to workers."""
+    def dispatch(self) -> None: ...
 
-    def settle(self, sample: Sample, reply: Reply) -> None:
-        """Give a sample its result."""
+    def settle(self, sample: Sample, reply: Reply) -> None: ...
 
-    def on_retired(self, worker: WorkerProcess, unbegun: list[Sample]) -> None:
-        """Take back the samples that a worker had not begun, and replace the worker."""
+    def on_retired(self, worker: WorkerProcess, unbegun: list[Sample]) -> None: ...
 
 
 class WorkerProcess(asyncio.SubprocessProtocol):
@@ -87,11 +85,9 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     @property
     def usable(self) -> bool:
-        """Whether it can take samples."""
         return self.started and not self._retired and self._transport.get_returncode() is None
 
     def send(self, sample: Sample) -> None:
-        """Send a sample to the process."""
         self.samples.append(sample)
         if len(self.samples) == 1:
             self._waiting_since = self._loop.time()
@@ -105,7 +101,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._kill_group()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note the pipes of the process, which has just started."""
         self._owner.workers.append(self)
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
@@ -113,7 +108,6 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._watch()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Handle Ready and replies."""
         if self._retired:
             return
         self._received += data
@@ -132,7 +126,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._stdin.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the process has ended and that all of its output has been read."""
+        """Report the end of the process, after all of its output."""
         self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
         if not self.ready.done():
             self.ready.set_result(
@@ -191,7 +185,5 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.samples.clear()
 
     def _kill_group(self) -> None:
-        try:
+        with suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(self._transport.get_pid(), signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the whole group has ended

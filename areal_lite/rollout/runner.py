@@ -46,10 +46,7 @@ def load_workflow(config: RolloutConfig) -> Workflow:
 
 @asynccontextmanager
 async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
-    """Await `workflow.start(config)` on entry and `workflow.close()` on exit, where it has them.
-
-    `config` is the command's configuration.
-    """
+    """Await `workflow.start(config)` on entry and `workflow.close()` on exit, where it has them."""
     if start := getattr(workflow, "start", None):
         await start(config)
     try:
@@ -60,9 +57,9 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
 
 
 def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
-    """Start a workflow on a group; return one awaitable of a checked trajectory per episode.
+    """Start a workflow on a group; return an awaitable of a checked trajectory for each episode.
 
-    The awaitables are in the order of the episodes. They raise WorkflowFailed.
+    It raises WorkflowFailed.
     """
     if not getattr(workflow, "grouped", False):
         return [_checked(episode, workflow(episode)) for episode in episodes]
@@ -92,7 +89,6 @@ async def _checked(episode: Episode, running: Awaitable[Trajectory]) -> Trajecto
 
 
 def _check(episode: Episode, trajectory: Any) -> None:
-    """Raise ValueError if what a workflow returned is not a usable trajectory of `episode`."""
     if not isinstance(trajectory, Trajectory):
         raise ValueError(f"the workflow returned {trajectory!r:.100}, not a Trajectory")
     returned = f"{trajectory.group_id}/{trajectory.sample_index}"

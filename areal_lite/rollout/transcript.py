@@ -15,9 +15,8 @@ from areal_lite.trajectory import Trajectory
 class Transcript:
     """The token sequence of one episode.
 
-    Methods that sample append what the policy samples; methods that add append environment tokens,
-    which are not trained on. `finish_reason` is that of the last completion, or `length` once added
-    tokens did not fit.
+    Sampled tokens are trained on, added tokens (of the environment) are not. `finish_reason` is
+    that of the last completion, or `length` once added tokens did not fit.
     """
 
     def __init__(self, episode: Episode, tokens: Sequence[int] | None = None):
@@ -37,7 +36,6 @@ class Transcript:
 
     @property
     def remaining_tokens(self) -> int:
-        """Number of tokens that may still follow."""
         return self._limit - len(self.tokens)
 
     async def sample(
@@ -76,8 +74,7 @@ class Transcript:
     def add_tokens(self, tokens: Sequence[int]) -> bool:
         """Add environment tokens, or return False if they would leave no token for an answer.
 
-        In that case nothing is added and the trajectory is truncated: its finish reason becomes
-        `length`.
+        In that case nothing is added and the finish reason becomes `length`.
         """
         if (
             tokens
@@ -92,7 +89,7 @@ class Transcript:
         return True
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """Return the trajectory so far, unchecked: `run_workflow` checks it."""
+        """Return the trajectory so far; `run_workflow` checks it."""
         episode = self.episode
         versions = np.concatenate([chunk.versions for chunk in self._chunks])
         sampled = [chunk for chunk in self._chunks if chunk.finish_reason]

@@ -54,11 +54,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program.
-
-    `time_s` is wall-clock time from the start of execution. `output_bytes` bounds standard output
-    and standard error, each.
-    """
+    """Limits of one program; `output_bytes` bounds standard output and standard error, each."""
 
     time_s: float = 5.0
     memory_mb: int = 512
@@ -73,8 +69,8 @@ _DEFAULT = Limits()
 class Outcome:
     """How a program ended.
 
-    `ended` is `exit` (then `status` is set, negative for a signal), `timeout`, or `output` (it
-    printed too much).
+    `ended` is `exit`, `timeout`, or `output` (too much of it). `status` is set for `exit` only, and
+    is negative for a signal.
     """
 
     ended: str
@@ -85,14 +81,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the program ended by itself, with status 0."""
         return self.ended == "exit" and self.status == 0
 
 
 async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> Outcome:
     """Run `code` as a separate program. Raises SandboxError if it could not be started.
 
-    Call it from a thread that lasts, such as the main thread: the program dies with it.
+    The program dies with the calling thread.
     """
     scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
     try:
@@ -189,7 +184,6 @@ class _TooMuchOutput(Exception):
 
 
 async def _collect(stream: asyncio.StreamReader, into: bytearray, limit: int) -> None:
-    """Read to the end. Raises _TooMuchOutput after more than `limit` bytes."""
     while data := await stream.read(1 << 16):
         into += data
         if len(into) > limit:
@@ -204,7 +198,6 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def _settings(limits: Limits) -> dict[str, Any]:
-    """Return the settings that confine.py gets as JSON."""
     paths = sysconfig.get_paths()
     packages = list(dict.fromkeys((paths["purelib"], paths["platlib"])))
     libraries = [paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib")]

@@ -36,10 +36,7 @@ MODEL = "policy"
 
 
 class Conversation:
-    """The requests and answers of one episode.
-
-    `truncated` is set when a request is refused because the episode's token budget is used up.
-    """
+    """The requests and answers of one episode; `truncated` if one exceeded its token budget."""
 
     def __init__(self, episode: Episode):
         self.episode = episode

@@ -1,8 +1,7 @@
 """An OpenAI-compatible HTTP endpoint in front of the policy, in the controller's process.
 
 * `POST /v1/chat/completions` and `GET /v1/models`;
-* every episode has its own API key, and the requests under a key are one conversation
-  (conversation.py has its rules);
+* the requests under an episode's API key are one conversation (conversation.py has its rules);
 * sampling is the rollout's: `temperature`, if given, must be rollout.temperature, `top_p` 1,
   penalties 0, `n` 1. A greedy evaluation ignores `temperature`;
 * `max_tokens`, `max_completion_tokens`, `stop` and `tools` work;
@@ -26,11 +25,7 @@ _MAX_REQUEST_BYTES = 64 << 20
 
 
 class OpenAIEndpoint:
-    """The HTTP server.
-
-    `await start()`, then `with conversation(episode) as (api_key, conversation)` per episode, then
-    `await close()`. `base_url` is known once it has started; port 0 picks a free one.
-    """
+    """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self._host = host
@@ -43,7 +38,6 @@ class OpenAIEndpoint:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen for requests."""
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port).start()
         port = self._runner.addresses[0][1]
@@ -51,7 +45,6 @@ class OpenAIEndpoint:
         self.base_url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
-        """Stop listening."""
         await self._runner.cleanup()
 
     @contextlib.contextmanager

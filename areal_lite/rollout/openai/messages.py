@@ -41,8 +41,7 @@ class RequestRefused(Exception):
 def check_settings(body: dict[str, Any], temperature: float) -> None:
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
-    `temperature` is the episode's. At 0 (a greedy evaluation) the request's own temperature is
-    ignored.
+    If `temperature`, the episode's, is 0 (a greedy evaluation), the request's own is ignored.
     """
     for key, value in body.items():
         if value is None or key in _USED | _IGNORED:
@@ -64,7 +63,6 @@ def check_settings(body: dict[str, Any], temperature: float) -> None:
 
 
 def parse_stop(given: Any) -> list[str]:
-    """Return the stop texts of a request."""
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RequestRefused(

@@ -21,14 +21,11 @@ class Agent:
 
     The API key belongs to the episode: all requests under it are one conversation, which becomes
     one trajectory. The agent returns a reward, or None to have the reward function score the last
-    answer. An agent that raises or takes longer than `timeout_s` loses its trajectory. If its token
-    budget was used up, it leaves a truncated trajectory instead.
+    answer. An agent that raises or takes longer than `timeout_s` per episode loses its trajectory.
+    If its token budget was used up, it leaves a truncated trajectory instead.
 
-    Args:
-        agent: its import path, `module:function`.
-        timeout_s: seconds per episode.
-        host: address on which the endpoint listens.
-        port: its port; 0 picks a free one, and `<run_dir>/openai_endpoint.json` says which.
+    The endpoint listens on `host:port`. Port 0 picks a free one, and
+    `<run_dir>/openai_endpoint.json` says which.
     """
 
     def __init__(
@@ -56,13 +53,11 @@ class Agent:
         write_json(self._announcement, {"base_url": self._endpoint.base_url})
 
     async def close(self) -> None:
-        """Stop the endpoint."""
         if self._announcement:
             self._announcement.unlink(missing_ok=True)
         await self._endpoint.close()
 
     async def __call__(self, episode: Episode) -> Trajectory:
-        """Run the agent on one episode."""
         with self._endpoint.conversation(episode) as (api_key, conversation):
             try:
                 async with asyncio.timeout(self._timeout_s):

@@ -31,7 +31,6 @@ class MultiTurn:
         self._max_turns = max_turns
 
     async def __call__(self, episode: Episode) -> Trajectory:
-        """Run one conversation."""
         transcript = Transcript(episode)
         answers: list[str] = []
         while True:

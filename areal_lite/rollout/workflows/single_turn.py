@@ -8,7 +8,6 @@ from areal_lite.trajectory import Trajectory
 
 
 async def single_turn(episode: Episode) -> Trajectory:
-    """Sample one completion of the prompt."""
     transcript = Transcript(episode)
     await transcript.sample()
     return transcript.trajectory()

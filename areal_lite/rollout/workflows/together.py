@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.transcript import Transcript
 from areal_lite.trajectory import Trajectory
@@ -30,18 +31,17 @@ class Together:
         self._say = say
 
     async def __call__(self, episodes: list[Episode]) -> list[Trajectory]:
-        """Run all rounds of one group."""
         transcripts = [Transcript(episode) for episode in episodes]
         answers = await asyncio.gather(*(t.sample_text() for t in transcripts))
         active = list(range(len(transcripts)))
         for _ in range(self._rounds - 1):
-            messages = {i: {"role": "user", "content": self._message(answers, i)} for i in active}
-            active = [i for i in active if transcripts[i].add_messages([messages[i]])]
+            active = [i for i in active if transcripts[i].add_messages([self._message(answers, i)])]
             new = await asyncio.gather(*(transcripts[i].sample_text() for i in active))
             for i, answer in zip(active, new):
                 answers[i] = answer
         return [transcript.trajectory() for transcript in transcripts]
 
-    def _message(self, answers: list[str], sample_index: int) -> str:
+    def _message(self, answers: list[str], sample_index: int) -> Message:
         others = [answer for i, answer in enumerate(answers) if i != sample_index]
-        return self._say.replace("{answers}", "\n\n".join(others))
+        content = self._say.replace("{answers}", "\n\n".join(others))
+        return {"role": "user", "content": content}

@@ -30,7 +30,7 @@ class Tools:
         tools: `calculator`, `python`, or `module:function` of your own, async or plain and quick. A
             function needs type hints and a Google-style docstring, from which its JSON schema for
             the chat template is made.
-        max_turns: answers of the policy after which the episode ends, at the latest.
+        max_turns: answers of the policy after which the episode ends.
         max_characters: a tool's result is cut to this length.
     """
 
@@ -59,7 +59,6 @@ class Tools:
         self._schemas = [_schema(function) for function in self._functions.values()]
 
     async def __call__(self, episode: Episode) -> Trajectory:
-        """Run one conversation."""
         messages = episode.prompt.messages
         tokens = episode.tokenizer.chat(messages, self._schemas) if messages else None
         transcript = Transcript(episode, tokens)

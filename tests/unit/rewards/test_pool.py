@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,9 @@ import pytest
 import uvloop
 
 from areal_lite.rewards.function import load_reward_function
+from areal_lite.rewards.messages import Reply
 from areal_lite.rewards.pool import RewardError, RewardPool
+from areal_lite.rewards.worker_process import Sample
 
 BAD_REWARDS = '''
 import os, signal, subprocess, sys, time
@@ -97,6 +100,21 @@ def run(request):
         yield runner.run
 
 
+class ObservedPool(RewardPool):
+    """A pool that keeps its workers' replies, each of which settles one execution of a sample."""
+
+    def __init__(self, function: str, **settings) -> None:
+        super().__init__(function, **settings)
+        self.replies: list[Reply] = []
+
+    def settle(self, sample: Sample, reply: Reply) -> None:
+        self.replies.append(reply)
+        super().settle(sample, reply)
+
+    def reasons(self) -> Counter[str | None]:
+        return Counter(reply.reason for reply in self.replies)
+
+
 async def outcome(pool: RewardPool, completion: str, answer: str = "") -> float | str:
     try:
         return await pool.score(completion, answer)
@@ -106,12 +124,12 @@ async def outcome(pool: RewardPool, completion: str, answer: str = "") -> float 
 
 def test_results_belong_to_their_samples(run) -> None:
     async def main() -> None:
-        async with RewardPool("bad_rewards:length", workers=2) as pool:
+        async with ObservedPool("bad_rewards:length", workers=2) as pool:
             texts = ["ü" * n for n in [*range(300), 300_000, 7]]
             assert await asyncio.gather(*(pool.score(t, "") for t in texts)) == [
                 len(t) for t in texts
             ]
-            assert pool.stats.scored == len(texts) and not pool.stats.failed
+            assert pool.reasons() == {None: len(texts)}
 
     run(main())
 
@@ -133,13 +151,13 @@ def test_every_failure_has_its_reason_and_harms_no_other_sample(run) -> None:
     samples = [*expected, *["fine"] * 20] * 2
 
     async def main() -> None:
-        async with RewardPool("bad_rewards:act", workers=2, timeout_s=0.3) as pool:
+        async with ObservedPool("bad_rewards:act", workers=2, timeout_s=0.3) as pool:
             outcomes = await asyncio.gather(*(outcome(pool, s) for s in samples))
             assert dict(zip(samples, outcomes)) == expected
             assert outcomes == [expected[s] for s in samples]
-            assert pool.stats.failed == {"died": 2, "exception": 4, "bad_result": 8, "timeout": 4}
-            assert pool.stats.scored == len(samples) - 18
-            assert pool.stats.seconds >= 4 * 0.3
+            failed = {"died": 2, "exception": 4, "bad_result": 8, "timeout": 4}
+            assert pool.reasons() == {None: len(samples) - 18, **failed}
+            assert sum(reply.seconds for reply in pool.replies) >= 4 * 0.3
 
     run(main())
 
@@ -148,12 +166,12 @@ def test_pipelined_samples_survive_the_one_that_kills_their_process(run) -> None
     """After many fast samples several are sent ahead; those behind a killed one run elsewhere."""
 
     async def main() -> None:
-        async with RewardPool("bad_rewards:act", timeout_s=0.3) as pool:
+        async with ObservedPool("bad_rewards:act", timeout_s=0.3) as pool:
             await asyncio.gather(*(pool.score("fine", "") for _ in range(300)))
             samples = ["fine", "sleep", "fine", "exit", "fine", "fine", "spin", "fine"]
             outcomes = await asyncio.gather(*(outcome(pool, s) for s in samples))
             assert outcomes == [1.0, "timeout", 1.0, "died", 1.0, 1.0, "timeout", 1.0]
-            assert pool.stats.scored == 305
+            assert pool.reasons()[None] == 305
 
     run(main())
 
@@ -209,13 +227,13 @@ def test_nothing_that_a_failed_function_started_is_left(
 
 def test_a_cancelled_sample_is_not_executed(run) -> None:
     async def main() -> None:
-        async with RewardPool("bad_rewards:act", timeout_s=5) as pool:
+        async with ObservedPool("bad_rewards:act", timeout_s=5) as pool:
             running, waiting = (asyncio.create_task(pool.score("nap0.1", "")) for _ in range(2))
             await asyncio.sleep(0.02)
             running.cancel()
             waiting.cancel()
             assert await pool.score("fine", "") == 1.0
-            assert pool.stats.scored == 2  # the one that had begun, and the last
+            assert pool.reasons() == {None: 2}  # the one that had begun, and the last
 
     run(main())
 
