@@ -4,16 +4,15 @@
   * `jsonl`: a file with one JSON object per line;
   * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, a folder made by `save_to_disk`,
     or a name on the hub;
-  * `addition`: the quickstart's generated problems, unbounded. Held-out problems do not depend on
-    the seed.
+  * `addition`: the quickstart's generated problems, unbounded.
 
 A row's prompt is a string or a list of messages (`role`, `content`). Its answer is a string, a
 number, or an object or list, which is kept as JSON.
 
 Invariants:
   * every row is checked at loading, and an error names the file, the row and the key;
-  * prompts of more than `data.max_prompt_tokens` tokens are left out at loading, with a warning,
-    and counted in `num_too_long`;
+  * prompts of more than `data.max_prompt_tokens` tokens are left out, with a warning, and counted
+    in `num_too_long`;
   * a `prompt_id` depends on the row's place in its source only, so it is the same in every run;
   * a set keeps text and tokenizes on access.
 """
@@ -66,7 +65,7 @@ class PromptSet(Protocol):
 
 
 def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> PromptSet:
-    """Load the training or the held-out prompts, tokenized for the checkpoint in `model_path`.
+    """Load the training or the held-out prompts for the checkpoint in `model_path`.
 
     Raises ValueError if the source, a file, a row or the tokenizer cannot be used, or if no prompt
     is short enough.
@@ -90,11 +89,12 @@ def load_eval_sets(
     A path is a .jsonl file or anything that `data.source=hf` can load.
     """
 
-    def load(path: str) -> PromptSet:
+    sets = {}
+    for path in paths:
         source = "jsonl" if path.endswith(".jsonl") else "hf"
-        return load_prompts(replace(config, source=source, eval_path=path), model_path, "eval")
-
-    return {Path(path).stem: load(path) for path in paths}
+        own = replace(config, source=source, eval_path=path)
+        sets[Path(path).stem] = load_prompts(own, model_path, "eval")
+    return sets
 
 
 def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
@@ -158,7 +158,7 @@ class TextPrompts:
     def _text(
         self, row_id: str, row: dict[str, Any], config: DataConfig
     ) -> tuple[str, list[Message]]:
-        """Return a row's prompt as text, and the messages that it was rendered from (if any)."""
+        """Return a row's prompt as text, and the messages of a chat."""
         prompt = _value(row_id, row, config.prompt_key)
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]

@@ -1,7 +1,6 @@
 """Readers of data files: each yields rows with an id that says where the row is from.
 
-A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1. It depends on the row's
-place in its source only.
+A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ Row = tuple[str, dict[str, Any]]  # (row id, the row itself)
 
 
 def jsonl_rows(config: DataConfig, split: Split) -> Iterator[Row]:
-    """Read the JSONL file of a split.
-
-    Raises ValueError if there is no such file, or if a line is not an object.
-    """
+    """Read a JSONL file. Raises ValueError without a file, or if a line is not an object."""
     key, path = (
         ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
     )

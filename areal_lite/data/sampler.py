@@ -2,13 +2,11 @@
 
 Invariants:
   * every index is drawn exactly once per epoch;
-  * the order of epoch e depends on (number of prompts, seed, e) only, so it is the same in every
-    process;
+  * the order of epoch e depends on (number of prompts, seed, e) only;
   * an index that was put back is served before any new one;
   * a retired index is never drawn again.
 
-An epoch's order is computed when its first index is drawn. For a million prompts this takes about
-10 ms and 8 MB.
+An epoch's order is computed when its first index is drawn: 10 ms and 8 MB for a million prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class PromptSampler:
 
     @property
     def epoch(self) -> int:
-        """Number of completed passes over the set; always 0 for an unbounded set."""
+        """Number of completed passes; 0 for an unbounded set."""
         return 0 if self._num_prompts is None else self.drawn // self._num_prompts
 
     def next(self) -> int:
@@ -115,7 +113,7 @@ class PromptSampler:
 @lru_cache(maxsize=2)
 def _epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
     """Return a uniformly random permutation of 0..num_prompts-1, int64 [num_prompts]."""
-    # RandomState, not Generator: NumPy keeps its stream the same in every version, so a run that is
-    # resumed with another version still sees the prompts that it has not seen yet.
+    # RandomState, not Generator: its stream is the same in every version of NumPy, so a run can be
+    # resumed with another version.
     bits = np.random.MT19937(np.random.SeedSequence((seed % 2**64, epoch)))
     return np.random.RandomState(bits).permutation(num_prompts)

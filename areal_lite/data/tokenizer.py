@@ -5,8 +5,7 @@
 calls renders the chat templates, so the text is the same.
 
 Invariants:
-  * truncation and padding settings that were saved with a tokenizer are ignored: they would cut
-    prompts silently;
+  * saved settings of truncation and padding are ignored: they would cut prompts silently;
   * nothing is downloaded, and no code of a checkpoint runs except its sandboxed chat template.
 """
 
@@ -45,7 +44,7 @@ class Tokenizer:
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
         # A special token is saved as a string or as the fields of an added token.
-        self._special_tokens: dict[str, str] = {
+        self._special_tokens: dict[str, Any] = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in settings.items()
             if key.endswith("_token") and isinstance(value, (str, dict))

@@ -111,13 +111,13 @@ def make_problem(
 
 
 def prompt(problem: Problem) -> str:
-    """Return the question, each digit after the letter of its place: `b4a7+B8A5=?`."""
+    """Return the question: `b4a7+B8A5=?`."""
     first = _placed(problem.a, problem.digits, FIRST)
     return f"{first}+{_placed(problem.b, problem.digits, SECOND)}=?"
 
 
 def answer(problem: Problem) -> str:
-    """Return the right answer as it stands after `#`, without leading zeros: `x1y3z2`."""
+    """Return the right answer, without leading zeros: `x1y3z2`."""
     total = problem.a + problem.b
     return _placed(total, max(problem.digits, len(str(total))), SUM)
 
@@ -129,7 +129,6 @@ def demonstration(
 
     A carry of 1, that of the last column included, is taken for 0 with probability `forget_carry`.
     A column's sum is replaced by a wrong one (uniform over 0..19) with probability `wrong_sum`.
-    With both at 0 the answer is right. Raises ValueError for a probability outside 0..1.
     """
     for name, p in (("forget_carry", forget_carry), ("wrong_sum", wrong_sum)):
         if not 0.0 <= p <= 1.0:

@@ -19,7 +19,7 @@ def run(config: SftConfig) -> int:
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
     run_dir = Path(config.run_dir)
     save_config(config, run_dir)
-    shown = FollowedProgress(
+    progress = FollowedProgress(
         run_dir,
         "sft",
         config.trainer.steps,
@@ -27,7 +27,7 @@ def run(config: SftConfig) -> int:
         lambda step: {"loss": step["loss"]},
     )
     try:
-        with Roles(run_dir) as roles, shown as progress:
+        with Roles(run_dir) as roles, progress:
             ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
             roles.wait(ranks, watch=progress.poll)
     except RoleFailed as error:

@@ -1,8 +1,7 @@
 """Messages between a reward pool and its worker processes.
 
 A stream, either way, is a sequence of frames: a 4-byte little-endian length and that many bytes of
-msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order, each as soon as it is
-known.
+msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order.
 """
 
 from __future__ import annotations

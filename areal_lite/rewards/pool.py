@@ -16,8 +16,7 @@ Invariants:
     pool raises RuntimeError;
   * nothing blocks the event loop.
 
-Start the pool in a thread that lasts as long as the pool: the kernel kills children with the thread
-that made them.
+Start the pool in a thread that lasts: the kernel kills children with the thread that made them.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from areal_lite.rewards.worker_process import Sample, WorkerProcess
 
 log = logging.getLogger(__name__)
 
-# A worker gets further samples before it has finished one only if samples take less time than a
-# switch between processes is worth.
+# A worker gets samples ahead only if they take less time than a switch between processes.
 _PIPELINE_DEPTH = 8
 _PIPELINE_BELOW_S = 1e-3
 
 
 class RewardError(Exception):
-    """One sample has no reward; `reason` is `exception`, `timeout`, `died` or `bad_result`."""
+    """One sample has no reward; `reason` is one of the module's list."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -41,10 +41,7 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 async def program_reward(completion: str, answer: str) -> float:
-    """Return 1.0 if the program passes all tests, else 0.0.
-
-    Raises ValueError if `answer` has no tests, SandboxError if the sandbox cannot run.
-    """
+    """Return the reward. Raises ValueError if `answer` has no tests, or SandboxError."""
     tests = parse_tests(answer)
     program = extract_program(completion)
     deadline = time.monotonic() + tests.time_limit_s

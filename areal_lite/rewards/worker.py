@@ -22,10 +22,7 @@ from areal_lite.system.processes import die_with_parent
 
 
 def execute(function: RewardFunction, request: Request, runner: asyncio.Runner) -> Reply:
-    """Call the function and return its result; every exception becomes a reply.
-
-    `runner` awaits the result of an async function.
-    """
+    """Call the function, which may be async; every exception becomes a reply."""
     started = time.perf_counter()
     try:
         reward = function(request.completion, request.answer)

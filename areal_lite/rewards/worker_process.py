@@ -146,9 +146,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def _watch(self, overdue_since: float | None = None) -> None:
         """Kill the process if the current wait exceeds its limit at two checks in a row.
 
-        The pipe is read between the two checks. One timer serves many samples: it is set again if
-        the current wait began after the timer was set. `overdue_since` is the wait that the
-        previous check found overdue.
+        The pipe is read between the two. `overdue_since` is the wait that the previous check found
+        overdue. One timer serves many samples: it is set again if the wait began after it was set.
         """
         self._watchdog = None
         if self.started and not self.samples:

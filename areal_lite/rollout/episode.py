@@ -36,15 +36,15 @@ Workflow = Callable[..., Awaitable[Any]]
 
 
 class WorkflowFailed(Exception):
-    """A workflow made no usable trajectory of an episode; the message says why."""
+    """A workflow made no usable trajectory of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One sample of a group: a prompt, and the means to answer it.
 
-    `params` says how the policy is sampled. `params.max_new_tokens` bounds everything that follows
-    the prompt, environment tokens included. `clock()` returns seconds.
+    `params.max_new_tokens` bounds everything that follows the prompt, environment tokens included.
+    `clock()` returns seconds.
 
     `complete(tokens, max_new_tokens=None, stop=())` continues `tokens` (int32 [n]) and returns the
     finished Completion. It ends at an end token, after `max_new_tokens`, or with the token that
@@ -71,7 +71,7 @@ def grouped(workflow: Workflow) -> Workflow:
 
 
 def sampled_turns(trajectory: Trajectory) -> list[slice]:
-    """Return the runs of sampled tokens in order: the policy's turns. The last one is scored."""
+    """Return the runs of sampled tokens: the policy's turns. The last one is scored."""
     mask = trajectory.loss_mask  # the first token is never sampled
     edges = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2])]

@@ -1,8 +1,8 @@
 """Loading and running workflows; areal_lite/rollout/episode.py says what a workflow is.
 
-A class is instantiated once, with `rollout.workflow_args` as keyword arguments, and its instance is
-called. If the instance has `async def start(config)` and `async def close()`, they are awaited
-before the first and after the last episode.
+A class is instantiated once, with `rollout.workflow_args` as keyword arguments. If the instance has
+`async def start(config)` and `async def close()`, they are awaited before the first and after the
+last episode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_lite.trajectory import Trajectory
 
 
 def load_workflow(config: RolloutConfig) -> Workflow:
-    """Import the workflow `rollout.workflow`. Raises ValueError if it cannot be used."""
+    """Import `rollout.workflow`. Raises ValueError if it cannot be used."""
     name, arguments = config.workflow, config.workflow_args
     workflow: Any = load_object("rollout.workflow", name)
     if inspect.isclass(workflow):

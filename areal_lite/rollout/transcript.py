@@ -43,8 +43,7 @@ class Transcript:
     ) -> Completion:
         """Sample a completion and return its tokens without decoding them.
 
-        `remaining_tokens` must be positive; it bounds `max_new_tokens`. `stop` is as in
-        `Episode.complete`.
+        `remaining_tokens` must be positive; it bounds `max_new_tokens`.
         """
         budget = self.remaining_tokens
         if max_new_tokens is not None:
@@ -110,7 +109,7 @@ class Transcript:
         )
 
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample: version -1, log-prob 0."""
+        """Append environment tokens: version -1, log-prob 0."""
         count = len(tokens)
         self._chunks.append(
             GenerationChunk(

@@ -1,7 +1,7 @@
 """The inside of the sandbox: a script that gives up its rights, then runs `program.py`.
 
 run.py starts it as `python -I -S confine.py SETTINGS` in the program's folder. It uses the standard
-library only and starts fast. Its steps, in order:
+library only. Its steps, in order:
   1. the kernel kills it when its parent dies;
   2. resource limits;
   3. no capabilities and no new privileges;
@@ -77,7 +77,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Confine this process as the JSON argument says, then run `program.py` as `__main__`."""
     settings = json.loads(sys.argv[1])
     try:
         confine(settings)
@@ -135,7 +134,6 @@ def _drop_privileges(capset: int) -> None:
 
 
 def _restrict_files(readable: list[str]) -> None:
-    """Deny all access to files, except reading `readable` and writing the working directory."""
     version = _check(
         _libc.syscall(_LANDLOCK_CREATE, None, 0, 1),
         "Landlock is not available (Linux 5.13 or later has it)",

@@ -9,12 +9,11 @@ The kernel guarantees, for any user and without namespaces (confine.py):
     and output;
   * the process is killed when its wall-clock time is over, counted from the start of execution, and
     when the process that started it dies;
-  * it sees no environment variable, no argument and no open file of ours.
+  * it sees no environment variable, argument or open file of ours.
 
 Not covered: holes in the system calls that are left (confine.py lists them), the sum of the files
-that are written during a run (each file is limited), and the names and sizes of files elsewhere
-(`stat` works). Where the kernel cannot confine (Linux before 5.13, Landlock disabled, not Linux)
-nothing runs and SandboxError is raised.
+that are written, and the names and sizes of files elsewhere (`stat` works). Where the kernel cannot
+confine (Linux before 5.13, Landlock disabled, not Linux) nothing runs and SandboxError is raised.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Rules:
   * a request's messages begin with all messages of the conversation so far, the policy's answers as
     they were given (apart from white space around them), and add at least one;
-  * messages that are known stand for the tokens that were recorded: only new messages are
-    tokenized, and nothing that was sampled ever is;
+  * messages that are known stand for the recorded tokens: only new messages are tokenized;
   * a request that begins differently (an edited history, a second conversation, another sample of
-    an answer) is refused: one episode is one sequence, and the policy must have seen its tokens in
-    this order;
+    an answer) is refused: the policy must have seen the tokens of an episode in one order;
   * a retry of the last request gets the same answer.
 """
 
@@ -49,7 +47,7 @@ class Conversation:
         self._lock = asyncio.Lock()
 
     async def chat(self, body: dict[str, Any], is_retry: bool) -> dict[str, Any]:
-        """Return the response to one request. Raises RequestRefused."""
+        """Answer one request. Raises RequestRefused."""
         async with self._lock:
             messages = parse_messages(body.get("messages"))
             if is_retry and self._messages and same_messages(messages, self._messages[:-1]):
@@ -74,7 +72,7 @@ class Conversation:
             return self._response
 
     def trajectory(self, reward: float | None) -> Trajectory:
-        """Return the trajectory of the conversation. Raises ValueError if there was no request."""
+        """Return the trajectory. Raises ValueError if there was no request."""
         if self._transcript is None:
             raise ValueError("the agent asked the policy nothing")
         if self.truncated:
@@ -82,7 +80,6 @@ class Conversation:
         return self._transcript.trajectory(reward)
 
     def _new_messages(self, messages: list[Message]) -> list[Message]:
-        """Return the messages after those that are known; refuse a conversation that diverged."""
         known = len(self._messages)
         for index, (given, recorded) in enumerate(zip(messages, self._messages)):
             if not same_messages([given], [recorded]):
@@ -100,7 +97,7 @@ class Conversation:
         return messages[known:]
 
     def _extend(self, new: list[Message], tools: list[dict[str, Any]]) -> Transcript:
-        """Begin the transcript, or add messages to it; refuse them when the budget is used up."""
+        """Begin the transcript, or add messages to it."""
         tokenizer = self.episode.tokenizer
         if self._transcript is None:
             self._transcript = Transcript(self.episode, tokenizer.chat(new, tools))
@@ -116,7 +113,7 @@ class Conversation:
 async def _respond(
     transcript: Transcript, max_tokens: int | None, stop: list[str], has_tools: bool
 ) -> dict[str, Any]:
-    """Sample an answer and return it as a `chat.completion` object."""
+    """Sample an answer as a `chat.completion` object."""
     before = len(transcript.tokens)
     text = await transcript.sample_text(max_tokens, stop)
     after = len(transcript.tokens)

@@ -4,8 +4,8 @@
 * the requests under an episode's API key are one conversation (conversation.py has its rules);
 * sampling is the rollout's: `temperature`, if given, must be rollout.temperature, `top_p` 1,
   penalties 0, `n` 1. A greedy evaluation ignores `temperature`;
-* `max_tokens`, `max_completion_tokens`, `stop` and `tools` work;
-* any other setting that would change the answer is refused by name with status 400.
+* `max_tokens`, `max_completion_tokens`, `stop` and `tools` work; any other setting that would
+  change the answer is refused by name with status 400.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OpenAIEndpoint:
 
     @contextlib.contextmanager
     def conversation(self, episode: Episode) -> Iterator[tuple[str, Conversation]]:
-        """Open an episode's conversation under a new API key, which is valid inside the block."""
+        """Open a conversation under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
         conversation = self._conversations[key] = Conversation(episode)
         try:

@@ -1,7 +1,7 @@
 """Chat completion requests: their settings, and their messages as the chat template takes them.
 
-Pure functions. They raise RequestRefused for everything that would change the distribution that the
-policy is sampled from, and for everything that is not supported.
+The functions raise RequestRefused for what is not supported or would change the distribution that
+the policy is sampled from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ONLY_VALUE = {
 
 
 class RequestRefused(Exception):
-    """A request that is answered with status 400, this message and the error code `code`."""
+    """A request that is answered with status 400, this message and `code`."""
 
     def __init__(self, message: str, code: str = "unsupported_value"):
         super().__init__(message)
@@ -72,7 +72,7 @@ def parse_stop(given: Any) -> list[str]:
 
 
 def parse_messages(given: Any) -> list[Message]:
-    """Return a request's messages, with text as content and tool arguments as objects."""
+    """Return messages with text as content and tool arguments as objects."""
     if (
         not isinstance(given, list)
         or not given

@@ -1,4 +1,4 @@
-"""Arithmetic for the `calculator` tool, safe for any text that a policy writes."""
+"""The `calculator` tool, safe for any text that a policy writes."""
 
 from __future__ import annotations
 

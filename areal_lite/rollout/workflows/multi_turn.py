@@ -40,7 +40,9 @@ class MultiTurn:
                 reply = await reply
             if isinstance(reply, Real):
                 return transcript.trajectory(float(reply))
-            if reply is None or len(answers) == self._max_turns:
-                return transcript.trajectory()
-            if not transcript.add_messages([{"role": "user", "content": reply}]):
+            if (
+                reply is None
+                or len(answers) == self._max_turns
+                or not transcript.add_messages([{"role": "user", "content": reply}])
+            ):
                 return transcript.trajectory()

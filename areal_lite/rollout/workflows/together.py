@@ -14,8 +14,7 @@ class Together:
     """A grouped workflow of `rounds` answers per sample.
 
     `say` is the message between two rounds; `{answers}` in it stands for the other samples' last
-    answers. A sample whose token budget is used up gives no more answers, and the others still read
-    its last one.
+    answers. A sample whose token budget is used up gives no more answers; its last one stays.
     """
 
     grouped = True

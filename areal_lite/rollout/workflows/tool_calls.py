@@ -23,7 +23,7 @@ class ToolCall(msgspec.Struct):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """Return a text's calls in order; a call that cannot be parsed becomes an error message."""
+    """Return a text's calls; one that cannot be parsed becomes an error message."""
     return [_parse(body) for body in _CALL.findall(text)]
 
 
@@ -35,5 +35,4 @@ def _parse(body: str) -> ToolCall | str:
 
 
 def without_tool_calls(text: str) -> str:
-    """Return the text outside the calls."""
     return _CALL.sub("", text).strip()

@@ -1,8 +1,8 @@
 """Tool use: the policy calls functions (tool_calls.py has the format) and reads what they return.
 
 A call ends the policy's turn, as chat models are trained to do, and the result follows as a `tool`
-message of the chat template. A turn without a call is the final answer. An error in a call is
-returned to the policy as text: it may learn from it.
+message. A turn without a call is the final answer. An error in a call is returned as text: the
+policy may learn from it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Tools:
         return transcript.trajectory()
 
     async def _result(self, call: ToolCall | str) -> str:
-        """Return what a call returns, or what is wrong with it, as text."""
         if isinstance(call, str):
             return f"error: {call}"
         if call.name not in self._functions:
