@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.rows import Split
@@ -17,23 +19,21 @@ class AdditionPrompts:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
         self._tokenizer = tokenizer
-        self._split: addition.Split = "train" if split == "train" else "test"
+        own_split: addition.Split = "train" if split == "train" else "test"
         # Runs of different seeds are compared on the same held-out problems.
-        self._seed = config.seed if split == "train" else 0
-        self._max_digits = config.max_digits
+        seed = config.seed if split == "train" else 0
+        self._prefix = f"addition/{own_split}/{seed}"
+        self._problem = partial(
+            addition.make_problem, own_split, seed=seed, max_digits=config.max_digits
+        )
         self._problem(0)  # raises ValueError now if data.max_digits is wrong
 
     def __getitem__(self, index: int) -> Prompt:
         problem = self._problem(index)
         text = addition.prompt(problem)
         return Prompt(
-            prompt_id=f"addition/{self._split}/{self._seed}:{index}",
+            prompt_id=f"{self._prefix}:{index}",
             tokens=self._tokenizer.encode(text),
             answer=addition.answer(problem),
             text=text,
-        )
-
-    def _problem(self, index: int) -> addition.Problem:
-        return addition.make_problem(
-            self._split, index, seed=self._seed, max_digits=self._max_digits
         )

@@ -90,7 +90,7 @@ class RewardPool:
         workers = list(self.workers)
         for worker in workers:
             worker.stop()
-        self._fail_queue(self._unusable)
+        self._fail_queue()
         await asyncio.gather(*self._replacements, *(worker.gone for worker in workers))
 
     async def score(self, completion: str, answer: str) -> float:
@@ -156,10 +156,10 @@ class RewardPool:
             self._size -= 1
             if self._size == 0 and not self._unusable:
                 self._unusable = f"no reward worker is left, and a new one cannot start: {error}"
-                self._fail_queue(self._unusable)
+                self._fail_queue()
 
-    def _fail_queue(self, reason: str) -> None:
+    def _fail_queue(self) -> None:
         while self._queue:
             sample = self._queue.popleft()
             if not sample.result.done():
-                sample.result.set_exception(RuntimeError(reason))
+                sample.result.set_exception(RuntimeError(self._unusable))

@@ -202,7 +202,7 @@ def _settings(limits: Limits) -> dict[str, Any]:
     libraries = [paths["stdlib"], paths["platstdlib"], os.path.join(sys.base_prefix, "lib")]
     return {
         "parent": os.getpid(),
-        "readable": [*dict.fromkeys((*packages, *libraries, *_SYSTEM_FILES))],
+        "readable": [*packages, *libraries, *_SYSTEM_FILES],
         "packages": packages,
         "memory_bytes": limits.memory_mb << 20,
         "file_bytes": limits.file_mb << 20,
