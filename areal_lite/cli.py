@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hydra.errors import HydraException
@@ -80,26 +79,6 @@ _SWEEP = ("--multirun", "-m")
 _FLAGS = (*_HELP, *_SWEEP, "--cfg", *_MODES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A command line, taken apart."""
-
-    command: str
-    flags: frozenset[str]
-    overrides: list[str]
-
-    @property
-    def entry(self) -> str:
-        """The function that runs it, as module:function."""
-        modes = [_MODES[flag].entry for flag in _MODES if flag in self.flags]
-        return modes[0] if modes else _COMMANDS[self.command].entry
-
-    @property
-    def sweeps(self) -> bool:
-        """Whether several values of a key mean several runs."""
-        return not self.flags.isdisjoint(_SWEEP)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     _import_from_working_directory()
@@ -109,16 +88,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if args else 2
     command = args[0]
     try:
-        request = _parse(command, args[1:])
-        if text := _shown(request):
+        flags, overrides = _parse(command, args[1:])
+        if text := _shown(command, flags, overrides):
             print(text)
             return 0
-        configs = _configs(request)
+        configs = _configs(command, flags, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, command))
     except ValueError as error:
         return _fail(str(error))
-    return _run(request.entry, configs)
+    modes = [mode.entry for flag, mode in _MODES.items() if flag in flags]
+    return _run(modes[0] if modes else _COMMANDS[command].entry, configs)
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
@@ -145,12 +125,12 @@ def _import_from_working_directory() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _parse(command: str, args: list[str]) -> Request:
-    """Take the arguments of a command apart. Raises ValueError for what is unknown."""
+def _parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
+    """Return the flags and the overrides in `args`. Raises ValueError for what is unknown."""
     if command not in _COMMANDS:
         hint = did_you_mean(command, _COMMANDS) or f"choose one of {', '.join(_COMMANDS)}"
         raise ValueError(f"unknown command {command!r}; {hint}")
-    flags = frozenset(arg for arg in args if arg.startswith("-"))
+    flags = {arg for arg in args if arg.startswith("-")}
     for flag in sorted(flags.difference(_FLAGS)):
         hint = did_you_mean(flag, _FLAGS) or f"choose one of {', '.join(_FLAGS)}"
         raise ValueError(f"unknown option {flag}; {hint}")
@@ -160,26 +140,26 @@ def _parse(command: str, args: list[str]) -> Request:
     overrides = [arg for arg in args if arg not in flags]
     if "--cfg" in flags and "job" in overrides:  # Hydra's `--cfg job`
         overrides.remove("job")
-    return Request(command=command, flags=flags, overrides=overrides)
+    return flags, overrides
 
 
-def _shown(request: Request) -> str:
+def _shown(command: str, flags: set[str], overrides: list[str]) -> str:
     """Return the text that is asked for instead of a run: the help, the settings, or nothing."""
-    if not request.flags.isdisjoint(_HELP):
-        return _help(request.command, compose_config(request.command, request.overrides))
-    if "--cfg" in request.flags:
-        return OmegaConf.to_yaml(compose_config(request.command, request.overrides)).rstrip("\n")
+    if not flags.isdisjoint(_HELP):
+        return _help(command, compose_config(command, overrides))
+    if "--cfg" in flags:
+        return OmegaConf.to_yaml(compose_config(command, overrides)).rstrip("\n")
     return ""
 
 
-def _configs(request: Request) -> list[Any]:
+def _configs(command: str, flags: set[str], overrides: list[str]) -> list[Any]:
     """Return the checked configuration of each run."""
-    if not request.sweeps:
-        return [checked_config(request.command, request.overrides)]
+    if flags.isdisjoint(_SWEEP):
+        return [checked_config(command, overrides)]
     from areal_lite.launch.sweep import sweep
 
-    run_dir = compose_config(request.command, []).get("run_dir")
-    return [checked_config(request.command, one) for one in sweep(request.overrides, run_dir)]
+    run_dir = compose_config(command, []).get("run_dir")
+    return [checked_config(command, one) for one in sweep(overrides, run_dir)]
 
 
 def _run(entry: str, configs: list[Any]) -> int:

@@ -5,6 +5,8 @@ and help, rules.py holds the rules over several, compose.py reads conf/ and the 
 reference.py makes the help and docs/configuration.md. Nothing here imports torch.
 """
 
+# ruff: noqa: F401 - the other rooms import these names from here
+
 from areal_lite.config.algo import (
     AdvantageConfig,
     AlgoConfig,
@@ -32,39 +34,3 @@ from areal_lite.config.files import load_config, save_config, to_dataclass
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
-
-__all__ = [
-    "AdvantageConfig",
-    "AlgoConfig",
-    "BufferConfig",
-    "COMMANDS",
-    "ClusterConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "EvalCommandConfig",
-    "EvalConfig",
-    "GenerateConfig",
-    "KLConfig",
-    "LoggerConfig",
-    "MakeModelConfig",
-    "QuickstartConfig",
-    "ReplayConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "ServerConfig",
-    "SftConfig",
-    "ShapingConfig",
-    "SlurmConfig",
-    "SyncConfig",
-    "TrainConfig",
-    "TrainerConfig",
-    "check_fields",
-    "compose_config",
-    "config_dir",
-    "load_config",
-    "register",
-    "save_config",
-    "settings_of",
-    "to_dataclass",
-]

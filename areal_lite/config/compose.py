@@ -28,19 +28,14 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """
     register()
     schema = COMMANDS[command]
-    free = [key for key, kind in keys_of(schema).items() if get_origin(kind) is dict]
+    # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
+    free = tuple(f"{key}." for key, kind in keys_of(schema).items() if get_origin(kind) is dict)
+    marked = [
+        f"++{override}" if f"{override.partition('=')[0]}.".startswith(free) else override
+        for override in overrides
+    ]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        composed = compose(command, [_marked(override, free) for override in overrides])
+        composed = compose(command, marked)
     # Hydra accepts any +key=value. This refuses a key that the schema does not have.
     OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed))
     return composed
-
-
-def _marked(override: str, free: list[str]) -> str:
-    """Mark an override with ++, as Hydra requires for a new key, inside the `free` settings.
-
-    In these settings, such as server.args, users choose the keys.
-    """
-    key = override.partition("=")[0]
-    is_free = any(f"{key}.".startswith(f"{setting}.") for setting in free)
-    return f"++{override}" if is_free else override

@@ -10,10 +10,28 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, cast, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 _KEY = "setting"
+
+
+class Bound(NamedTuple):
+    """How a value is compared with a limit, and how the reference and an error write that."""
+
+    holds: Callable[[Any, float], bool]
+    sign: str
+    words: str
+
+
+_BOUNDS = {
+    "minimum": Bound(operator.ge, ">=", "at least"),
+    "above": Bound(operator.gt, ">", "more than"),
+    "maximum": Bound(operator.le, "<=", "at most"),
+    "below": Bound(operator.lt, "<", "less than"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,22 +39,14 @@ class Setting:
     """What one key means and which values it takes."""
 
     help: str
-    choices: tuple[str, ...] = ()
-    importable: bool = False
-    minimum: float | None = None
-    above: float | None = None
-    maximum: float | None = None
-    below: float | None = None
+    choices: tuple[str, ...]
+    importable: bool
+    limits: list[tuple[Bound, float]]
 
     def accepts(self, value: Any) -> bool:
         """Tell whether `value` is one of the choices and within the bounds."""
-        return (
-            (not self.choices or value in self.choices or (self.importable and ":" in value))
-            and (self.minimum is None or value >= self.minimum)
-            and (self.above is None or value > self.above)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.below is None or value < self.below)
-        )
+        chosen = not self.choices or value in self.choices or (self.importable and ":" in value)
+        return chosen and all(bound.holds(value, limit) for bound, limit in self.limits)
 
     @property
     def remedy(self) -> str:
@@ -44,15 +54,7 @@ class Setting:
         if self.choices:
             own = ", or name your own as module:name" if self.importable else ""
             return f"choose one of {', '.join(self.choices)}{own}"
-        bounds = {
-            "at least": self.minimum,
-            "more than": self.above,
-            "at most": self.maximum,
-            "less than": self.below,
-        }
-        return "must be " + " and ".join(
-            f"{words} {bound:g}" for words, bound in bounds.items() if bound is not None
-        )
+        return "must be " + " and ".join(f"{bound.words} {x:g}" for bound, x in self.limits)
 
 
 def setting(
@@ -61,10 +63,7 @@ def setting(
     *,
     choices: tuple[str, ...] = (),
     importable: bool = False,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
+    **bounds: float,
 ) -> Any:
     """Declare a dataclass field. A list or dict default is copied for each instance.
 
@@ -73,17 +72,10 @@ def setting(
         help: What the setting is, with its unit, in sentences.
         choices: The allowed strings. Empty: any value of the field's type.
         importable: Allow `module:name` besides the choices.
-        minimum, above, maximum, below: Bounds; `above` and `below` exclude the bound itself.
+        bounds: minimum, above, maximum, below; `above` and `below` exclude the bound itself.
     """
-    about = Setting(
-        help=help,
-        choices=choices,
-        importable=importable,
-        minimum=minimum,
-        above=above,
-        maximum=maximum,
-        below=below,
-    )
+    limits = [(_BOUNDS[name], limit) for name, limit in bounds.items()]
+    about = Setting(help=help, choices=choices, importable=importable, limits=limits)
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata={_KEY: about})
     return field(default=default, metadata={_KEY: about})
@@ -94,14 +86,21 @@ def settings_of(section: Any) -> dict[str, Setting]:
     return {item.name: item.metadata[_KEY] for item in fields(section) if _KEY in item.metadata}
 
 
-def keys_of(schema: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every dotted key of a config dataclass, those of sections included."""
-    found = {}
+def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield `schema` and, depth first, its sections, each after the prefix of its keys."""
+    yield prefix, schema
     for name, kind in get_type_hints(schema).items():
-        found[f"{prefix}{name}"] = kind
         if is_dataclass(kind):
-            found |= keys_of(cast(type, kind), f"{prefix}{name}.")
-    return found
+            yield from sections(cast(type, kind), f"{prefix}{name}.")
+
+
+def keys_of(schema: type) -> dict[str, Any]:
+    """Return the type of every dotted key of a config dataclass, those of sections included."""
+    return {
+        f"{prefix}{name}": kind
+        for prefix, section in sections(schema)
+        for name, kind in get_type_hints(section).items()
+    }
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -109,10 +108,8 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
     Raises ValueError that names the dotted key, its value and the remedy.
     """
-    for name, about in settings_of(config).items():
-        value = getattr(config, name)
-        if value is not None and not about.accepts(value):
-            raise ValueError(f"{prefix}{name}={value}: {about.remedy}")
-    for item in fields(config):
-        if is_dataclass(section := getattr(config, item.name)):
-            check_fields(section, f"{prefix}{item.name}.")
+    for inner, section in sections(type(config)):
+        for name, about in settings_of(section).items():
+            value = operator.attrgetter(f"{inner}{name}")(config)
+            if value is not None and not about.accepts(value):
+                raise ValueError(f"{prefix}{inner}{name}={value}: {about.remedy}")

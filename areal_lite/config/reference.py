@@ -7,18 +7,17 @@ Both come from the metadata of the fields (fields.py) and the values that conf/ 
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from areal_lite.config.commands import COMMANDS
 from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir
-from areal_lite.config.fields import Setting, settings_of
+from areal_lite.config.fields import Setting, sections, settings_of
 
 _COLUMNS = 100
 _HELP_COLUMN = 40
@@ -29,8 +28,7 @@ _OBVIOUS = (*_TYPES.values(), "list", "keys and values")
 _GLUE = "\0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One setting. `value` is what it has unless it is overridden, as one would write it."""
 
     key: str
@@ -39,48 +37,26 @@ class Row:
     help: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """The settings under `key` (empty for those of the command itself), without sub-sections."""
-
-    schema: type
-    key: str
-    about: str
-    rows: list[Row]
-
-
-def sections(schema: type, values: Mapping[str, Any], key: str = "") -> Iterator[Section]:
-    """Yield the section of `schema` and, depth first, its sub-sections, with composed `values`."""
-    hints = get_type_hints(schema)
-    prefix = f"{key}." if key else ""
-    rows = [
-        Row(
-            key=f"{prefix}{name}",
-            value=_written(values[name]),
-            allowed=_allowed(setting, hints[name]),
-            help=setting.help,
-        )
-        for name, setting in settings_of(schema).items()
+def _rows(prefix: str, section: type, composed: DictConfig) -> list[Row]:
+    """Return the settings of a section, without those of its sub-sections."""
+    node = OmegaConf.select(composed, prefix[:-1]) if prefix else composed
+    values: Any = OmegaConf.to_container(node, resolve=False)
+    hints = get_type_hints(section)
+    return [
+        Row(f"{prefix}{name}", _written(values[name]), _allowed(about, hints[name]), about.help)
+        for name, about in settings_of(section).items()
     ]
-    about = (schema.__doc__ or "").partition("\n")[0]
-    yield Section(schema=schema, key=key, about=about, rows=rows)
-    for item in fields(schema):
-        if is_dataclass(hint := hints[item.name]):
-            assert isinstance(hint, type)
-            yield from sections(hint, values[item.name], f"{prefix}{item.name}")
+
+
+def _about(section: type) -> str:
+    return (section.__doc__ or "").partition("\n")[0]
 
 
 def _written(value: Any) -> str:
     """Write a value as in an override."""
-    if value == MISSING:
-        return "(required)"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    if isinstance(value, str):
+        return "(required)" if value == MISSING else value
+    return json.dumps(value, ensure_ascii=False).replace('"', "")
 
 
 def _allowed(setting: Setting, hint: Any) -> str:
@@ -92,9 +68,8 @@ def _allowed(setting: Setting, hint: Any) -> str:
     if nullable:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     text = _TYPES.get(hint) or ("list" if get_origin(hint) is list else "keys and values")
-    bounds = {">=": setting.minimum, ">": setting.above, "<=": setting.maximum, "<": setting.below}
-    limits = [f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None]
-    return " ".join([text, " and ".join(limits)]).strip() + (" or null" if nullable else "")
+    limits = " and ".join(f"{bound.sign} {limit:g}" for bound, limit in setting.limits)
+    return f"{text} {limits}".strip() + (" or null" if nullable else "")
 
 
 def groups() -> dict[str, list[str]]:
@@ -123,19 +98,12 @@ def groups_text() -> str:
 
 def help_text(command: str, composed: DictConfig) -> str:
     """Return the settings of a command, by section, for a terminal of 100 columns."""
-    return "\n\n".join(
-        "\n".join([_heading(section), *map(_help_row, section.rows)])
-        for section in sections(COMMANDS[command], _values(composed))
-        if section.rows
-    )
-
-
-def _values(composed: DictConfig) -> dict[str, Any]:
-    return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
-
-
-def _heading(section: Section) -> str:
-    return f"{section.key}: {section.about}" if section.key else "general:"
+    parts = []
+    for prefix, section in sections(COMMANDS[command]):
+        if rows := _rows(prefix, section, composed):
+            heading = f"{prefix[:-1]}: {_about(section)}" if prefix else "general:"
+            parts.append("\n".join([heading, *map(_help_row, rows)]))
+    return "\n\n".join(parts)
 
 
 def _help_row(row: Row) -> str:
@@ -175,29 +143,30 @@ def page() -> str:
     shown: list[type] = []
     for command in _PAGE_COMMANDS:
         schema, shared = COMMANDS[command], []
+        composed = compose_config(command, [])
         extends = issubclass(schema, tuple(shown))
         text += f"\n## areal-lite {command}\n"
-        for section in sections(schema, _values(compose_config(command, []))):
-            if section.schema is schema and extends:
-                text += f"\n{section.about}\n"
-            elif section.schema not in shown:
-                text += _table(section)
-                shown.append(section.schema)
-            elif "." not in section.key:
-                shared.append(section.key)
+        for prefix, section in sections(schema):
+            if section is schema and extends:
+                text += f"\n{_about(section)}\n"
+            elif section not in shown:
+                text += _table(prefix, section, composed)
+                shown.append(section)
+            elif prefix.count(".") == 1:
+                shared.append(prefix[:-1])
         if shared and not extends:
             text += f"\nAlso {_codes(shared)}, as above.\n"
     return text
 
 
-def _table(section: Section) -> str:
-    heading = f"\n### {section.key}\n" if section.key else ""
+def _table(prefix: str, section: type, composed: DictConfig) -> str:
+    heading = f"\n### {prefix[:-1]}\n" if prefix else ""
     rows = [
         f"| `{row.key}` | `{row.value}` | {_cell(row.allowed)} | {_cell(row.help)} |"
-        for row in section.rows
+        for row in _rows(prefix, section, composed)
     ]
     top = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    return f"{heading}\n{section.about}\n\n" + "\n".join(top + rows) + "\n"
+    return f"{heading}\n{_about(section)}\n\n" + "\n".join(top + rows) + "\n"
 
 
 def _codes(names: list[str]) -> str:

@@ -39,13 +39,11 @@ def check_rules(config: Any) -> None:
 
 
 def check_data(data: DataConfig) -> None:
-    """Check that a data set that is read has a path. Raises ValueError."""
     if data.source in ("jsonl", "hf") and not data.path:
         raise ValueError(f"data.path is not set: data.source={data.source} needs it")
 
 
 def check_server(server: ServerConfig) -> None:
-    """Check that servers that other machines can reach need a key. Raises ValueError."""
     if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(
             f"server.host={server.host} is reachable from outside: "
@@ -54,7 +52,6 @@ def check_server(server: ServerConfig) -> None:
 
 
 def check_training(config: TrainConfig) -> None:
-    """Check the rules of a training run. Raises ValueError."""
     rollout = config.rollout
     if rollout.group_size > rollout.max_concurrent:
         raise ValueError(
@@ -70,7 +67,7 @@ def check_training(config: TrainConfig) -> None:
 
 
 def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
-    """Check the layout, the schedule and the batch of the trainer at `key`. Raises ValueError."""
+    """Check the layout, the schedule and the batch of the trainer at `key`."""
     _parallel(trainer, key)
     _schedule(trainer, key)
     shards = trainer.data_parallel * trainer.minibatches
@@ -121,7 +118,6 @@ def _schedule(trainer: TrainerConfig, key: str) -> None:
 
 
 def check_algo(config: TrainConfig) -> None:
-    """Check what the objective needs of other settings. Raises ValueError."""
     _proximal_policy(config)
     _reference_policy(config)
     _correction(config)
@@ -147,15 +143,11 @@ def _proximal_policy(config: TrainConfig) -> None:
             "algo.prox=reuse is exact with one minibatch only, "
             f"trainer.minibatches={minibatches}: use recompute"
         )
-    if algo.prox == "recompute":
-        return
-    needs = {
-        "algo.kl.into=reward": algo.kl.coef and algo.kl.into == "reward",
-        "algo.loss=tb": algo.loss == "tb",
-    }
-    for key in (key for key, needed in needs.items() if needed):
+    in_reward = algo.kl.coef and algo.kl.into == "reward"
+    if algo.prox != "recompute" and (in_reward or algo.loss == "tb"):
+        cause = "algo.kl.into=reward" if in_reward else "algo.loss=tb"
         raise ValueError(
-            f"algo.prox={algo.prox}: {key} needs the log-probs before the update, use recompute"
+            f"algo.prox={algo.prox}: {cause} needs the log-probs before the update, use recompute"
         )
 
 
@@ -185,7 +177,6 @@ def _correction(config: TrainConfig) -> None:
 
 
 def check_sampling(config: TrainConfig) -> None:
-    """Check the choice of groups and of prompts. Raises ValueError."""
     rollout = config.rollout
     if rollout.active_sampling and rollout.group_size == 1:
         raise ValueError(
@@ -200,7 +191,6 @@ def check_sampling(config: TrainConfig) -> None:
 
 
 def check_replay(config: TrainConfig) -> None:
-    """Check the replay buffer, if there is one. Raises ValueError."""
     replay, group_size = config.buffer.replay, config.rollout.group_size
     if not replay.capacity:
         return
@@ -226,14 +216,14 @@ def check_replay(config: TrainConfig) -> None:
         "buffer.fixed_lag": config.buffer.fixed_lag,
         "rollout.retire_above": config.rollout.retire_above is not None,
     }
-    for key in (key for key, is_set in conflicts.items() if is_set):
-        raise ValueError(
-            f"{key} does not go with {capacity}, for which generation never stops: unset one"
-        )
+    for key, is_set in conflicts.items():
+        if is_set:
+            raise ValueError(
+                f"{key} does not go with {capacity}, for which generation never stops: unset one"
+            )
 
 
 def check_evaluation(config: TrainConfig) -> None:
-    """Check the sets of held-out problems. Raises ValueError."""
     sets = config.eval.sets
     if len({Path(path).stem for path in sets}) < len(sets):
         raise ValueError(
@@ -246,7 +236,7 @@ def check_evaluation(config: TrainConfig) -> None:
 
 
 def check_debug(config: TrainConfig) -> None:
-    """Check what half of a run needs and excludes. Raises ValueError."""
+    """Check what half of a run needs and excludes."""
     debug, replay = config.debug, config.buffer.replay.capacity
     if (debug == "train_only") != (config.debug_run is not None):
         raise ValueError(
@@ -265,7 +255,7 @@ def check_debug(config: TrainConfig) -> None:
 
 
 def check_sft(config: SftConfig, prefix: str = "") -> None:
-    """Check the supervised warm-up, whose keys begin with `prefix`. Raises ValueError."""
+    """Check the supervised warm-up, whose keys begin with `prefix`."""
     check_trainer(config.trainer, f"{prefix}trainer")
     if config.data.source != "addition":
         raise ValueError(
@@ -280,7 +270,6 @@ def check_sft(config: SftConfig, prefix: str = "") -> None:
 
 
 def check_cluster(config: SlurmConfig) -> None:
-    """Check the settings of a Slurm job. Raises ValueError."""
     cluster, sync = config.cluster, config.sync
     if cluster.container != "none" and not cluster.image:
         raise ValueError(f"cluster.container={cluster.container}: set cluster.image")

@@ -1,8 +1,8 @@
-"""Checks of a configuration before anything starts: its values, its rules and the world around it.
+"""Checks of a configuration before anything starts, without torch.
 
 Each problem is a ValueError of one line that names the key, its value and the remedy. Rules that
 need nothing but the settings are in config/rules.py. Here are the checks of model folders, data
-files, ports, GPUs, functions given by name, and runs that exist already. Nothing imports torch.
+files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
 from __future__ import annotations
@@ -90,12 +90,11 @@ def _data_source(data: DataConfig) -> None:
 
 def _eval_files(config: TrainConfig) -> None:
     path = config.data.eval_path
-    if config.eval.problems and config.data.source == "jsonl":
-        if not (path and Path(path).exists()):
-            raise ValueError(
-                f"data.eval_path={path}: no such file; give held-out problems, "
-                "or set eval.problems=0"
-            )
+    reads = config.eval.problems and config.data.source == "jsonl"
+    if reads and not (path and Path(path).exists()):
+        raise ValueError(
+            f"data.eval_path={path}: no such file; give held-out problems, or set eval.problems=0"
+        )
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not Path(path).is_file():
             raise ValueError(f"eval.sets: {path}: no such file")
@@ -117,7 +116,6 @@ def _ports(server: ServerConfig) -> None:
 
 
 def _resume(config: TrainConfig) -> None:
-    """Check that the run in `run_dir` may continue with this configuration."""
     if config.resume == "never":
         raise ValueError(
             f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
@@ -149,10 +147,8 @@ def _same_run(config: TrainConfig, stored: DictConfig | ListConfig) -> None:
                 f"{key}={value}: the run in run_dir={config.run_dir} started with {before} "
                 "and can only continue with that"
             )
-    capacity, before = (
-        config.buffer.replay.capacity,
-        OmegaConf.select(stored, "buffer.replay.capacity"),
-    )
+    capacity = config.buffer.replay.capacity
+    before = OmegaConf.select(stored, "buffer.replay.capacity")
     if bool(before) != bool(capacity):
         raise ValueError(
             f"buffer.replay.capacity={capacity}: the run started with {before}, "
