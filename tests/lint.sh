@@ -21,8 +21,9 @@ if [ -z "${VIRTUAL_ENV:-}" ] || [ ! -x "$VIRTUAL_ENV/bin/basedpyright" ]; then
   fi
 fi
 
-mapfile -t shell_files < <(git ls-files '*.sh' '.ci/run')
-mapfile -t text_files < <(git ls-files)
+# New files count before `git add`.
+mapfile -t shell_files < <(git ls-files -co --exclude-standard '*.sh' '.ci/run')
+mapfile -t text_files < <(git ls-files -co --exclude-standard)
 failed=()
 
 check() {

@@ -32,7 +32,7 @@ def sequence_length(mask: Tensor, sequence_ids: Tensor, *, num: int | None = Non
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Average the unmasked values of each sequence: [t] -> [num]; 0 for an empty one."""
+    """Average the unmasked values of each sequence: [t] -> [num]. An empty one has mean 0."""
     total = sequence_sum(values, mask, sequence_ids)
     return total / sequence_length(mask, sequence_ids, num=len(total)).clamp(min=1)
 

@@ -286,11 +286,11 @@ class Dispatcher:
             and admission.waiting < self._batch_groups
         ):
             raise RuntimeError(
-                f"the data set is exhausted at version {admission.version}: all {self.retired} "
-                "prompts are retired, solved in more than "
-                f"rollout.retire_above={self._config.rollout.retire_above} of their last groups, "
-                f"and {admission.waiting} groups wait for a batch of {self._batch_groups}; "
-                f"{self._describe_filtered()}: give more or harder prompts, or raise retire_above"
+                f"no prompt is left at version {admission.version}: all {self.retired} are retired "
+                f"because more than {self._config.rollout.retire_above} (rollout.retire_above) of "
+                "the trajectories of their last groups were right. Give more or harder prompts, or "
+                f"raise rollout.retire_above. {admission.waiting} groups wait for a batch of "
+                f"{self._batch_groups}; {self._describe_filtered()}"
             )
 
     def _describe_filtered(self) -> str:

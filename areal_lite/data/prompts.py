@@ -84,9 +84,10 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
 def load_eval_sets(
     paths: Sequence[str], config: DataConfig, model_path: str | Path
 ) -> dict[str, PromptSet]:
-    """Load further held-out sets, by the stem of their path.
+    """Load more held-out sets, named by the stem of their path.
 
-    A path is a .jsonl file or anything that `data.source=hf` can load.
+    A path is a .jsonl file or anything that `data.source=hf` can load. All other settings are taken
+    from `config`.
     """
 
     sets = {}
@@ -128,8 +129,8 @@ class TextPrompts:
         self.num_too_long = len(too_long)
         if too_long:
             log.warning(
-                "left out %d of %d prompts longer than data.max_prompt_tokens=%d tokens"
-                " (the longest has %d)",
+                "left out %d of %d prompts: they are longer than data.max_prompt_tokens=%d"
+                " (the longest has %d tokens)",
                 len(too_long),
                 len(too_long) + len(self._prompts),
                 config.max_prompt_tokens,
@@ -184,7 +185,7 @@ class TextPrompts:
 def _value(row_id: str, row: dict[str, Any], key: str) -> Any:
     if key not in row:
         raise ValueError(
-            f"{row_id}: no {key!r} among its keys {sorted(row)}:"
+            f"{row_id} has no key {key!r}, only {sorted(row)}:"
             " set data.prompt_key and data.answer_key"
         )
     return row[key]

@@ -44,11 +44,11 @@ class Tokenizer:
         self._fast.no_padding()
         settings = self._read("tokenizer_config.json")
         # A special token is saved as a string or as the fields of an added token.
-        self._special_tokens: dict[str, Any] = {
-            key: value["content"] if isinstance(value, dict) else value
-            for key, value in settings.items()
-            if key.endswith("_token") and isinstance(value, (str, dict))
-        }
+        self._special_tokens: dict[str, Any] = {}
+        for key, value in settings.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                self._special_tokens[key] = text
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
 

@@ -90,11 +90,12 @@ def _data_source(data: DataConfig) -> None:
 
 def _eval_files(config: TrainConfig) -> None:
     path = config.data.eval_path
-    reads = config.eval.problems and config.data.source == "jsonl"
-    if reads and not (path and Path(path).exists()):
-        raise ValueError(
-            f"data.eval_path={path}: no such file; give held-out problems, or set eval.problems=0"
-        )
+    if config.eval.problems and config.data.source == "jsonl":
+        remedy = "give held-out problems, or set eval.problems=0"
+        if path is None:
+            raise ValueError(f"data.eval_path is not set: {remedy}")
+        if not Path(path).exists():
+            raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not Path(path).is_file():
             raise ValueError(f"eval.sets: {path}: no such file")

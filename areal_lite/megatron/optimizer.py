@@ -104,8 +104,8 @@ class SkippedSteps:
         self.consecutive = self.consecutive + 1 if skipped else 0
         if self.consecutive >= self.limit:
             raise FloatingPointError(
-                f"loss or gradient not finite in the last {self.consecutive} training steps up to"
-                f" {step}: inspect their batches in bad_batches/"
+                f"the loss or the gradient was not finite in {self.consecutive} steps in a row, up"
+                f" to step {step}: inspect their batches in bad_batches/"
                 " (areal_lite.run_dir.bad_batches.load_batch), lower trainer.lr, or resume from an"
                 " earlier checkpoint"
             )

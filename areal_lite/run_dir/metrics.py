@@ -67,7 +67,7 @@ class MetricsLog:
         """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""
         missing = [key for key in STEP_KEYS if key not in record]
         if missing:
-            raise ValueError(f"a training step must report {', '.join(missing)}")
+            raise ValueError(f"the record of a training step lacks {', '.join(missing)}")
         record = to_plain({"logged_at": time.time(), **record})
         _write_line(self._file, record)
         if self._wandb is not None:

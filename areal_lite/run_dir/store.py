@@ -69,9 +69,10 @@ class Store:
     """
 
     def __init__(self, path: Path, read_only: bool = False):
-        """Open the store; create it unless `read_only`, which also reads a run that is alive.
+        """Open the store, and create it if there is none.
 
-        Raises ValueError if there is no store to read.
+        With `read_only` it is never created, and its run may still be going on. Raises ValueError
+        if there is none to read.
         """
         if read_only and not path.exists():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")

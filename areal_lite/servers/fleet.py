@@ -177,7 +177,7 @@ class Fleet:
         self.gate.cancel(error)
         self._mark_unhealthy(error.server, str(error))
         log.error(
-            "%s: left out until it is announced again; %d servers are left",
+            "%s: left out until it is announced again; servers left: %d",
             error,
             len(self.router.servers),
         )

@@ -211,7 +211,7 @@ class ServerProcess:
                     )
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"server {self.name}: no 200 from {self.url}/health in {timeout:g} s"
+                        f"server {self.name}: {self.url}/health did not answer 200 in {timeout:g} s"
                         f" ({reason}); {self._log_tail()}"
                     )
                 await asyncio.sleep(0.1)

@@ -354,7 +354,7 @@ def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_
             push(client, step + 1, "in_place")
     assert r.processes["controller"].wait(10) == 1
     assert (
-        "the data set is exhausted at version" in (end := r.log().splitlines()[-1])
+        "no prompt is left at version" in (end := r.log().splitlines()[-1])
         and "all 6 prompts are retired" in end
     )
     groups = list(r.store().groups())

@@ -60,7 +60,9 @@ def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> N
         plan = layout(name, hf)
         for tensor in plan.names:
             if tensor not in index:
-                raise ValueError(f"{folder}: no tensor {tensor} in its safetensors files")
+                raise ValueError(
+                    f"{folder}: no tensor {tensor} in its safetensors files: is it complete?"
+                )
         sources = [readers[index[tensor]].get_slice(tensor) for tensor in plan.names]
         shard = plan.shard(hf, sources, *split_rank(name))
         if shard.shape != parameter.shape:

@@ -107,7 +107,7 @@ def _parse_content(content: Any) -> str:
             raise RequestRefused("content can only be text", "invalid_value")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise RequestRefused(f"content {content!r:.100} is not a text", "invalid_value")
+        raise RequestRefused(f"content {content!r:.100} is no text: give a string", "invalid_value")
     return content or ""
 
 

@@ -196,7 +196,7 @@ def test_a_timeout_says_what_was_waited_for(tmp_path, model):
     )
     server.start()
     try:
-        with pytest.raises(TimeoutError, match="/health in 0.1 s"):
+        with pytest.raises(TimeoutError, match="/health did not answer 200 in 0.1 s"):
             asyncio.run(server.wait_ready(0.1))
     finally:
         server.stop(grace_s=1.0)

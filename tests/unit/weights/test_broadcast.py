@@ -1,0 +1,71 @@
+"""A collective and its HTTP calls end together: a failing server cannot keep the trainer in it."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from areal_lite.servers.client import ServerFailed, ServerRefused, ServersFailed, ServerUnreachable
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.weights import broadcast
+
+SERVERS = [
+    ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
+    for name in "abc"
+]
+
+
+def future(result: object = None) -> Future:
+    """Return a future that is done: with an exception, or with a result."""
+    done: Future = Future()
+    if isinstance(result, Exception):
+        done.set_exception(result)
+    else:
+        done.set_result(result)
+    return done
+
+
+@pytest.fixture(autouse=True)
+def reachable(monkeypatch) -> set[str]:
+    """The names of the servers that answer a question about their health."""
+    names = set("abc")
+    monkeypatch.setattr(broadcast, "_GRACE_S", 0.02)
+    monkeypatch.setattr(broadcast, "is_reachable", lambda server, timeout_s: server.name in names)
+    return names
+
+
+def wait(collective: Future, *calls: Future, timeout_s: float = 30.0) -> object:
+    return broadcast._wait_together(collective, list(calls), SERVERS, timeout_s, "broadcast")
+
+
+def blamed(collective: Future, *calls: Future, timeout_s: float = 30.0) -> list[tuple[type, str]]:
+    with pytest.raises(ServersFailed) as failed:
+        wait(collective, *calls, timeout_s=timeout_s)
+    return [(type(error), error.server.name) for error in failed.value.errors]
+
+
+def test_the_result_is_that_of_the_collective() -> None:
+    assert wait(future("group"), future(), future(), future()) == "group"
+
+
+def test_a_server_that_refuses_does_not_leave_the_trainer_in_the_collective() -> None:
+    """The collective and the other calls never end: the refusal alone ends the wait, at once."""
+    refusal = ServerRefused(SERVERS[1], "no such group")
+    assert blamed(Future(), Future(), future(refusal), Future()) == [(ServerRefused, "b")]
+
+
+def test_a_server_that_gives_no_answer_is_blamed_before_those_that_failed_with_it(
+    reachable,
+) -> None:
+    reachable.remove("c")
+    broken = ServerFailed(SERVERS[0], "connection closed by peer")
+    assert blamed(Future(), future(broken), future(), Future()) == [(ServerUnreachable, "c")]
+
+
+def test_servers_that_answer_but_do_not_finish_in_time_are_blamed() -> None:
+    calls = (Future(), future(), Future())
+    assert blamed(Future(), *calls, timeout_s=0.02) == [(ServerFailed, "a"), (ServerFailed, "c")]
+
+
+def test_a_collective_that_fails_by_itself_raises_its_own_error() -> None:
+    with pytest.raises(OSError, match="address in use"):
+        wait(future(OSError("address in use")), future(), future(), future())
