@@ -355,7 +355,7 @@ def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_
     assert r.processes["controller"].wait(10) == 1
     assert (
         "no prompt is left at version" in (end := r.log().splitlines()[-1])
-        and "all 6 prompts are retired" in end
+        and "all 6 are retired" in end
     )
     groups = list(r.store().groups())
     assert all(t["state"] in ("used", "finished") for t in groups)
