@@ -69,5 +69,5 @@ def test_a_run_ends_after_steps_in_a_row_that_were_skipped():
     skips = SkippedSteps(3)
     for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0), 1):
         skips.record(step, skipped)
-    with pytest.raises(FloatingPointError, match="last 3 training steps up to 6"):
+    with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 6"):
         skips.record(6, 1.0)
