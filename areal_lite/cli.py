@@ -21,14 +21,14 @@ from areal_lite.config.errors import did_you_mean, explain
 
 
 class Command(NamedTuple):
-    """What a command does, and `entry` (module:function), called as f(config) -> exit status."""
+    """A command: its help, and `entry` (module:function), called as f(config) -> exit status."""
 
     entry: str
     does: str
 
 
 class Mode(NamedTuple):
-    """What one command does with a flag, instead of its own entry."""
+    """A flag of one command, which runs another entry."""
 
     command: str
     entry: str

@@ -37,7 +37,7 @@ _LOGPROB_SLACK = 1e-4
 
 
 class FinishReason(StrEnum):
-    """Why generation ended, in the server's words."""
+    """The reason why generation ended, as the server reports it."""
 
     STOP = "stop"
     """The policy sampled a stop token."""
@@ -75,7 +75,7 @@ class GroupState(StrEnum):
 
 
 class InterruptMode(StrEnum):
-    """What a push does to the requests in flight (`rollout.interrupt`)."""
+    """The effect of a push on the requests in flight (`rollout.interrupt`)."""
 
     IN_PLACE = "in_place"
     """Pause. Requests keep their KV cache, of the old weights, and continue with the new ones."""

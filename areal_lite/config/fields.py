@@ -19,7 +19,7 @@ _KEY = "setting"
 
 
 class Bound(NamedTuple):
-    """How a value is compared with a limit, and how the reference and an error write that."""
+    """A limit of a value: the comparison, and its wording in the reference and in errors."""
 
     holds: Callable[[Any, float], bool]
     sign: str
@@ -36,7 +36,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one key means and which values it takes."""
+    """The help of one key and the values that it accepts."""
 
     help: str
     choices: tuple[str, ...]

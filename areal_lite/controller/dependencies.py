@@ -1,4 +1,4 @@
-"""What controller and dispatcher are made of."""
+"""The parts that the controller and the dispatcher work with."""
 
 from __future__ import annotations
 

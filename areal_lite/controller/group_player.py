@@ -38,7 +38,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
-    """Why a rollout has no scored trajectory."""
+    """The reason why a rollout has no scored trajectory."""
 
     reason: Literal["workflow", "reward"]
     detail: str

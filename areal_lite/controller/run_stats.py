@@ -1,4 +1,4 @@
-"""What the controller reports: facts of a batch, the totals of the run, a status line."""
+"""Reports of the controller: facts of a batch, the totals of the run, a status line."""
 
 from __future__ import annotations
 

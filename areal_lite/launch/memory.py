@@ -1,4 +1,4 @@
-"""What a run needs, computed before it starts: parameters exactly, memory and weight pushes.
+"""The needs of a run before it starts: parameters exactly, memory and weight pushes.
 
 Parameter counts follow the tables in `megatron.architectures`. States follow the layout of the
 ranks. With N parameters on a rank, b bytes each, and the distributed optimizer (ZeRO stage 1,

@@ -35,7 +35,7 @@ class Sample:
 
 
 class WorkerOwner(Protocol):
-    """What a worker process needs of its pool (RewardPool)."""
+    """The part of RewardPool that its worker processes use."""
 
     function: str
     timeout_s: float

@@ -1,4 +1,4 @@
-"""What a workflow is given and what it returns.
+"""The input and the result of a workflow.
 
 A workflow turns a prompt into a trajectory. It is an async function, or a class whose
 instances are called as one:

@@ -35,7 +35,7 @@ STEP_KEYS = {
     "ess": "effective sample size of the behavior weights, as a share of 1",
     "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
 }
-"""What every training step reports; the trainer may add to it. Report and summary rely on these."""
+"""Keys that every training step reports. The trainer may add more. Report and summary use these."""
 
 # Read at once from the end of a log: a few lines.
 _TAIL_BYTES = 8192

@@ -40,7 +40,7 @@ Bucket = list[tuple[str, torch.Tensor]]
 
 
 class Pusher:
-    """What a trainer rank does for pushes. Every rank makes the same calls in the same order.
+    """The pushes of one trainer rank. Every rank makes the same calls in the same order.
 
     `servers` are those that have the version of the last push; None before the first one, when
     all announced servers have version 0.

@@ -84,7 +84,7 @@ class FlatBatch:
 
 @dataclass(kw_only=True)
 class Minibatch:
-    """What the loss of a microbatch needs to know about the whole optimizer update."""
+    """Totals of one optimizer update, for the losses of its microbatches."""
 
     denominator: float
     """Tokens or sequences over all ranks, as the reduction counts them; at least 1."""
@@ -93,21 +93,21 @@ class Minibatch:
 
 
 class Objective(Protocol):
-    """What is optimized: the calls of a training step, in the order given above."""
+    """The calls of a training step, in the order given above."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the step computes log-probs under a reference policy."""
+        """True if the step computes log-probs under a reference policy."""
         ...
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the step computes values and trains the critic on the returns."""
+        """True if the step computes values and trains the critic on the returns."""
         ...
 
     @property
     def recompute_prox(self) -> bool:
-        """Whether `prox` takes a forward pass before the first update; if not, `loss` writes it."""
+        """True if a forward pass before the first update fills `prox`; otherwise `loss` does."""
         ...
 
     def mask(self, batch: FlatBatch) -> Tensor:

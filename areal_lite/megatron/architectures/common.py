@@ -61,7 +61,7 @@ EXPERTS: Mapping = {
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What the trainer knows about one model type.
+    """The description of one model type for the trainer.
 
     layer: the parameters of one layer.
     fields: the fields of Megatron's TransformerConfig that not every architecture sets.
