@@ -30,7 +30,7 @@ _FULL = 0.95
 
 
 class Concurrency:
-    """`limit` is how many trajectories may be in flight over all servers.
+    """The limit of the trajectories in flight over all servers, in `limit`.
 
     It stays between one group and `cap`.
     """

@@ -188,7 +188,7 @@ class Controller:
                 f"{request} was asked for, but version {self.version} was pushed already"
             )
         if not 0 <= request.rank < request.world:
-            raise ValueError(f"{request}: there is no such rank")
+            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
 
     async def _resync_comes_first(self, resyncs: int, task: asyncio.Task[Any]) -> bool:
         """Wait until `task` is done or a resync is requested; tell whether the rank must resync.

@@ -64,7 +64,7 @@ class Dispatcher:
         fleet: Fleet,
         deliver: Callable[[Group], None],
     ):
-        """`deliver(group)` is called with each finished group."""
+        """Build the dispatcher; it calls `deliver(group)` with each finished group."""
         assert dependencies.prompts is not None and dependencies.store is not None
         rollout = config.rollout
         self._config = config

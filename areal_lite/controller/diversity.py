@@ -1,4 +1,4 @@
-"""How different the completions of one prompt are.
+"""The diversity of the completions of one prompt.
 
 A collapsing policy loses this first, and a replay buffer keeps it.
 """

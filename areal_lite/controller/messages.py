@@ -106,13 +106,13 @@ class PushRecorded(msgspec.Struct, tag="push_recorded"):
 
 
 class Evaluation(msgspec.Struct, tag="evaluation"):
-    """`record` is one line of evals.jsonl."""
+    """A finished evaluation: `record` is one line of evals.jsonl."""
 
     record: dict[str, Any]
 
 
 class RunTotals(msgspec.Struct, tag="run_totals"):
-    """`totals` is the content of controller_totals.json."""
+    """The end of the run: `totals` is the content of controller_totals.json."""
 
     totals: dict[str, Any]
 

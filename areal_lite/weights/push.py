@@ -120,7 +120,7 @@ class WeightPusher(Pusher):
         self._finish(recipients, readback, started)
         self.servers = recipients.servers
         if recipients.report.failed or not recipients.servers:
-            log.warning("version %d was pushed to %s", version, recipients.names)
+            log.warning("version %d reached only %s", version, recipients.names)
         return recipients.report
 
     def push_stale(self, version: int) -> PushReport:
