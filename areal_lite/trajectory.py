@@ -110,6 +110,7 @@ class Trajectory:
         finish_reason: a FinishReason.
         reward: None until it is scored.
         started_at, finished_at: wall-clock seconds.
+        server: the name of the server that was chosen for its last turn; empty if unknown.
         requests: number of HTTP requests, more than one after an abort or in several turns.
         kv_version: the KV cache holds nothing of older versions than this; -1 if unknown. It can be
             older than every entry of `versions`: a request that was queued during an in-place push
@@ -127,6 +128,7 @@ class Trajectory:
     reward: float | None = None
     started_at: float = 0.0
     finished_at: float = 0.0
+    server: str = ""
     requests: int = 1
     kv_version: int = -1
 

@@ -95,8 +95,10 @@ class GroupPlayer:
         ]
         running = run_workflow(self._workflow, episodes)
         results = await asyncio.gather(*map(self._play, episodes, running))
-        for session in sessions:
+        for session, result in zip(sessions, results):
             session.release()
+            if isinstance(result, Rollout):
+                result.trajectory.server = session.server.name
         return results
 
     async def _reserve(self, group_id: int) -> list[RolloutSession]:

@@ -4,6 +4,7 @@ run_dir/
     config.yaml               the resolved configuration (config-N.yaml: of earlier starts)
     metrics.jsonl             one line per training step
     evals.jsonl               one line per evaluation
+    proximal.jsonl            one line per training step: log-probs of one group before the step
     trajectories.sqlite       rollout groups and their trajectories
     summary.json, report.png  written at the end
     checkpoints/              step-N/ (complete once it has a metadata.json), hf/ (last weights)

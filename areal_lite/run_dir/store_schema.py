@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS trajectories (
     kv_version INTEGER NOT NULL,
     started_at REAL NOT NULL,
     finished_at REAL NOT NULL,
+    server TEXT NOT NULL,
     segments TEXT NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
@@ -64,6 +65,7 @@ def from_row(row: dict[str, Any], prompt_id: str) -> Trajectory:
         reward=row["reward"],
         started_at=row["started_at"],
         finished_at=row["finished_at"],
+        server=row["server"],
         requests=row["requests"],
         kv_version=row["kv_version"],
     )
@@ -88,6 +90,7 @@ def to_row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[A
         t.kv_version,
         t.started_at,
         t.finished_at,
+        t.server,
         msgspec.json.encode(segments).decode(),
         t.tokens.astype(np.int32).tobytes(),
         t.behavior_logprobs.astype(np.float32).tobytes(),

@@ -18,7 +18,8 @@ class RolloutSession:
     """One trajectory on the servers.
 
     Its turns go to the server that holds their prefix, as long as that server is ready. A session
-    starts with a reservation on `server`. `rid` is the start of the requests' ids.
+    starts with a reservation on `server`. Its attribute `server` is the server of its last
+    turn. `rid` is the start of the requests' ids.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class RolloutSession:
         self._params = params
         self._tokenizer = tokenizer
         self._rid = rid
-        self._server = server
+        self.server = server
         self._reserved = True
         self._turns = 0
 
@@ -59,14 +60,14 @@ class RolloutSession:
         if self._reserved:
             self._reserved = False
         else:
-            self._server = await self._fleet.reserve(1, [self._server])
-        return self._server
+            self.server = await self._fleet.reserve(1, [self.server])
+        return self.server
 
     def release(self) -> None:
         """Give back the reservation of a session without a turn."""
         if self._reserved:
             self._reserved = False
-            self._fleet.release(self._server)
+            self._fleet.release(self.server)
 
 
 def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:

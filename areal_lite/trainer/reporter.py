@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from areal_lite.weights.push import PushReport
 
 log = logging.getLogger(__name__)
 
+# Tokens of a step whose proximal log-probs are recorded, at most.
+_RECORDED_TOKENS = 8192
+
 
 def patience_s(config: TrainConfig) -> float:
     """Return how long to wait for the controller, whose answer may need a server to start first."""
@@ -39,6 +43,27 @@ def make_reporter(
     if dist.get_rank() != 0:
         return Reporter()
     return RankZeroReporter(config, run_dir, controller, start)
+
+
+def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
+    """Return the proximal log-probs of the first group of `batch`, for a look at its weights.
+
+    `prox` are nats of the sampled tokens, per sample index; the longest samples may be missing.
+
+    Args:
+        step: the step that trains on `batch`, from 0.
+        batch: T tokens.
+        prox: float32 [T], log-probs under the weights before the step.
+    """
+    first = np.flatnonzero(batch.group_ids == batch.group_ids[0])
+    first = first[np.argsort(batch.lengths[first], kind="stable")]
+    fitting = first[np.cumsum(batch.lengths[first]) <= _RECORDED_TOKENS]
+    logprobs = {}
+    for sequence in fitting:
+        tokens = batch.token_indices(np.array([sequence]))
+        sampled = tokens[batch.versions[tokens] >= 0]
+        logprobs[int(batch.sample_indices[sequence])] = np.round(prox[sampled].astype(float), 5)
+    return {"step": step, "group_id": int(batch.group_ids[0]), "prox": logprobs}
 
 
 class Reporter:
@@ -89,6 +114,7 @@ class RankZeroReporter(Reporter):
         if step == 0:
             # Version 0 alone must answer the evaluation before training.
             self._collect()
+        append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
         self._compared = self._agreement.compare(batch, prox, step, servers)
 
     def after_push(self, step: int, metrics: dict[str, Any], push: PushReport | None) -> None:

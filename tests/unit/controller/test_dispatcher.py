@@ -154,4 +154,5 @@ def test_every_submitted_group_ends_exactly_once(tmp_path, monkeypatch, seed: in
             assert kept[group_id] == row["num_trajectories"] > 0
         if row["state"] == "used" and kept[group_id] < SIZE:
             assert "rollouts failed" in row["reason"]
+    assert {t["server"] for t in store.trajectories()} == {SERVER.name}
     store.close()

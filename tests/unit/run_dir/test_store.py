@@ -30,6 +30,7 @@ def trajectory(group_id: int, sample_index: int, sampled: int = 3) -> Trajectory
         reward=0.5,
         started_at=10.0,
         finished_at=11.0,
+        server="server-1",
         requests=2,
     )
 
@@ -79,6 +80,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         requests=2,
         started_at=10.0,
         finished_at=11.0,
+        server="server-1",
         segments=[[4, 2, 4], [5, 4, 5]],
         prompt="q",
         completion="a",

@@ -1,0 +1,43 @@
+"""The records of rank 0 that need no process: the proximal log-probs of one group."""
+
+import numpy as np
+import pytest
+
+from areal_lite.trainer.reporter import proximal_record
+from areal_lite.trajectory import TrainBatch, Trajectory
+
+
+def trajectory(group_id: int, sample_index: int, sampled: int) -> Trajectory:
+    """Make a prompt of two tokens, `sampled` tokens, and one of the environment before the last."""
+    versions = np.array([-1, -1, *[3] * (sampled - 1), -1, 3], np.int32)
+    return Trajectory(
+        group_id=group_id,
+        prompt_id="p",
+        sample_index=sample_index,
+        tokens=np.zeros(len(versions), np.int32),
+        loss_mask=versions >= 0,
+        behavior_logprobs=np.where(versions >= 0, -1.0, 0.0).astype(np.float32),
+        versions=versions,
+        finish_reason="stop",
+        reward=1.0,
+    )
+
+
+def test_the_sampled_tokens_of_the_first_group_are_recorded() -> None:
+    batch = TrainBatch.from_trajectories(
+        [trajectory(7, 1, 3), trajectory(4, 0, 2), trajectory(7, 0, 2)]
+    )
+    prox = -np.arange(len(batch.tokens), dtype=np.float32) / 8
+    record = proximal_record(5, batch, prox)
+    assert (record["step"], record["group_id"]) == (5, 7)
+    assert record["prox"][1] == pytest.approx(prox[[2, 3, 5]])
+    assert record["prox"][0] == pytest.approx(prox[[13, 15]])
+    assert set(record["prox"]) == {0, 1}
+
+
+def test_the_longest_samples_of_a_large_group_are_left_out() -> None:
+    batch = TrainBatch.from_trajectories(
+        [trajectory(7, index, sampled) for index, sampled in enumerate((6000, 3000, 4000, 9000))]
+    )
+    record = proximal_record(0, batch, np.zeros(len(batch.tokens), np.float32))
+    assert list(record["prox"]) == [1, 2]
