@@ -5,8 +5,6 @@ an interrupted run. The configuration is composed and checked before anything he
 a mistake is one line on stderr.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

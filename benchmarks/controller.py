@@ -16,8 +16,6 @@ those of the process of the client or of the controller, over all threads. They 
 load of the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -8,8 +8,6 @@ server's processor time. Trust the second one on a busy machine. Ratios are of m
 rounds. Without --model, the model is a random Qwen3 of 0.8 M parameters.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

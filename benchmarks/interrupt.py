@@ -13,8 +13,6 @@ benchmarks/results/interrupt.json with these values for each mode and transport:
     cost_s         additional seconds of all requests together, per push, compared to no pushes
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -8,8 +8,6 @@ that it must leave behind. It is resident memory, or the allocator's count on a 
 log_softmax of all logits, at a size that fits. The script writes results/logprob_memory.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

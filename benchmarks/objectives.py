@@ -5,8 +5,6 @@
 The script prints seconds per call, median over the rounds, and the peak memory of the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import statistics

@@ -13,8 +13,6 @@ Real tokens per second are from medians, of wall-clock time and of processor tim
 one on a busy machine. The losses must agree. The script writes results/packing.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -10,8 +10,6 @@ Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the tab
 seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -11,8 +11,6 @@ same model, see the same prompts, and make as many steps of as many trajectories
 Writes <out>/sparse_reward.json, one record per run, and <out>/sparse_reward.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -12,8 +12,6 @@ model and see the same prompts.
 Writes <out>/staleness.json, one record per run, and <out>/staleness.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

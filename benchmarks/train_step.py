@@ -10,8 +10,6 @@ The loss is the mean negative log-likelihood. The policy also computes entropies
 both sides must agree. The script writes results/train_step.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

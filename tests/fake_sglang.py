@@ -14,8 +14,6 @@ made from another prefix shows at once. The behavior was measured on the real se
 announces itself in RUN_DIR, unless it is given a --port.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -7,8 +7,6 @@ It does one thing at a time, as a scheduler does.
 prints its port, and exits a moment after a request for PATH, as if killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

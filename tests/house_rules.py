@@ -4,8 +4,6 @@
 CONTRIBUTING.md lists the rules.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

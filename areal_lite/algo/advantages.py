@@ -7,8 +7,6 @@ passes the function that sums over ranks.
 Symbols: n trajectories, t tokens. The tokens of a trajectory stand side by side, in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -24,8 +24,6 @@ A veto removes a whole sequence if one of its tokens is outside wide bounds. Suc
 fault, not a stale policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ KL(theta || ref) (Schulman, "Approximating KL divergence", 2020):
                             (GRPO, arXiv 2402.03300, eq. 4)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

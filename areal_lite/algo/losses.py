@@ -18,8 +18,6 @@ The KL and entropy terms are in algo/kl.py. Trajectory Balance, which has neithe
 advantage, is in algo/trajectory_balance.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

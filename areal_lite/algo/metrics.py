@@ -4,8 +4,6 @@ Divide a sum by the number of tokens for a mean. A name that ends in `_max` is a
 maxima by taking the maximum.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

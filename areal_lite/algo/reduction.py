@@ -11,8 +11,6 @@ N and S count over all ranks and microbatches: sum `reduction_count` over them a
 whole sequences. A rejected token stays in the count (algo/correction.py).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ should be small, such as indices in a batch. Tokens may stand in any order, exce
 `discounted_sum`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

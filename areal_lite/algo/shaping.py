@@ -1,7 +1,5 @@
 """Rewards before they become advantages: float [n] of sequences, float [t] of tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -22,8 +22,6 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
 * The objective is about whole completions. A mask that hides a part of one changes the objective.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The critic's loss: regression of values on the returns of `gae` (algo/advantages.py)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

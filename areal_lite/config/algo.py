@@ -4,8 +4,6 @@ Symbols: w is the weight of a token that an older policy sampled, r the ratio of
 being trained to the proximal policy, R a reward. conf/algo holds published recipes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from areal_lite.config.fields import setting

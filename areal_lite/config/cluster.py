@@ -1,7 +1,5 @@
 """Settings of a Slurm job."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 conf/<command>.yaml extends the schema `<command>_schema` that is registered here.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Composition of a command's settings from its schema, conf/ and the command line, by Hydra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_origin
 

@@ -1,7 +1,5 @@
 """Settings of the prompts, of their rewards and of the held-out problems."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal_lite.config.fields import setting

@@ -3,8 +3,6 @@
 Theirs take several lines, use their own terms, and do not name the key that was probably meant.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -8,8 +8,6 @@
 `null` (None) is allowed where the field's type says so. Rules over several fields are in rules.py.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass

@@ -3,8 +3,6 @@
 The file is complete at any time, and private: it may hold a key.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

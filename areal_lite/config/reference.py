@@ -5,8 +5,6 @@
 Both come from the metadata of the fields (fields.py) and the values that conf/ composes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Settings of generation, and of the buffer between generation and training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

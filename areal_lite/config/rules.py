@@ -4,8 +4,6 @@ Each broken rule is a ValueError of one line that names the keys, their values a
 Rules that look at the machine, at files or at imported functions are in launch/preflight.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of the SGLang servers, and of the pushes that bring new weights to them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

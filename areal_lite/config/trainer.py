@@ -1,7 +1,5 @@
 """Settings of the trainer and of the training log."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal_lite.config.fields import setting

@@ -26,8 +26,6 @@ count as accepted again (`recover`). Groups that were in flight are lost and do 
 that started at 0 would admit the groups of all completed steps at once.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Statistics of a step's batch over all data-parallel ranks, for the metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

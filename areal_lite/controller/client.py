@@ -1,7 +1,5 @@
 """The trainer's client of the controller."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

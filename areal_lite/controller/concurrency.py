@@ -15,8 +15,6 @@ falls at once and rises within seconds. It starts at its cap, `rollout.max_concu
 No client and no clock here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

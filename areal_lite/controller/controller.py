@@ -13,8 +13,6 @@
 `controller/service.py` runs it, `controller/messages.py` defines the requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The parts that the controller and the dispatcher work with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -11,8 +11,6 @@
 tests/unit/controller/test_dispatcher.py asserts these.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

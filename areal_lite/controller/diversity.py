@@ -3,8 +3,6 @@
 A collapsing policy loses this first, and a replay buffer keeps it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 It uses the rollout servers, while training rollouts go on.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from math import comb

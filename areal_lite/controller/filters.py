@@ -9,8 +9,6 @@ reason to filter it. Filtered groups are counted by reason. Filters are named `m
 `rollout.filters`, are called in order, and must be quick: they run on the controller's event loop.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@
 * Every rollout ends as a `Rollout` or a `RolloutFailure`. Any other error is a bug and is raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

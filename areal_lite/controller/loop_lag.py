@@ -3,8 +3,6 @@
 The loop is late while something blocks it, or while its process gets no CPU.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

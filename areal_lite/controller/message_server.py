@@ -1,7 +1,5 @@
 """The controller's message server: receives requests, calls the handler, sends the replies."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -16,8 +16,6 @@ can read. A message without the token is refused. The controller listens on loop
 machine's address for a run on several machines.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence

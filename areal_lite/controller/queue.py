@@ -12,8 +12,6 @@
 No clock and no I/O here.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections import Counter
 from collections.abc import Sequence

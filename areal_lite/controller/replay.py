@@ -22,8 +22,6 @@ size K:
 No clock and no I/O here.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reports of the controller: facts of a batch, the totals of the run, a status line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

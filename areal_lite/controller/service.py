@@ -4,8 +4,6 @@ It reads `<run_dir>/config.yaml`, finds the servers by their announcements in th
 answers the trainer until `Finish`, SIGTERM or an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

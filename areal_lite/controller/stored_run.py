@@ -9,8 +9,6 @@ For `debug=train_only`: this process takes the place of the controller, and ther
 * Pushes have no targets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -3,8 +3,6 @@
 A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -9,8 +9,6 @@ Invariants:
   * nothing is downloaded, and no code of a checkpoint runs except its sandboxed chat template.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

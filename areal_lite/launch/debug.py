@@ -6,8 +6,6 @@
   batches of a stored run, the same ones each time (controller/stored_run.py).
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

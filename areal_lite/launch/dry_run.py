@@ -4,8 +4,6 @@ It checks everything that a run checks before its first step: the configuration,
 architecture and layout, and the GPUs of this machine. Nothing is started or written.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

@@ -1,7 +1,5 @@
 """`areal-lite eval` and `areal-lite generate`: servers of a checkpoint, without a training run."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -3,8 +3,6 @@
 The exit status is 0 if at least one server is announced and every announced server answers.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -9,8 +9,6 @@ trainer for its first batch.
 * However the run ends, no process is left.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

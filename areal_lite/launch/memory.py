@@ -15,8 +15,6 @@ Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (
 pipeline stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 

@@ -5,8 +5,6 @@ each. A single GPU is shared by all. Weights then travel through a folder (`sync
 because NCCL refuses two ranks on one device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from areal_lite.config import ServerConfig, TrainerConfig

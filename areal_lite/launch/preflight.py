@@ -5,8 +5,6 @@ need nothing but the settings are in config/rules.py. Here are the checks of mod
 files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
-from __future__ import annotations
-
 import socket
 from dataclasses import fields
 from pathlib import Path

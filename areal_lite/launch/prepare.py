@@ -16,8 +16,6 @@ To start the roles again, first run `python -m areal_lite.launch.prepare begin R
 `areal-lite prepare … resume=auto`. The run then resumes from its newest checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 from pathlib import Path

@@ -16,8 +16,6 @@ torchrun's rendezvous on the first node.
 * `cluster.chain` is for sites that do not allow requeueing.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sweeps: with `-m`, `key=a,b` stands for each of its values in turn, as Hydra's `--multirun`."""
 
-from __future__ import annotations
-
 import itertools
 
 from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -16,8 +16,6 @@ schedule; and torch's random state and the caller's `extra`. Invariants:
 The folder must be on a file system that all ranks see.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from itertools import chain

@@ -14,8 +14,6 @@ tokens of a rank are padded at the end by sequences of their own.
 The rest of the code sees whole microbatches: `gathered_index` undoes the split and drops padding.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

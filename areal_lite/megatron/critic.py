@@ -5,8 +5,6 @@ the value of the state before token i, computed from the tokens before it, as wi
 0 for the first token of a sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

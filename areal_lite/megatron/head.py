@@ -8,8 +8,6 @@ A head is called on the last pipeline stage as head(chunk, hidden, following):
 It returns a tuple of float32 [l] about `following`, equal on all tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

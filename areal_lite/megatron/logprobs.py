@@ -20,8 +20,6 @@ Backward:
 At most `KEPT` logits are kept, so memory does not grow with tokens x vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ The model is stock Megatron-core except for two parts of its layer specification
 sequences). Weights are allocated but not initialised, because they come from a checkpoint.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Moments and master weights are sharded over the data-parallel ranks (Megatron's 
 optimizer; ZeRO stage 1, arXiv:1910.02054).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -6,8 +6,6 @@ other, pipeline stages farthest apart. Expert parallelism spreads experts over s
 context x data ranks. Without RANK in the environment the process is a world of one.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -5,8 +5,6 @@ from the tokens before it. It is 0 for the first token of a sequence, which has 
 a model is given the same microbatches.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

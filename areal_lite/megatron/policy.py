@@ -6,8 +6,6 @@ loss is a function given to `update`. Entry i of a per-token result is about tok
 log p(token i | the tokens before it). It is 0 for the first token of a sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `CachedReference` computes each sequence once. It serves replay, which draws a sequence repeatedly.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

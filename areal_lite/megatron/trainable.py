@@ -1,7 +1,5 @@
 """TrainableModel: a ParallelModel with gradients, optimizer, schedule and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`areal-lite sft`: start the ranks of a supervised warm-up and show their progress."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

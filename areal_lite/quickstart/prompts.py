@@ -1,7 +1,5 @@
 """The prompt set `data.source=addition`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from areal_lite.config import DataConfig

@@ -1,7 +1,5 @@
 """`areal-lite quickstart`: make a model, warm it up and train it, in one run directory."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 

@@ -6,8 +6,6 @@ ranks.
 Demonstration i depends on the seed and i only, so any number of ranks sees the same ones.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import sys

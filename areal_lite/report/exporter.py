@@ -17,8 +17,6 @@ run, outlive it, and end at any time. A directory that does not exist yet has no
 no password, so the exporter binds to loopback unless another host is named.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

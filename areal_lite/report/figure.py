@@ -5,8 +5,6 @@ it? How did weight pushes meet single trajectories (timeline.py)? A run that is 
 killed can be drawn as well.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path

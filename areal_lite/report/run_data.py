@@ -1,7 +1,5 @@
 """The records in a run directory, read back. The run may be complete, still going or killed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Colors, fonts and the frame that all plots of the report share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from matplotlib.axes import Axes

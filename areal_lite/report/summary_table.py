@@ -1,7 +1,5 @@
 """The summary of a run as a table for the console."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers as short text, for the progress line, the summary table and the figure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Reward functions by their import path."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Awaitable, Callable
 

@@ -5,8 +5,6 @@ which does nothing outside the main thread and turns a slow comparison into a si
 pool kills a slow process instead and reports it.
 """
 
-from __future__ import annotations
-
 
 def math_reward(completion: str, answer: str) -> float:
     r"""Return 1.0 if the last result that `completion` states equals `answer`, else 0.0.

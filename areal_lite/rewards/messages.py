@@ -4,8 +4,6 @@ A stream, either way, is a sequence of frames: a 4-byte little-endian length and
 msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

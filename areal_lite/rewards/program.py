@@ -17,8 +17,6 @@ much fails. A sandbox that cannot run is an error, never a 0. Programs share the
 everything) can pass. `inputs` and `outputs` are compared outside the process.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

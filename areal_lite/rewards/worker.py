@@ -4,8 +4,6 @@ Standard input and output carry the messages of messages.py. The function's own 
 standard error, and its standard input is empty.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -18,8 +18,6 @@ Invariants:
   * the reward function is called only if the workflow set no reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ A class is instantiated once, with `rollout.workflow_args` as keyword arguments.
 last episode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

@@ -1,7 +1,5 @@
 """A trajectory under construction: its tokens, in the order in which the servers saw them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

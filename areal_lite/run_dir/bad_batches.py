@@ -1,7 +1,5 @@
 """Batches whose update was skipped, kept as files for inspection."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

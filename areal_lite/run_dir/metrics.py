@@ -7,8 +7,6 @@
 * JSON has no NaN: numbers that are not finite become null.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

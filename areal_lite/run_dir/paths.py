@@ -20,8 +20,6 @@ run_dir/
     lock                      held by the process that supervises the run
 """
 
-from __future__ import annotations
-
 from areal_lite.config.files import CONFIG_FILE as CONFIG_FILE
 
 METRICS_FILE = "metrics.jsonl"

@@ -18,8 +18,6 @@ checkpoint and exits normally. The supervisor creates the file on SIGUSR1, and t
 No torch here: supervisor and controller use this module.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

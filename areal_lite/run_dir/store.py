@@ -17,8 +17,6 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 its own.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The tables of the trajectory store, and the conversion of trajectories to rows and back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

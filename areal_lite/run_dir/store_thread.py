@@ -6,8 +6,6 @@
   are undone and get its exception: nothing is ever half-written.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

@@ -1,7 +1,5 @@
 """The JSON answers of an SGLang server, checked and decoded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

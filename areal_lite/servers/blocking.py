@@ -4,8 +4,6 @@ All calls run on one event loop in a daemon thread, so a call that hangs never k
 alive. Calls run concurrently: a call to each of several servers takes as long as the slowest one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import functools

@@ -1,7 +1,5 @@
 """Sampling parameters, the tokens of one request, and a whole completion."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

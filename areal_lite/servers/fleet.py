@@ -9,8 +9,6 @@
 * A server that failed is marked unhealthy, so that the process that started it replaces it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

@@ -11,8 +11,6 @@ softmax(logits). SGLang does not renormalise them for top-p or top-k, so those a
 the log-probs would be of another distribution than the one sampled from.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

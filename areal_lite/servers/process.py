@@ -7,8 +7,6 @@
 * An error that can be seen beforehand is a ValueError before anything starts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -5,8 +5,6 @@ plugin through its entry-point group; it does nothing unless the server's enviro
 AREAL_LITE_READBACK=1.
 """
 
-from __future__ import annotations
-
 import os
 
 ENV_READBACK = "AREAL_LITE_READBACK"

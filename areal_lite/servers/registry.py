@@ -4,8 +4,6 @@
 <name>.unhealthy    the server has failed: the process that started it should replace it
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass

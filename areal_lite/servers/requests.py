@@ -1,7 +1,5 @@
 """The requests in flight: sent through one gate, counted, and cancelled when their server fails."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Coroutine

@@ -9,8 +9,6 @@
 Pure: no client and no clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 

@@ -7,8 +7,6 @@ process covers the whole server. The API key comes through the environment: ever
 machine can read command lines. SGLang logs its arguments; the key is removed there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """A rollout's turns on the servers."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each is written under another name beside its final one, flushed to disk, then renamed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

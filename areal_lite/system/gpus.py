@@ -1,7 +1,5 @@
 """The GPUs of this machine, found without importing torch."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from pathlib import Path

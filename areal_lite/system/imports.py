@@ -1,7 +1,5 @@
 """Functions that the configuration names as `module:name`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Addresses and ports of this machine."""
 
-from __future__ import annotations
-
 import errno
 import random
 import socket

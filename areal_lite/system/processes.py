@@ -1,7 +1,5 @@
 """Child processes: none outlives the process that started it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The models of a training step on this rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

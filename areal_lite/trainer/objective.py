@@ -1,7 +1,5 @@
 """Build an objective (areal_lite/algo/objectives) from `algo` of the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@
 The objective (areal_lite/algo/objectives) decides what is computed; this module decides the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

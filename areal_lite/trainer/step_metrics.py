@@ -3,8 +3,6 @@
 Names are those of metrics.jsonl. All values are over the data-parallel ranks together.
 """
 
-from __future__ import annotations
-
 import torch
 
 from areal_lite.algo.metrics import by_staleness, effective_sample_size

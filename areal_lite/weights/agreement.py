@@ -13,8 +13,6 @@ Every step makes up to two comparisons. Each is a mean absolute difference in na
 `logprob_diff` is the larger of the two.
 """
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import Future
 from itertools import pairwise

@@ -3,8 +3,6 @@
 On one machine a folder on tmpfs makes it a memory copy.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterable

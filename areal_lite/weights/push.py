@@ -14,8 +14,6 @@
   server that comes back is stale until `push_stale` brings it to the current version.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 The servers need the plugin in areal_lite/servers/readback_plugin.py.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 

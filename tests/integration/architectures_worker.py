@@ -3,8 +3,6 @@
 JOB is a JSON file (see test_architectures.py).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ JOB is a JSON file (see test_checkpoint.py): stories, each told with a fresh eng
 what they return to the file `results` of the job.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

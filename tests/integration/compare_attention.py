@@ -1,7 +1,5 @@
 """`compare_attention.py DTYPE TOLERANCE`: exit with 0 if both backends agree on random batches."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

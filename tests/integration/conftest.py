@@ -1,7 +1,5 @@
 """One real SGLang server for the whole test session, on a tiny random model."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ JOB is a JSON file (see test_engine.py). Rank 0 writes the engine's results to t
 `out`; the test computes what they are compared with.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

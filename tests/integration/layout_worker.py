@@ -4,8 +4,6 @@ JOB is a JSON file of cases, which run one after another. A case is a parallel l
 to run in it. Rank 0 writes the results of every rank to results.pt in the job's folder `out`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 They compute the log-probs of transformers and export the same bits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of the real engine: six updates equal three, a checkpoint, and three more."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """The Megatron engine on real processes over gloo, against transformers and torch.optim.AdamW."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 Compared are log-probs, loss curves, gradient norms, weights and values.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

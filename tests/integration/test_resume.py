@@ -1,7 +1,5 @@
 """Runs that are killed or stopped, and resume in the same directory (run_dir/resume.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Servers that die, hang or fail during a push: nothing is lost, and no version is wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ It runs in a process of its own: SGLang needs its stand-in for torchvision, whic
 the test process must not see.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

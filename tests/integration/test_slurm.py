@@ -3,8 +3,6 @@
 Runs are stopped, roles fail, and nodes die.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import subprocess

@@ -1,7 +1,5 @@
 """A training step on two data-parallel ranks, real processes over gloo, equals one on one rank."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two ranks together, on real processes over gloo: slices of the vocabulary, microbatch counts."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

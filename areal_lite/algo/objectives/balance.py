@@ -1,7 +1,5 @@
 """Trajectory Balance as an objective; the derivation is in algo/trajectory_balance.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

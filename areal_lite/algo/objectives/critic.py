@@ -1,7 +1,5 @@
 """The critic's objective: its values approach the returns of generalized advantage estimation."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from areal_lite.algo.losses import LossOutput

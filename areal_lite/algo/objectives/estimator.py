@@ -1,7 +1,5 @@
 """Advantages of a flat batch by the chosen estimator; the formulas are in algo/advantages.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Ratio losses: PPO, GSPO, CISPO and REINFORCE, with their KL and entropy terms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

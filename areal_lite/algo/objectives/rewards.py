@@ -1,7 +1,5 @@
 """Rewards of a flat batch: shaping, and the KL divergence from a reference policy as a penalty."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

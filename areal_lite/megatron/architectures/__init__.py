@@ -13,8 +13,6 @@ To add one:
 4. Name it in README.md and in docs/training.md.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Building blocks of an architecture: tables `Megatron parameter -> Hugging Face tensors`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ Matrices are [out, in]. Each kind of parameter has
 Both only move numbers, so a round trip returns the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,8 +5,6 @@ experts in every layer and gives the model its own output layer, whatever the co
 configuration that says otherwise is refused, because the servers would compute another model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PretrainedConfig

@@ -1,7 +1,5 @@
 """Rotary frequencies (Su et al., 2021, arXiv:2104.09864), plain and as Llama 3.1 stretches them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

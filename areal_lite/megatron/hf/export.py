@@ -1,7 +1,5 @@
 """Write a checkpoint that transformers and SGLang load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Read a Hugging Face checkpoint into the parameters that this rank holds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

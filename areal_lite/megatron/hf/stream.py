@@ -1,7 +1,5 @@
 """The live weights with their Hugging Face names, collected on global rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

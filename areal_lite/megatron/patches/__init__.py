@@ -16,8 +16,6 @@ Invariant: every substitution matches exactly as often as its table says. Anothe
 Megatron-core raises ImportError instead of running with half of the changes.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

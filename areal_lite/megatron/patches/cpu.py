@@ -3,8 +3,6 @@
 With CUDA none of them is active.
 """
 
-from __future__ import annotations
-
 from areal_lite.megatron.patches.substitution import Substitution
 
 CPU_SUBSTITUTIONS = (

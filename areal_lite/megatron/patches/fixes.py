@@ -3,8 +3,6 @@
 Each table says when it applies, what Megatron-core does wrong, where, and when to remove it.
 """
 
-from __future__ import annotations
-
 from areal_lite.megatron.patches.substitution import Substitution
 
 # Applies without Transformer Engine and Apex: Megatron-core then uses torch.optim.AdamW, which

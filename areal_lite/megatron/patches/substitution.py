@@ -1,7 +1,5 @@
 """Text substitutions in the source of one release of Megatron-core."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

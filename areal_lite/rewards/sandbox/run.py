@@ -16,8 +16,6 @@ that are written, and the names and sizes of files elsewhere (`stat` works). Whe
 confine (Linux before 5.13, Landlock disabled, not Linux) nothing runs and SandboxError is raised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

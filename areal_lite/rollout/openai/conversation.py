@@ -9,8 +9,6 @@ Rules:
   * a retry of the last request gets the same answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -8,8 +8,6 @@
   change the answer is refused by name with status 400.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets

@@ -4,8 +4,6 @@ The functions raise RequestRefused for what is not supported or would change the
 the policy is sampled from.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from typing import Any

@@ -1,7 +1,5 @@
 """Any agent code as a workflow, by an OpenAI-compatible endpoint that records its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

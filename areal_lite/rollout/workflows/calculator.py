@@ -1,7 +1,5 @@
 """The `calculator` tool, safe for any text that a policy writes."""
 
-from __future__ import annotations
-
 import ast
 import operator
 

@@ -1,7 +1,5 @@
 """Several turns: a function of the user replies to each answer, or ends the episode."""
 
-from __future__ import annotations
-
 import inspect
 from numbers import Real
 

@@ -1,7 +1,5 @@
 """One prompt, one answer: the default workflow."""
 
-from __future__ import annotations
-
 from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.transcript import Transcript
 from areal_lite.trajectory import Trajectory

@@ -1,7 +1,5 @@
 """Samples that work together: in each round, each one reads the others' last answers."""
 
-from __future__ import annotations
-
 import asyncio
 
 from areal_lite.data.tokenizer import Message

@@ -5,8 +5,6 @@
 </tool_call>
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

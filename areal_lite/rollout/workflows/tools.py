@@ -5,8 +5,6 @@ message. A turn without a call is the final answer. An error in a call is return
 policy may learn from it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

@@ -15,8 +15,6 @@ With a GPU nothing of this is active: `activate` returns None, and `areal_lite.s
 passes no flag that refers to it.
 """
 
-from __future__ import annotations
-
 PLATFORM = "areal_lite_cpu"
 
 

@@ -6,8 +6,6 @@ heads, 256 requests of 100 tokens, one layer: 3 ms. Gathering the cache for a ma
 12 ms.
 """
 
-from __future__ import annotations
-
 import numba
 import numpy as np
 from numba.extending import overload

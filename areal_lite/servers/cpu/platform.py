@@ -1,7 +1,5 @@
 """The out-of-tree platform for SGLang without a GPU: psutil and plain torch."""
 
-from __future__ import annotations
-
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 

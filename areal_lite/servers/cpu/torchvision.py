@@ -9,8 +9,6 @@ transformers would take the stand-in for the real package, so it is installed in
 only (their workers are forked and inherit it), and never next to a real torchvision.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

@@ -1,7 +1,5 @@
 """Every shipped experiment and task is valid and has a plan; sweeps; wrong names get a hint."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every setting has its help, its bounds are checked, and the reference page is up to date."""
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints

@@ -1,7 +1,5 @@
 """The dispatcher with a fake fleet: every submitted group ends exactly once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

@@ -3,8 +3,6 @@
 No prompt is lost or drawn twice in an epoch, and no step trains on what lost weights sampled.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The plan of a run: parameters against transformers, memory by hand, `--dry-run` end to end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """The job of `areal-lite slurm`: the nodes of each role, and its text, run by bash."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Which checkpoints exist, which are removed, and what readers may rely on."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Context parallelism: the split loses nothing, and every token sees the tokens up to itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Configurations in Megatron's terms, and those that are refused: computed, they would be wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Import and export tables: every rank's part, and the tensors back bit by bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 Slices of the vocabulary are tested in tests/integration/test_two_ranks.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Learning-rate schedules against closed forms, and the end of a run whose updates are skipped."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

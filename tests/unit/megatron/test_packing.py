@@ -1,7 +1,5 @@
 """Microbatches and attention blocks hold every token once, in whole sequences under the budget."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

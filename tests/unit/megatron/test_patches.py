@@ -1,7 +1,5 @@
 """The substitutions fit the installed Megatron-core; a source that they do not fit is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

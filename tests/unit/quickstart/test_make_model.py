@@ -1,7 +1,5 @@
 """`make-model` writes what the trainer takes; the quickstart's model does not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

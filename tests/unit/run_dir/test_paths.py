@@ -1,7 +1,5 @@
 """The layout of a run directory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

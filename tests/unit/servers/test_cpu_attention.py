@@ -1,7 +1,5 @@
 """The paged attention kernel agrees with torch's attention over the same keys."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

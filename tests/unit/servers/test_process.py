@@ -1,7 +1,5 @@
 """The command of a server, its process and its announcement, without a model or SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
