@@ -24,6 +24,7 @@ from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.cpu import PLATFORM
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.serve import ENV_API_KEY
+from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
@@ -160,14 +161,16 @@ class ServerProcess:
     def start(self) -> None:
         """Start the process.
 
-        Raises ValueError, with nothing started, if `model` is no checkpoint folder or the
-        configured port is taken.
+        Raises ValueError, with nothing started, if `model` is no checkpoint folder, the configured
+        port is taken, or a GPU is wanted that SGLang could not use.
         """
         if not (Path(self.model) / "config.json").is_file():
             raise ValueError(
                 f"model {self.model!r} is not a Hugging Face checkpoint folder:"
                 " it has no config.json"
             )
+        if resolve_device(self.config.device) == "cuda":
+            check_cuda()
         # A port that was picked automatically was free a moment ago. Binding it again could fail:
         # a thread that starts another process at this moment still shares its sockets with it.
         if self.config.port:
