@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config import COMMANDS, compose_config, to_dataclass
 from areal_lite.config.errors import did_you_mean, explain
+from areal_lite.launch.placement import quickstart_overrides
 
 
 class Command(NamedTuple):
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> int:
     command = args[0]
     try:
         flags, overrides = _parse(command, args[1:])
+        if command == "quickstart":
+            overrides = [*quickstart_overrides(overrides), *overrides]
         if text := _shown(command, flags, overrides):
             print(text)
             return 0

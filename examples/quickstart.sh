@@ -8,8 +8,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/examples/setup.sh"
 areal_lite_setup "$root"
 cd "$root"
-one_gpu=()
-if command -v nvidia-smi >/dev/null 2>&1 && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ]; then
-  one_gpu=(+experiment=one_gpu)
-fi
-exec areal-lite quickstart "${one_gpu[@]}" "$@"
+exec areal-lite quickstart "$@"

@@ -1,8 +1,8 @@
 """`areal-lite train` on one machine.
 
 This process supervises the run: it starts servers, controller and trainer ranks, watches them, and
-ends them all. Everything starts at once. The controller waits for servers to be announced, the
-trainer for its first batch.
+ends them all. Everything starts at once, but on a shared GPU the server comes before the trainer.
+The controller waits for servers to be announced, the trainer for its first batch.
 
 * A server that fails is started again (server_pool.py). If any other role fails, the run ends with
   the last lines of that role's log.
@@ -116,6 +116,8 @@ def _train(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
     servers = dict(enumerate(placement.servers))
     with train_pool(config, run_dir, servers) as pool, Roles(run_dir) as roles:
         controller = roles.start_module("controller", "areal_lite.controller.service")
+        if placement.shared:  # SGLang sizes its KV cache by the memory that it finds free
+            pool.wait_ready(roles.check)
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )

@@ -1,14 +1,17 @@
 """The GPUs of each process of a run on one machine.
 
 The trainer ranks get the first GPUs, one each. The servers get the next ones, `tensor_parallel`
-each. A single GPU is shared by all. Weights then travel through a folder (`sync.transport=disk`),
-because NCCL refuses two ranks on one device.
+each. A single GPU is shared by all, and each takes a share of its memory. Weights then travel
+through a folder (`sync.transport=disk`), because NCCL refuses two ranks on one device.
 """
 
 from dataclasses import dataclass
 
 from areal_lite.config import ServerConfig, TrainerConfig
-from areal_lite.system.gpus import divide_gpus
+from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
+
+# Of a shared GPU. The rest is for CUDA itself, CUDA graphs, and what SGLang computes with.
+_MOST_SHARED = 0.9
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ def place(
 ) -> Placement:
     """Assign GPUs to the trainer ranks and the servers.
 
-    Raises ValueError when there are too few GPUs, or when one is shared and weights are broadcast.
+    Raises ValueError when there are too few GPUs, or when one is shared that cannot be.
 
     Args:
         gpus: the visible GPUs; empty on a machine without any.
@@ -47,6 +50,7 @@ def place(
                 f"sync.transport={transport} with server and trainer on one GPU: "
                 "NCCL refuses that; use +experiment=one_gpu"
             )
+        _check_shares(trainer.gpu_memory_fraction, server.mem_fraction)
         return Placement(gpus, [gpus])
     if len(gpus) < needed:
         raise ValueError(
@@ -55,3 +59,23 @@ def place(
             "(or another of its parallel sizes), server.count or server.tensor_parallel"
         )
     return Placement(gpus[:ranks], divide_gpus(gpus[ranks:], server.count, server.tensor_parallel))
+
+
+def _check_shares(trainer: float | None, server: float | None) -> None:
+    if trainer is None or server is None or trainer + server > _MOST_SHARED:
+        raise ValueError(
+            f"trainer.gpu_memory_fraction={trainer}, server.mem_fraction={server} on one GPU: set "
+            f"both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
+        )
+
+
+def quickstart_overrides(overrides: list[str]) -> list[str]:
+    """Return the settings that the quick start adds to `overrides` on a machine with GPUs.
+
+    SGLang's kernels for GPUs need heads of 64 or more. One GPU is shared.
+    """
+    chosen = any(item.lstrip("+").startswith("experiment=") for item in overrides)
+    if chosen or resolve_device("auto") != "cuda":
+        return []
+    shared = ["+experiment=one_gpu"] if len(visible_gpus()) == 1 else []
+    return [*shared, "make_model.head_dim=64"]

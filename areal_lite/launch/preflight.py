@@ -5,6 +5,7 @@ need nothing but the settings are in config/rules.py. Here are the checks of mod
 files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
+import shutil
 import socket
 from dataclasses import fields
 from pathlib import Path
@@ -30,6 +31,7 @@ from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
+from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import resolve_device, visible_gpus
 from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
@@ -46,6 +48,8 @@ def check_config(config: Any) -> None:
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
         _data_source(config.data)
         _ports(config.server)
+        if config.server.host != NODE and resolve_device(config.server.device) == "cuda":
+            check_cuda()
     if isinstance(config, (TrainConfig, EvalCommandConfig)):
         load_reward_function(config.reward.function)
         load_workflow(config.rollout)
@@ -64,6 +68,7 @@ def _training(config: TrainConfig) -> None:
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
         gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
         place(gpus, config.trainer, config.server, config.sync.transport)
+        _weight_folder(config)
     if config.debug_run is not None:
         stored_max_staleness(Path(config.debug_run))
     if any((Path(config.run_dir) / file).exists() for file in _RUN_FILES):
@@ -112,6 +117,21 @@ def _ports(server: ServerConfig) -> None:
                     f"server.port={server.port}: port {port} cannot be used "
                     f"({getattr(error, 'strerror', error)}); 0 picks free ports"
                 ) from None
+
+
+def _weight_folder(config: TrainConfig) -> None:
+    """Check that two versions of the weights, the old and the new one, fit where pushes go."""
+    if config.sync.transport != "disk":
+        return
+    needed = 2 * sum(file.stat().st_size for file in Path(config.model).glob("*.safetensors"))
+    path = Path(config.sync.disk_path or config.run_dir).absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    if needed > (free := shutil.disk_usage(existing).free):
+        raise ValueError(
+            f"sync.disk_path={config.sync.disk_path}: {free / 2**30:.1f} GiB are free there, and "
+            f"two versions of the weights take {needed / 2**30:.1f}; choose another folder, or "
+            "make it larger (`docker run --shm-size` for /dev/shm)"
+        )
 
 
 def _resume(config: TrainConfig) -> None:

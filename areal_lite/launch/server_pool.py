@@ -31,6 +31,7 @@ from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
+from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
@@ -179,6 +180,7 @@ def server_pool(
     run_dir: Path,
     gpus: Mapping[int, list[str]],
     environment: Mapping[str, str] | None = None,
+    shared: bool = False,
 ) -> ServerPool:
     """Make a pool of SGLang servers.
 
@@ -189,6 +191,7 @@ def server_pool(
         run_dir: the run directory.
         gpus: the GPUs of each server, by its number. An empty list: all that this process sees.
         environment: variables to add to the environment of the servers.
+        shared: whether a trainer rank uses the same GPU.
     """
     config = replace(config, host=listen_address(config.host))
     extra = {"GLOO_SOCKET_IFNAME": "lo"} if config.host in LOOPBACK else {}
@@ -196,7 +199,7 @@ def server_pool(
 
     def make(number: int) -> ServerProcess:
         return ServerProcess(
-            config,
+            _beside_trainer(config, gpus[number]) if shared else config,
             model,
             name=f"server-{number}",
             port=config.port + number if config.port else free_port(config.host),
@@ -210,6 +213,23 @@ def server_pool(
     return ServerPool(run_dir, makers, config.max_restarts)
 
 
+def _beside_trainer(config: ServerConfig, gpus: list[str]) -> ServerConfig:
+    """Give a server that starts now its share of a GPU, whatever the trainer has taken of it."""
+    memory = gpu_memory(gpus[0]) if gpus else None
+    if memory is None or config.mem_fraction is None:
+        return config
+    return replace(config, mem_fraction=fraction_of_free(config.mem_fraction, memory))
+
+
+def fraction_of_free(fraction: float, memory: GpuMemory) -> float:
+    """Convert a share of a GPU's memory to SGLang's share, which is of the memory that is free.
+
+    SGLang gives weights and KV cache this share of what is free once it has its CUDA context. A
+    server that starts again beside a full trainer thus gets the same cache as at first.
+    """
+    return round(min(fraction * memory.total / max(memory.free - CUDA_CONTEXT, 1), 0.99), 4)
+
+
 def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:
     """Make the pool of a training run; `gpus` are the GPUs of each server by its number."""
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
@@ -220,6 +240,7 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
         run_dir=run_dir,
         gpus=gpus,
         environment={ENV_READBACK: "1"} if config.sync.verify else {},
+        shared=config.trainer.gpu_memory_fraction is not None,
     )
 
 

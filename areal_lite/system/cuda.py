@@ -1,7 +1,5 @@
 """The NVIDIA driver, the CUDA toolkit and GPU memory, found without torch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Stand-ins for nvidia-smi and nvcc, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
