@@ -52,6 +52,8 @@ class ControllerClient:
         self._socket = self._context.socket(zmq.DEALER)
         # An unread request must not keep this process from exiting.
         self._socket.linger = 0
+        self._socket.curve_serverkey = self._address.key.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(self._address.url)
         self._last_id = 0
         self._resyncs = 0
@@ -105,8 +107,7 @@ class ControllerClient:
     def _call(self, request: Request, *expected: type[R]) -> tuple[R, Frames]:
         """Send a request and wait for its reply, which is one of the `expected` responses."""
         self._last_id += 1
-        envelope = Envelope(self._address.token, self._last_id, request)
-        self._socket.send(msgspec.msgpack.encode(envelope))
+        self._socket.send(msgspec.msgpack.encode(Envelope(self._last_id, request)))
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,23 @@ log = logging.getLogger(__name__)
 
 _LINGER_MS = 5000
 
+# A request has less than 1 kB. Replies have no limit.
+_MAX_REQUEST_BYTES = 1 << 20
+_MAX_WAITING_REQUESTS = 1000
+# A connection without the key ends after this time, so that nobody can use up the descriptors.
+_HANDSHAKE_MS = 5000
+# A client that is gone without a word is noticed after `_SILENCE_MS`.
+_HEARTBEAT_MS = 30_000
+_SILENCE_MS = 120_000
+
+_LOG_EVERY = 1000
+
 
 class MessageServer:
     """Answers each request with what `handler` returns; many requests run at the same time.
 
+    * Only clients that know the key of controller.json can connect (see messages.py).
+    * A message that cannot be decoded is dropped.
     * The caller hears of every error at once.
     * A ValueError or RuntimeError of the handler only fails its request.
     * Any other error also ends `serve`, for example a response that cannot be encoded.
@@ -40,9 +52,16 @@ class MessageServer:
 
     def __init__(self, run_dir: Path, handler: Handler, host: str = "127.0.0.1"):
         self._handler = handler
-        self._token = secrets.token_hex(16)
+        self._malformed = 0
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.maxmsgsize = _MAX_REQUEST_BYTES
+        self._socket.rcvhwm = _MAX_WAITING_REQUESTS
+        self._socket.handshake_ivl = _HANDSHAKE_MS
+        self._socket.heartbeat_ivl = _HEARTBEAT_MS
+        self._socket.heartbeat_timeout = _SILENCE_MS
         # (client, request id) of the requests without a reply
         self._pending: set[tuple[bytes, int]] = set()
         # set once `Finish` was answered
@@ -51,7 +70,7 @@ class MessageServer:
         self._file = run_dir / CONTROLLER_FILE
         address = Address(
             url=f"tcp://{host}:{port}",
-            token=self._token,
+            key=key.decode(),
             pid=os.getpid(),
             namespace=process_namespace(),
         )
@@ -62,17 +81,25 @@ class MessageServer:
         async with asyncio.TaskGroup() as handlers:
             while True:
                 client, *frames = await self._socket.recv_multipart()
-                envelope = _decode(frames)
+                envelope = self._decode(frames)
                 if envelope is None:
-                    continue
-                if not secrets.compare_digest(envelope.token.encode(), self._token.encode()):
-                    error = f"wrong token: read {CONTROLLER_FILE} of this run again"
-                    await self._send(client, envelope.id, Failed(error))
                     continue
                 self._pending.add((client, envelope.id))
                 handlers.create_task(
                     self._answer(client, envelope), name=f"answer {envelope.request}"
                 )
+
+    def _decode(self, frames: list[bytes]) -> Envelope | None:
+        """Return the request in `frames`; None if they hold none, which is counted and logged."""
+        try:
+            (raw,) = frames
+            return msgspec.msgpack.decode(raw, type=Envelope)
+        except Exception as error:  # decoders raise more than ValueError, such as RecursionError
+            self._malformed += 1
+            if self._malformed == 1 or self._malformed % _LOG_EVERY == 0:
+                kind = type(error).__name__
+                log.warning("dropped malformed message %d: %s: %s", self._malformed, kind, error)
+            return None
 
     async def _answer(self, client: bytes, envelope: Envelope) -> None:
         """Handle one request and send its reply. Raises errors that must end the server."""
@@ -115,16 +142,6 @@ class MessageServer:
             await self._send(client, number, Failed(error or "the controller has stopped"))
         self._socket.close(linger=_LINGER_MS)
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
-
-
-def _decode(frames: list[bytes]) -> Envelope | None:
-    """Return the request in `frames`, or None (and log it) if they hold none."""
-    try:
-        (raw,) = frames
-        return msgspec.msgpack.decode(raw, type=Envelope)
-    except (ValueError, msgspec.MsgspecError) as error:
-        log.warning("ignored a malformed message: %s", error)
-        return None
 
 
 async def run_until(event: asyncio.Event, *coroutines: Coroutine[Any, Any, None]) -> None:

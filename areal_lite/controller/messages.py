@@ -11,9 +11,11 @@
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
 frame (`Reply`), plus the frames of the batch after a `BatchReady`.
 
-The controller's address and a random token are in `<run_dir>/controller.json`, which only its owner
-can read. A message without the token is refused. The controller listens on loopback, or on this
-machine's address for a run on several machines.
+The connections are those of CurveZMQ (https://rfc.zeromq.org/spec/26): encrypted, and only for
+clients that know the controller's random key. libzmq refuses all others before the controller
+sees a byte of theirs. The address and the key are in `<run_dir>/controller.json`, which only its
+owner can read. The controller listens on loopback, or on this machine's address for a run on
+several machines.
 """
 
 import os
@@ -127,7 +129,6 @@ Response = BatchReady | Resync | PushTargets | PushRecorded | Evaluation | RunTo
 class Envelope(msgspec.Struct):
     """One request on the wire."""
 
-    token: str
     id: int
     request: Request
 
@@ -143,7 +144,8 @@ class Address(msgspec.Struct):
     """The content of controller.json."""
 
     url: str
-    token: str
+    # CurveZMQ's public key of the controller. It is given to this run's clients only.
+    key: str
     pid: int
     # where `pid` is valid: process_namespace()
     namespace: str

@@ -28,7 +28,7 @@ from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
-from areal_lite.system.network import LOOPBACK, NODE, listen_address
+from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ def _first_error(error: BaseException) -> BaseException:
 def main() -> int:
     """Run the service and return the exit status."""
     die_with_parent()
+    allow_many_connections()
     # Thousands of requests in flight are many live objects. With the default thresholds the garbage
     # collector would scan them so often that it costs a third of the time, and long pauses.
     gc.set_threshold(100_000, 20, 50)

@@ -2,6 +2,7 @@
 
 import errno
 import random
+import resource
 import socket
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -47,3 +48,9 @@ def require_free_port(host: str, port: int) -> None:
                 f"a server cannot listen on {host}:{port} ({error.strerror}):"
                 " choose another server.port, or 0"
             ) from error
+
+
+def allow_many_connections() -> None:
+    """Let this process open as many descriptors as the system allows it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,19 +1,28 @@
 """Messages over a socket: a real server in a thread of its own, and real clients."""
 
 import asyncio
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
+from areal_lite.controller import message_server
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.message_server import MessageServer
 from areal_lite.controller.messages import (
+    Address,
     BatchReady,
     BeginPush,
     Evaluate,
@@ -196,21 +205,180 @@ def test_open_requests_are_told_why_the_controller_ends(wire) -> None:
     client.close()
 
 
-def test_a_wrong_token_is_refused(wire, client: ControllerClient) -> None:
-    client._address.token = "0" * 32
-    with pytest.raises(RuntimeError, match="wrong token"):
-        client.evaluate(1)
+def address(run_dir) -> Address:
+    return msgspec.json.decode((run_dir / "controller.json").read_bytes(), type=Address)
 
 
-def test_noise_is_ignored(wire, client: ControllerClient) -> None:
+def host_and_port(run_dir) -> tuple[str, int]:
+    url = urlsplit(address(run_dir).url)
+    return url.hostname, url.port
+
+
+@contextlib.contextmanager
+def dealer(run_dir, key: str | None = None):
+    """A raw socket to the controller, with its key unless another one is given ("": none)."""
     context = zmq.Context()
-    noise = context.socket(zmq.DEALER)
-    noise.connect(json.loads((wire[0] / "controller.json").read_bytes())["url"])
-    noise.send_multipart([b"\x93garbage"])
-    noise.send_multipart([b"", b"", b""])
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if key != "":
+        socket.curve_serverkey = (key or address(run_dir).key).encode()
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+    socket.connect(address(run_dir).url)
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()
+
+
+def request(number: int = 1, **fields) -> bytes:
+    evaluate = {"type": "evaluate", "version": 3}
+    return msgspec.msgpack.encode({"id": number, "request": evaluate, **fields})
+
+
+@pytest.mark.parametrize("key", ["", zmq.curve_keypair()[0].decode()])
+def test_without_the_key_nothing_comes_through(wire, client: ControllerClient, key: str) -> None:
+    with dealer(wire[0], key) as stranger:
+        for _ in range(10):
+            stranger.send(request())
+        assert client.evaluate(1)["versions"] == [1]
+        assert not stranger.poll(300), "a stranger got an answer"
+    with dealer(wire[0]) as known:
+        known.send(request(7))
+        assert msgspec.msgpack.decode(known.recv())["id"] == 7
+
+
+def deep(depth: int) -> bytes:
+    """A valid request with an unknown field that holds lists in lists."""
+    return b"\x83" + request()[1:] + b"\xa1z" + b"\x91" * depth + b"\xc0"
+
+
+MALFORMED = [
+    [b"\x93garbage"],
+    [b""],
+    [b"", b"", b""],
+    [request(), request()],
+    [request(id=1.5)],
+    [request(id=2**64 - 1)[:-1]],
+    [request(request={"type": "evaluate", "version": "\u0663"})],
+    [request(request={"type": "fly"})],
+    [deep(1_000)],
+    [deep(500_000)],
+    [b"\xdf\xff\xff\xff\xff"],
+    [b"\x82\xa2id\x01\xa7request\xdd\xff\xff\xff\xff"],
+]
+
+
+@pytest.mark.parametrize("frames", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_message_is_dropped(wire, client: ControllerClient, frames) -> None:
+    with dealer(wire[0]) as known:
+        known.send_multipart(frames)
+        known.send(request(2))
+        assert msgspec.msgpack.decode(known.recv())["id"] == 2, "only the good one is answered"
     assert client.evaluate(1)["greedy"] == 0.25
-    noise.close(linger=0)
-    context.term()
+
+
+def test_malformed_messages_do_not_flood_the_log(wire, caplog) -> None:
+    with dealer(wire[0]) as known:
+        for _ in range(2_500):
+            known.send(b"\xc1")
+        known.send(request(2))
+        known.recv()
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in lines] == [
+        f"dropped malformed message {number}" for number in (1, 1000, 2000)
+    ]
+
+
+# The start of a connection as ZMTP 3 (https://rfc.zeromq.org/spec/23) has it.
+GREETINGS = {
+    "silent": b"",
+    "half": b"\xff" + bytes(5),
+    "null": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32),
+    "curve": b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32),
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+}
+LENGTHS = {2**30: b"", 2**62: b"", 2**64 - 1: b""}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS)
+def test_connections_without_a_handshake_end(monkeypatch, tmp_path, greeting: str) -> None:
+    """They neither stay nor keep a trainer from being served, whatever they announce."""
+    monkeypatch.setattr(message_server, "_HANDSHAKE_MS", 300)
+
+    async def main() -> None:
+        server = MessageServer(tmp_path, handler)
+        serving = asyncio.create_task(server.serve())
+        strangers = [socket.create_connection(host_and_port(tmp_path)) for _ in range(20)]
+        for stranger, length in zip(strangers, [*LENGTHS] * 7):
+            stranger.sendall(GREETINGS[greeting] + b"\x02" + length.to_bytes(8, "big") + b"abc")
+        with closing(ControllerClient(tmp_path, timeout_s=5)) as client:
+            assert (await asyncio.to_thread(client.evaluate, 1))["versions"] == [1]
+            for stranger in strangers:
+                stranger.settimeout(5)
+                with contextlib.suppress(ConnectionError):
+                    while await asyncio.to_thread(stranger.recv, 4096):
+                        pass  # the server's greeting, then its end
+                stranger.close()
+            assert (await asyncio.to_thread(client.evaluate, 1))["versions"] == [1]
+        serving.cancel()
+        await server.close()
+
+    asyncio.run(main())
+
+
+@contextlib.contextmanager
+def separate_server(run_dir, setup: str = "") -> Iterator[int]:
+    """Serve in a process of its own, and yield its id."""
+    code = f"""
+import asyncio, resource, sys
+from pathlib import Path
+from areal_lite.controller import message_server
+from tests.unit.controller.test_messages import handler
+{setup}
+asyncio.run(message_server.MessageServer(Path(sys.argv[1]), handler).serve())
+"""
+    server = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
+    try:
+        yield server.pid
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_trainer_is_served_although_strangers_took_every_descriptor(tmp_path) -> None:
+    limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    with separate_server(tmp_path, f"{limit}; message_server._HANDSHAKE_MS = 500"):
+        with closing(ControllerClient(tmp_path, timeout_s=20)) as early:
+            assert early.evaluate(1)["versions"] == [1]
+            where = host_and_port(tmp_path)
+            strangers = [socket.create_connection(where) for _ in range(100)]
+            assert early.evaluate(2)["versions"] == [2], "a connected trainer waited"
+            with closing(ControllerClient(tmp_path, timeout_s=20)) as late:
+                assert late.evaluate(3)["versions"] == [3], "a new trainer was not let in"
+            for stranger in strangers:
+                stranger.close()
+
+
+def test_large_messages_take_no_memory(tmp_path) -> None:
+    with (
+        separate_server(tmp_path) as pid,
+        closing(ControllerClient(tmp_path, timeout_s=20)) as client,
+    ):
+        client.evaluate(1)
+        before = peak_memory_mb(pid)
+        with dealer(tmp_path) as known:
+            for _ in range(3):
+                known.send(b"\xc1" * (60 << 20), copy=False)
+            client.evaluate(1)
+            time.sleep(0.5)
+        assert peak_memory_mb(pid) - before < 30
+        assert client.evaluate(1)["greedy"] == 0.25
+
+
+def peak_memory_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def test_address_file_is_for_its_owner_only(wire) -> None:
@@ -225,19 +393,19 @@ def test_no_controller(tmp_path) -> None:
 def test_a_dead_controller_is_noticed(tmp_path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    address = {
+    content = {
         "url": "tcp://127.0.0.1:1",
-        "token": "",
+        "key": zmq.curve_keypair()[0].decode(),
         "pid": process.pid,
         "namespace": process_namespace(),
     }
-    (tmp_path / "controller.json").write_text(json.dumps(address))
+    (tmp_path / "controller.json").write_text(json.dumps(content))
     client = ControllerClient(tmp_path, timeout_s=30)
     with pytest.raises(RuntimeError, match=f"process {process.pid}.*totals of the run"):
         client.finish()
     client.close()
     (tmp_path / "controller.json").write_text(
-        json.dumps(address | {"namespace": "another machine"})
+        json.dumps(content | {"namespace": "another machine"})
     )
     client = ControllerClient(tmp_path, timeout_s=1.5)
     with pytest.raises(TimeoutError):  # its process id means nothing on this machine
