@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config import COMMANDS, compose_config, to_dataclass
-from areal_lite.config.errors import did_you_mean, explain
+from areal_lite.config.errors import did_you_mean, explain, one_line
 from areal_lite.launch.placement import quickstart_overrides
 
 
@@ -96,8 +96,12 @@ def main(argv: list[str] | None = None) -> int:
         configs = _configs(command, flags, overrides)
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, command))
-    except ValueError as error:
-        return _fail(str(error))
+    except RecursionError:
+        return _fail("an override has too many brackets in each other")
+    except (ValueError, OSError) as error:
+        return _fail(_reason(error))
+    except KeyboardInterrupt:
+        return 130
     modes = [mode.entry for flag, mode in _MODES.items() if flag in flags]
     return _run(modes[0] if modes else _COMMANDS[command].entry, configs)
 
@@ -172,8 +176,8 @@ def _run(entry: str, configs: list[Any]) -> int:
         with interruptible():
             run = getattr(importlib.import_module(module), name)
             return next((status for config in configs if (status := run(config))), 0)
-    except ValueError as error:
-        return _fail(str(error), status=1)
+    except (ValueError, OSError) as error:
+        return _fail(_reason(error), status=1)
     except KeyboardInterrupt:
         return 130
 
@@ -211,6 +215,14 @@ def _help(command: str, composed: Any) -> str:
     return "\n\n".join([*parts, settings, help_text(command, composed)])
 
 
+def _reason(error: ValueError | OSError) -> str:
+    """Say what is wrong. An error of the system names its file: a full disk, a wrong permission."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def _fail(message: str, status: int = 2) -> int:
-    print(f"areal-lite: {message}", file=sys.stderr)
+    """Print one line and return `status`."""
+    print(f"areal-lite: {one_line(message)}", file=sys.stderr)
     return status

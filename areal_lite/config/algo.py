@@ -6,7 +6,7 @@ being trained to the proximal policy, R a reward. conf/algo holds published reci
 
 from dataclasses import dataclass, field
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
 
 
 @dataclass
@@ -25,12 +25,15 @@ class CorrectionConfig:
         "tokens' weights.",
         choices=("token", "geometric", "product"),
     )
-    cap: float = setting(5.0, "Upper bound of w.", minimum=1)
+    cap: float = setting(5.0, "Upper bound of w.", minimum=1, maximum=1e6)
     low: float | None = setting(
         None, "mask: lower bound of w. null is 1 / cap.", minimum=0, maximum=1
     )
     veto: list[float] | None = setting(
-        None, "[low, high]: a token with w outside takes its whole sequence out of the loss."
+        None,
+        "[low, high]: a token with w outside takes its whole sequence out of the loss.",
+        minimum=0,
+        maximum=1e6,
     )
 
 
@@ -55,22 +58,25 @@ class AdvantageConfig:
         False, "grpo: the baseline of a trajectory is the mean of the others."
     )
     whiten: bool = setting(False, "Normalise the advantages over all tokens of the batch.")
-    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.")
-    lam: float = setting(1.0, "gae: lambda, which trades variance for bias.")
+    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", minimum=0, maximum=1)
+    lam: float = setting(1.0, "gae: lambda, which trades variance for bias.", minimum=0, maximum=1)
 
 
 @dataclass
 class ShapingConfig:
     """The reward that is trained on: scale (R + bias), clipped, plus penalties."""
 
-    scale: float = setting(1.0, "Factor of the reward.")
-    bias: float = setting(0.0, "Added to the reward before scaling.")
-    clip: float | None = setting(None, "Limit the scaled reward to [-clip, clip].")
+    scale: float = setting(1.0, "Factor of the reward.", above=0, maximum=1e6)
+    bias: float = setting(0.0, "Added to the reward before scaling.", minimum=-1e6, maximum=1e6)
+    clip: float | None = setting(
+        None, "Limit the scaled reward to [-clip, clip].", above=0, maximum=1e6
+    )
     overlong_margin: int = setting(
         0,
         "Within this many tokens of rollout.max_new_tokens a penalty grows linearly from 0 to 1. "
         "0: no penalty.",
         minimum=0,
+        maximum=MAX_TOKENS,
     )
     mask_truncated: bool = setting(
         False, "Leave trajectories that reached rollout.max_new_tokens out of the loss."
@@ -81,7 +87,7 @@ class ShapingConfig:
 class KLConfig:
     """The divergence from the reference policy."""
 
-    coef: float = setting(0.0, "Coefficient. 0: no KL term.")
+    coef: float = setting(0.0, "Coefficient. 0: no KL term.", minimum=0, maximum=100)
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
         "loss", "Where the term is: in the loss or in the reward.", choices=("loss", "reward")
@@ -95,10 +101,12 @@ class CriticConfig:
     It has the architecture, the initial weights and the Megatron settings of the policy.
     """
 
-    lr: float = setting(1e-5, "Learning rate.", above=0)
-    clip_grad: float = setting(1.0, "Largest norm of the gradient. 0: not clipped.")
+    lr: float = setting(1e-5, "Learning rate.", above=0, maximum=1)
+    clip_grad: float = setting(
+        1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
+    )
     clip_value: float | None = setting(
-        0.2, "Largest change of a value in a training step. null: no bound."
+        0.2, "Largest change of a value in a training step. null: no bound.", above=0, maximum=1e6
     )
 
 
@@ -120,10 +128,10 @@ class AlgoConfig:
         "update, exact with one minibatch. loglinear: interpolated between versions.",
         choices=("recompute", "reuse", "loglinear"),
     )
-    eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0)
-    eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0)
+    eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0, maximum=1)
+    eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0, maximum=1e6)
     dual_clip: float | None = setting(
-        None, "ppo: bound of the loss of tokens with a negative advantage.", above=1
+        None, "ppo: bound of the loss of tokens with a negative advantage.", above=1, maximum=1e6
     )
     reduction: str = setting(
         "token",
@@ -132,14 +140,22 @@ class AlgoConfig:
         choices=("token", "sequence", "constant"),
     )
     reduction_length: int | None = setting(
-        None, "constant: that constant. null is rollout.max_new_tokens."
+        None,
+        "constant: that constant. null is rollout.max_new_tokens.",
+        minimum=1,
+        maximum=MAX_TOKENS,
     )
-    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.")
-    tb_beta: float = setting(0.1, "tb: temperature beta of the target, ref exp(R / beta).", above=0)
+    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", minimum=0, maximum=100)
+    tb_beta: float = setting(
+        0.1, "tb: temperature beta of the target, ref exp(R / beta).", minimum=1e-6, maximum=1e6
+    )
     tb_beta_end: float | None = setting(
-        None, "tb: beta after tb_beta_steps, reached linearly. null: tb_beta throughout.", above=0
+        None,
+        "tb: beta after tb_beta_steps, reached linearly. null: tb_beta throughout.",
+        minimum=1e-6,
+        maximum=1e6,
     )
-    tb_beta_steps: int = setting(500, "tb: steps of that change.", minimum=1)
+    tb_beta_steps: int = setting(500, "tb: steps of that change.", minimum=1, maximum=MAX_COUNT)
     reference: str | None = setting(
         None, "Hugging Face checkpoint folder of the reference policy, such as ${model}."
     )

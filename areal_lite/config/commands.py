@@ -13,7 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
@@ -29,7 +29,7 @@ class TrainConfig:
 
     model: str = setting(MISSING, _MODEL)
     run_dir: str = setting("runs/${now:%Y%m%d-%H%M%S}", _RUN_DIR)
-    seed: int = setting(1, _SEED)
+    seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
     resume: str = setting(
         "never",
         "auto: continue the run in run_dir, if there is one, from its newest checkpoint.",
@@ -69,19 +69,27 @@ class MakeModelConfig:
     architecture: str = setting(
         "qwen3", "Model type.", choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
     )
-    hidden_size: int = setting(128, "Size of a hidden state.")
-    num_layers: int = setting(4, "Layers.")
-    num_heads: int = setting(4, "Attention heads.")
-    num_kv_heads: int = setting(2, "Heads of keys and values.")
-    head_dim: int = setting(32, "Size of a head.")
-    mlp_size: int = setting(384, "Hidden size of an MLP, or of each expert.")
-    num_experts: int = setting(8, "qwen3_moe: experts of a layer.")
-    experts_per_token: int = setting(2, "qwen3_moe: experts that each token uses.")
+    hidden_size: int = setting(128, "Size of a hidden state.", minimum=1, maximum=65_536)
+    num_layers: int = setting(4, "Layers.", minimum=1, maximum=1024)
+    num_heads: int = setting(4, "Attention heads.", minimum=1, maximum=1024)
+    num_kv_heads: int = setting(2, "Heads of keys and values.", minimum=1, maximum=1024)
+    head_dim: int = setting(32, "Size of a head.", minimum=2, maximum=1024)
+    mlp_size: int = setting(
+        384, "Hidden size of an MLP, or of each expert.", minimum=1, maximum=262_144
+    )
+    num_experts: int = setting(8, "qwen3_moe: experts of a layer.", minimum=1, maximum=1024)
+    experts_per_token: int = setting(
+        2, "qwen3_moe: experts that each token uses.", minimum=1, maximum=1024
+    )
     tie_embeddings: bool = setting(True, "Share input and output embeddings.")
-    max_position: int = setting(2048, "Longest sequence, in tokens.")
-    rope_theta: float = setting(10000.0, "Base of the rotary position embedding.")
-    init_std: float = setting(0.09, "Standard deviation of the initial weights.")
-    seed: int = setting(1, "Seed of the initial weights.")
+    max_position: int = setting(2048, "Longest sequence, in tokens.", minimum=1, maximum=MAX_TOKENS)
+    rope_theta: float = setting(
+        10000.0, "Base of the rotary position embedding.", minimum=1, maximum=1e9
+    )
+    init_std: float = setting(
+        0.09, "Standard deviation of the initial weights.", above=0, maximum=10
+    )
+    seed: int = setting(1, "Seed of the initial weights.", minimum=0, maximum=MAX_SEED)
 
 
 @dataclass
@@ -91,10 +99,10 @@ class SftConfig:
     model: str = setting(MISSING, _MODEL)
     out: str = setting(MISSING, "Folder to write the trained checkpoint to.")
     run_dir: str = setting("runs/sft-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
-    seed: int = setting(1, _SEED)
+    seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    batch_size: int = setting(64, "Demonstrations of a step.", minimum=1)
+    batch_size: int = setting(64, "Demonstrations of a step.", minimum=1, maximum=1_000_000)
     forget_carry: float = setting(
         0.45, "Probability that the teacher forgets a carry.", minimum=0, maximum=1
     )
@@ -114,9 +122,11 @@ class EvalCommandConfig:
 
     model: str = setting(MISSING, _MODEL)
     run_dir: str = setting("runs/eval-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
-    seed: int = setting(1, _SEED)
-    problems: int = setting(200, "Held-out problems.")
-    samples: int = setting(4, "Sampled completions of each problem, besides a greedy one.")
+    seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
+    problems: int = setting(200, "Held-out problems.", minimum=1, maximum=1_000_000)
+    samples: int = setting(
+        4, "Sampled completions of each problem, besides a greedy one.", minimum=0, maximum=10_000
+    )
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -129,9 +139,9 @@ class GenerateConfig:
 
     model: str = setting(MISSING, _MODEL)
     run_dir: str = setting("runs/generate-${now:%Y%m%d-%H%M%S}", _RUN_DIR)
-    seed: int = setting(1, _SEED)
+    seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
     prompts: list[str] = setting([], "Prompts to complete. []: a few held-out problems.")
-    samples: int = setting(1, "Completions of each prompt.")
+    samples: int = setting(1, "Completions of each prompt.", minimum=1, maximum=10_000)
     data: DataConfig = field(default_factory=DataConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

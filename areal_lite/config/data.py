@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
 
 
 @dataclass
@@ -29,10 +29,14 @@ class DataConfig:
         True, "Apply the tokenizer's chat template to the prompt. Ignored by addition."
     )
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
-    max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", minimum=1)
-    max_digits: int = setting(8, "addition: digits of the longest operand.", minimum=1)
+    max_prompt_tokens: int = setting(
+        1024, "Longer prompts are left out.", minimum=1, maximum=MAX_TOKENS
+    )
+    max_digits: int = setting(8, "addition: digits of the longest operand.", minimum=1, maximum=12)
     shuffle: bool = setting(True, "Draw the prompts in a new random order in each epoch.")
-    seed: int = setting(1, "Seed of that order, and of generated problems.")
+    seed: int = setting(
+        1, "Seed of that order, and of generated problems.", minimum=0, maximum=MAX_SEED
+    )
 
 
 @dataclass
@@ -43,8 +47,10 @@ class RewardConfig:
         "areal_lite.quickstart.reward:addition_reward",
         "module:function, called as f(completion: str, answer: str) -> float. It may be async.",
     )
-    workers: int = setting(1, "Processes that run the function.", minimum=1)
-    timeout_s: float = setting(15.0, "Longest time for one reward, in seconds.", above=0)
+    workers: int = setting(1, "Processes that run the function.", minimum=1, maximum=1024)
+    timeout_s: float = setting(
+        15.0, "Longest time for one reward, in seconds.", minimum=0.001, maximum=WEEK_S
+    )
     on_failure: str = setting(
         "drop",
         "After an error or a timeout: drop the trajectory, or give it reward zero.",
@@ -56,14 +62,20 @@ class RewardConfig:
 class EvalConfig:
     """Evaluation on held-out problems, on the same servers, while training goes on."""
 
-    problems: int = setting(200, "Problems of each set. 0 turns evaluation off.", minimum=0)
+    problems: int = setting(
+        200, "Problems of each set. 0 turns evaluation off.", minimum=0, maximum=1_000_000
+    )
     every: int = setting(
-        0, "Steps between evaluations. 0: only before and after training.", minimum=0
+        0,
+        "Steps between evaluations. 0: only before and after training.",
+        minimum=0,
+        maximum=MAX_COUNT,
     )
     samples: int = setting(
         1,
         "Completions of each problem sampled at rollout.temperature, besides a greedy one.",
         minimum=0,
+        maximum=10_000,
     )
     sets: list[str] = setting(
         [],

@@ -7,6 +7,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from hydra.errors import OverrideParseException
+
 from areal_lite.config.commands import COMMANDS
 from areal_lite.config.compose import ADDED_GROUPS
 from areal_lite.config.fields import keys_of
@@ -21,7 +23,6 @@ _UNKNOWN_OPTION = re.compile(
 # A pattern of a message and what is said instead, once `_NOISE` is out of the message.
 _REWORDED = {
     r"Error parsing override '(.+)' missing EQUAL.*": r"\1 has no value: write \1=…",
-    r"no viable alternative at input '(.*)'.*": r"cannot read '\1': check its brackets and quotes",
     r"Could not override '.+'\. No match .* use \+(\S+)": r"\1 would add settings: use +\1",
     r"Error merging override ([^=]+)=(.*?) Invalid type assigned: .* is not a subclass of .*": (
         r"\1=\2: \1 is a section: set its keys, \1.KEY=VALUE"
@@ -39,6 +40,11 @@ _NOISE = re.compile(
 )
 
 
+# Characters of an override and of a whole message that a terminal shows.
+_SHOWN = 100
+_LONGEST = 2000
+
+
 def explain(error: Exception, command: str) -> str:
     """Say in one line what is wrong with an override, given the error of Hydra or OmegaConf."""
     cause = f" {error.__cause__}" if error.__cause__ else ""
@@ -52,7 +58,17 @@ def explain(error: Exception, command: str) -> str:
     for pattern, reworded in _REWORDED.items():
         if match := re.fullmatch(pattern, text):
             return match.expand(reworded)
+    if isinstance(error, OverrideParseException):
+        override = error.override.removeprefix("++")[:_SHOWN]
+        return f"cannot read {override}: check its brackets and quotes"
     return text
+
+
+def one_line(message: str) -> str:
+    """Return the message on one line. A long one loses its middle."""
+    line = " ".join(message.split())
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} … {line[-half:]}"
 
 
 def _unknown_key(key: str, command: str) -> str:

@@ -6,14 +6,26 @@
 
 `check_fields`, `areal-lite COMMAND --help` and docs/configuration.md all read this metadata.
 `null` (None) is allowed where the field's type says so. Rules over several fields are in rules.py.
+
+Every number has a lower and an upper bound. NaN and infinities are therefore never accepted. An
+upper bound is far above what anybody needs: it stops a slip of the keyboard, not an experiment.
 """
 
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, cast, get_type_hints
+from functools import cache
+from types import UnionType
+from typing import Any, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 _KEY = "setting"
+
+MAX_SEED = 2**31 - 1
+MAX_TOKENS = 100_000_000
+MAX_COUNT = 1_000_000_000
+WEEK_S = 7 * 24 * 3600
+
+_MAX_CHARACTERS = 100_000
 
 
 class Bound(NamedTuple):
@@ -42,7 +54,14 @@ class Setting:
     limits: list[tuple[Bound, float]]
 
     def accepts(self, value: Any) -> bool:
-        """Tell whether `value` is one of the choices and within the bounds."""
+        """Tell whether `value` is one of the choices and within the bounds.
+
+        Each item of a list must be.
+        """
+        if isinstance(value, list):
+            return all(map(self.accepts, value))
+        if isinstance(value, str) and not _is_text(value):
+            return False
         chosen = not self.choices or value in self.choices or (self.importable and ":" in value)
         return chosen and all(bound.holds(value, limit) for bound, limit in self.limits)
 
@@ -52,7 +71,20 @@ class Setting:
         if self.choices:
             own = ", or name your own as module:name" if self.importable else ""
             return f"choose one of {', '.join(self.choices)}{own}"
-        return "must be " + " and ".join(f"{bound.words} {x:g}" for bound, x in self.limits)
+        if self.limits:
+            return "must be " + " and ".join(f"{b.words} {number(x)}" for b, x in self.limits)
+        return f"must be text of at most {_MAX_CHARACTERS} characters, in UTF-8 and without NUL"
+
+
+def _is_text(value: str) -> bool:
+    """Tell whether files and command lines can hold `value`."""
+    is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
+    return len(value) <= _MAX_CHARACTERS and is_unicode and "\0" not in value
+
+
+def number(value: float) -> str:
+    """Write a bound: an integer with all its digits, another number as short as possible."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def setting(
@@ -92,6 +124,7 @@ def sections(schema: type, prefix: str = "") -> Iterator[tuple[str, type]]:
             yield from sections(cast(type, kind), f"{prefix}{name}.")
 
 
+@cache
 def keys_of(schema: type) -> dict[str, Any]:
     """Return the type of every dotted key of a config dataclass, those of sections included."""
     return {
@@ -101,13 +134,27 @@ def keys_of(schema: type) -> dict[str, Any]:
     }
 
 
+def _check_containers(config: Any, prefix: str) -> None:
+    """Check that lists, dicts and sections are that: OmegaConf lets `${key}` be anything there."""
+    for key, kind in keys_of(type(config)).items():
+        options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        kinds = tuple(get_origin(option) or option for option in options)
+        value = operator.attrgetter(key)(config)
+        containers = any(one in (list, dict) or is_dataclass(one) for one in kinds)
+        if containers and not isinstance(value, kinds):
+            raise ValueError(f"{prefix}{key}={value}: write its items, not a reference to a value")
+
+
 def check_fields(config: Any, prefix: str = "") -> None:
     """Check each value of `config` and of its sections against its choices and bounds.
 
     Raises ValueError that names the dotted key, its value and the remedy.
     """
+    _check_containers(config, prefix)
     for inner, section in sections(type(config)):
         for name, about in settings_of(section).items():
             value = operator.attrgetter(f"{inner}{name}")(config)
             if value is not None and not about.accepts(value):
-                raise ValueError(f"{prefix}{inner}{name}={value}: {about.remedy}")
+                # As much of the value as one line shows, without what a terminal cannot print.
+                shown = str(value)[:100].encode(errors="replace").decode().replace("\0", "?")
+                raise ValueError(f"{prefix}{inner}{name}={shown}: {about.remedy}")

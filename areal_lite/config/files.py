@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from areal_lite.config.commands import TrainConfig
 from areal_lite.system.files import write_atomically
@@ -35,11 +36,29 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
 
     Raises ValueError when the file is missing or does not fit the schema.
     """
+    stored = stored_settings(run_dir)
+    try:
+        return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), stored))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{Path(run_dir) / CONFIG_FILE}: {error}") from error
+
+
+def stored_settings(run_dir: Path) -> DictConfig:
+    """Read the settings in <run_dir>/config.yaml, of any command and unchecked.
+
+    Raises ValueError when there is no such file, or when it does not hold settings.
+    """
     path = Path(run_dir) / CONFIG_FILE
     try:
-        return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(path)))
-    except (OSError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {error}") from error
+        stored = OmegaConf.load(path)
+    except (OSError, YAMLError, UnicodeError, OmegaConfBaseException, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} cannot be read: {reason}; mend it, or choose another run_dir"
+        ) from error
+    if not isinstance(stored, DictConfig) or not stored:
+        raise ValueError(f"{path} has no settings: mend it, or choose another run_dir")
+    return stored
 
 
 def to_dataclass(config: DictConfig | ListConfig) -> Any:

@@ -15,7 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from areal_lite.config.commands import COMMANDS
 from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir
-from areal_lite.config.fields import Setting, sections, settings_of
+from areal_lite.config.fields import Setting, number, sections, settings_of
 
 _COLUMNS = 100
 _HELP_COLUMN = 40
@@ -66,7 +66,7 @@ def _allowed(setting: Setting, hint: Any) -> str:
     if nullable:
         hint = next(kind for kind in get_args(hint) if kind is not type(None))
     text = _TYPES.get(hint) or ("list" if get_origin(hint) is list else "keys and values")
-    limits = " and ".join(f"{bound.sign} {limit:g}" for bound, limit in setting.limits)
+    limits = " and ".join(f"{bound.sign} {number(limit)}" for bound, limit in setting.limits)
     return f"{text} {limits}".strip() + (" or null" if nullable else "")
 
 

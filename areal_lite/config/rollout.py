@@ -3,17 +3,22 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
 
 
 @dataclass
 class RolloutConfig:
     """Generation: how prompts become trajectories."""
 
-    group_size: int = setting(8, "Trajectories of each prompt, G.", minimum=1)
-    max_new_tokens: int = setting(512, "Longest completion, in tokens.", minimum=1)
+    group_size: int = setting(8, "Trajectories of each prompt, G.", minimum=1, maximum=10_000)
+    max_new_tokens: int = setting(
+        512, "Longest completion, in tokens.", minimum=1, maximum=MAX_TOKENS
+    )
     temperature: float = setting(
-        1.0, "Sampling temperature. Evaluation adds a greedy completion.", above=0
+        1.0,
+        "Sampling temperature. Evaluation adds a greedy completion.",
+        minimum=0.001,
+        maximum=100,
     )
     workflow: str = setting(
         "areal_lite.rollout.workflows.single_turn:single_turn",
@@ -29,7 +34,9 @@ class RolloutConfig:
         "with new requests. none: wait until they have finished.",
         choices=("in_place", "retract", "abort", "none"),
     )
-    max_concurrent: int = setting(256, "Trajectories in flight, over all servers.", minimum=1)
+    max_concurrent: int = setting(
+        256, "Trajectories in flight, over all servers.", minimum=1, maximum=1_000_000
+    )
     adapt_concurrency: bool = setting(
         False, "Keep fewer in flight: as many as the servers report that they can run."
     )
@@ -53,8 +60,10 @@ class RolloutConfig:
 class ReplayConfig:
     """The replay buffer: batches from trajectories of all versions. Needs algo.loss=tb."""
 
-    capacity: int = setting(0, "Trajectories kept of each prompt. 0: no replay.", minimum=0)
-    max_prompts: int = setting(10_000, "Prompts kept.")
+    capacity: int = setting(
+        0, "Trajectories kept of each prompt. 0: no replay.", minimum=0, maximum=1_000_000
+    )
+    max_prompts: int = setting(10_000, "Prompts kept.", minimum=1, maximum=MAX_COUNT)
     recency_probability: float = setting(
         0.5,
         "Probability that a group of the batch is the newest one. Otherwise it is drawn from all.",
@@ -66,7 +75,7 @@ class ReplayConfig:
         "How it is drawn: with probabilities softmax(reward / temperature), or uniformly.",
         choices=("reward", "uniform"),
     )
-    temperature: float = setting(1.0, "Temperature of that softmax.", above=0)
+    temperature: float = setting(1.0, "Temperature of that softmax.", minimum=1e-6, maximum=1e6)
 
 
 @dataclass
@@ -77,6 +86,7 @@ class BufferConfig:
         4,
         "Largest staleness of a token, in versions (eta). 0: generation and training take turns.",
         minimum=0,
+        maximum=MAX_COUNT,
     )
     overdue: str = setting(
         "mask",

@@ -4,6 +4,7 @@ Each broken rule is a ValueError of one line that names the keys, their values a
 Rules that look at the machine, at files or at imported functions are in launch/preflight.py.
 """
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from areal_lite.config.commands import (
     TrainConfig,
 )
 from areal_lite.config.data import DataConfig
+from areal_lite.config.fields import keys_of
 from areal_lite.config.servers import ServerConfig
 from areal_lite.config.trainer import TrainerConfig
 from areal_lite.system.network import LOOPBACK
@@ -23,6 +25,7 @@ from areal_lite.system.network import LOOPBACK
 
 def check_rules(config: Any) -> None:
     """Check every rule for one command's configuration. Raises ValueError."""
+    check_folders(config)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
         check_data(config.data)
         check_server(config.server)
@@ -34,6 +37,13 @@ def check_rules(config: Any) -> None:
         check_sft(config)
     if isinstance(config, SlurmConfig):
         check_cluster(config)
+
+
+def check_folders(config: Any) -> None:
+    """Check that no folder is empty text, which would mean the working directory."""
+    for key in keys_of(type(config)):
+        if key.rpartition(".")[2] in ("model", "out", "run_dir") and not attrgetter(key)(config):
+            raise ValueError(f"{key} is empty: give a folder")
 
 
 def check_data(data: DataConfig) -> None:

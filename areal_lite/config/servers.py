@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, WEEK_S, setting
 
 
 @dataclass
 class ServerConfig:
     """The SGLang servers."""
 
-    count: int = setting(1, "Number of servers.", minimum=1)
+    count: int = setting(1, "Number of servers.", minimum=1, maximum=1024)
     device: str = setting(
         "auto",
         "Where to compute. auto is cuda if the machine has a GPU, else cpu.",
         choices=("auto", "cpu", "cuda"),
     )
-    tensor_parallel: int = setting(1, "GPUs of each server.", minimum=1)
+    tensor_parallel: int = setting(1, "GPUs of each server.", minimum=1, maximum=1024)
     dtype: str = setting(
         "auto",
         "Type of the weights. auto is bfloat16 on a GPU and float32 without one.",
@@ -38,27 +38,42 @@ class ServerConfig:
         maximum=1,
     )
     max_total_tokens: int | None = setting(
-        None, "Tokens in the KV cache. null: SGLang decides, or 65536 without a GPU.", minimum=1
+        None,
+        "Tokens in the KV cache. null: SGLang decides, or 65536 without a GPU.",
+        minimum=1,
+        maximum=MAX_COUNT,
     )
     max_running_requests: int | None = setting(
-        None, "Requests that one server runs at a time. null: SGLang decides.", minimum=1
+        None,
+        "Requests that one server runs at a time. null: SGLang decides.",
+        minimum=1,
+        maximum=1_000_000,
     )
     context_length: int | None = setting(
-        None, "Longest sequence, in tokens. null: that of the model.", minimum=1
+        None, "Longest sequence, in tokens. null: that of the model.", minimum=1, maximum=MAX_TOKENS
     )
-    threads: int = setting(1, "CPU threads of a server without a GPU.", minimum=1)
+    threads: int = setting(1, "CPU threads of a server without a GPU.", minimum=1, maximum=1024)
     start_timeout_s: float = setting(
-        600.0, "Longest time that a server may take to start, in seconds.", above=0
+        600.0,
+        "Longest time that a server may take to start, in seconds.",
+        minimum=0.001,
+        maximum=WEEK_S,
     )
     max_restarts: int = setting(
-        5, "Restarts of each failed server. After these the run goes on without it.", minimum=0
+        5,
+        "Restarts of each failed server. After these the run goes on without it.",
+        minimum=0,
+        maximum=1_000_000,
     )
-    health_interval_s: float = setting(10.0, "Seconds between two health checks.", above=0)
+    health_interval_s: float = setting(
+        10.0, "Seconds between two health checks.", minimum=0.01, maximum=WEEK_S
+    )
     health_timeout_s: float = setting(
         60.0,
         "A server that does not answer for this many seconds has failed. One without a GPU may "
         "compute for many seconds before it answers.",
-        above=0,
+        minimum=0.001,
+        maximum=WEEK_S,
     )
     args: dict[str, Any] = setting(
         {},
@@ -75,7 +90,7 @@ class SyncConfig:
         "distributed: an NCCL or Gloo broadcast. disk: files in a folder.",
         choices=("distributed", "disk"),
     )
-    bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1)
+    bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1, maximum=1_000_000)
     disk_path: str | None = setting(
         None,
         "disk: a folder that the servers see too; a tmpfs is fastest. null: RUN_DIR/weights.",
@@ -84,5 +99,8 @@ class SyncConfig:
         False, "Read weights back from the servers after each push and compare checksums."
     )
     timeout_s: float = setting(
-        120.0, "Longest time for an answer of a server or the controller, in seconds.", above=0
+        120.0,
+        "Longest time for an answer of a server or the controller, in seconds.",
+        minimum=0.001,
+        maximum=WEEK_S,
     )

@@ -2,35 +2,44 @@
 
 from dataclasses import dataclass
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, WEEK_S, setting
 
 
 @dataclass
 class TrainerConfig:
     """The trainer, on Megatron-core."""
 
-    steps: int = setting(100, "Training steps of the run.", minimum=1)
-    batch_groups: int = setting(32, "Groups of a training step, B.", minimum=1)
-    minibatches: int = setting(1, "Optimizer updates of a training step, M.", minimum=1)
-    tokens_per_microbatch: int = setting(
-        8192, "Tokens of one forward and backward pass.", minimum=1
+    steps: int = setting(100, "Training steps of the run.", minimum=1, maximum=10_000_000)
+    batch_groups: int = setting(32, "Groups of a training step, B.", minimum=1, maximum=1_000_000)
+    minibatches: int = setting(
+        1, "Optimizer updates of a training step, M.", minimum=1, maximum=1_000_000
     )
-    tensor_parallel: int = setting(1, "Ranks that share each matrix.", minimum=1)
+    tokens_per_microbatch: int = setting(
+        8192, "Tokens of one forward and backward pass.", minimum=1, maximum=MAX_TOKENS
+    )
+    tensor_parallel: int = setting(1, "Ranks that share each matrix.", minimum=1, maximum=1024)
     sequence_parallel: bool = setting(
         False, "Tensor-parallel ranks also share the tokens between their matrices."
     )
-    pipeline_parallel: int = setting(1, "Ranks that share the layers.", minimum=1)
+    pipeline_parallel: int = setting(1, "Ranks that share the layers.", minimum=1, maximum=1024)
     virtual_pipeline: int = setting(
-        1, "Chunks of layers of each pipeline stage. More than 1 interleaves them.", minimum=1
+        1,
+        "Chunks of layers of each pipeline stage. More than 1 interleaves them.",
+        minimum=1,
+        maximum=1024,
     )
-    context_parallel: int = setting(1, "Ranks that share each sequence.", minimum=1)
+    context_parallel: int = setting(1, "Ranks that share each sequence.", minimum=1, maximum=1024)
     expert_parallel: int = setting(
         1,
         "Ranks that share the experts, among the tensor-, context- and data-parallel ones.",
         minimum=1,
+        maximum=1024,
     )
     data_parallel: int = setting(
-        1, "Ranks, or whole sets of the above, that each take a shard of the batch.", minimum=1
+        1,
+        "Ranks, or whole sets of the above, that each take a shard of the batch.",
+        minimum=1,
+        maximum=1024,
     )
     recompute: str = setting(
         "none",
@@ -51,34 +60,47 @@ class TrainerConfig:
     fp32_head: bool = setting(
         False, "Output layer in float32, in the trainer and in the servers of the run."
     )
-    lr: float = setting(1e-4, "Learning rate of Adam.", above=0)
+    lr: float = setting(1e-4, "Learning rate of Adam.", above=0, maximum=1)
     lr_schedule: str = setting(
         "constant",
         "Learning rate after the warm-up. wsd: constant, then a linear decay.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_warmup_steps: int = setting(
-        0, "Updates of the linear warm-up; a step has trainer.minibatches of them.", minimum=0
+        0,
+        "Updates of the linear warm-up; a step has trainer.minibatches of them.",
+        minimum=0,
+        maximum=MAX_COUNT,
     )
     lr_decay_steps: int | None = setting(
-        None, "wsd: updates of the decay. null: a tenth of all.", minimum=1
+        None, "wsd: updates of the decay. null: a tenth of all.", minimum=1, maximum=MAX_COUNT
     )
-    min_lr: float = setting(0.0, "Learning rate at the end of the decay.", minimum=0)
-    adam_beta1: float = setting(0.9, "Decay of Adam's first moment.")
-    adam_beta2: float = setting(0.95, "Decay of Adam's second moment.")
-    adam_eps: float = setting(1e-8, "Adam's epsilon.")
-    weight_decay: float = setting(0.0, "Decoupled weight decay.")
-    clip_grad: float = setting(1.0, "Largest norm of the gradient. 0: not clipped.")
+    min_lr: float = setting(0.0, "Learning rate at the end of the decay.", minimum=0, maximum=1)
+    adam_beta1: float = setting(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
+    adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
+    adam_eps: float = setting(1e-8, "Adam's epsilon.", minimum=1e-20, maximum=1)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", minimum=0, maximum=100)
+    clip_grad: float = setting(
+        1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
+    )
     max_skipped_steps: int = setting(
         5,
         "Stop after this many consecutive steps with a loss or gradient that is not finite.",
         minimum=1,
+        maximum=MAX_COUNT,
     )
-    threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1)
-    save_every: int = setting(0, "Steps between checkpoints. 0: only at the end.", minimum=0)
-    keep_checkpoints: int = setting(2, "Newest checkpoints to keep. 0: all.", minimum=0)
+    threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1, maximum=1024)
+    save_every: int = setting(
+        0, "Steps between checkpoints. 0: only at the end.", minimum=0, maximum=MAX_COUNT
+    )
+    keep_checkpoints: int = setting(
+        2, "Newest checkpoints to keep. 0: all.", minimum=0, maximum=1_000_000
+    )
     milestone_every: int = setting(
-        0, "Also keep the checkpoints of all multiples of this step. 0: none.", minimum=0
+        0,
+        "Also keep the checkpoints of all multiples of this step. 0: none.",
+        minimum=0,
+        maximum=MAX_COUNT,
     )
     offload: bool = setting(
         False, "Move Adam moments and gradient buffers off the GPU between training steps."
@@ -90,7 +112,10 @@ class TrainerConfig:
         maximum=1,
     )
     batch_timeout_s: float = setting(
-        600.0, "Longest wait for a batch, in seconds, in addition to server.start_timeout_s."
+        600.0,
+        "Longest wait for a batch, in seconds, in addition to server.start_timeout_s.",
+        minimum=0.001,
+        maximum=WEEK_S,
     )
 
     @property

@@ -12,6 +12,7 @@ For `debug=train_only`: this process takes the place of the controller, and ther
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from areal_lite.config import TrainConfig, load_config
+from areal_lite.config import TrainConfig, load_config, stored_settings
 from areal_lite.controller.batch_stats import batch_stats
 from areal_lite.controller.message_server import MessageServer, run_until
 from areal_lite.controller.messages import (
@@ -48,13 +49,12 @@ def stored_max_staleness(run_dir: Path) -> int:
 
     Raises ValueError if `run_dir` is not a run, or if its batches cannot be made again.
     """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file() or not (run_dir / STORE_FILE).is_file():
+    if not all(os.path.isfile(run_dir / file) for file in (CONFIG_FILE, STORE_FILE)):
         raise ValueError(
             f"debug_run={run_dir}: give the directory of a run, with its {CONFIG_FILE} "
             f"and {STORE_FILE}"
         )
-    config = OmegaConf.load(path)
+    config = stored_settings(run_dir)
     if OmegaConf.select(config, "buffer.replay.capacity"):
         raise ValueError(
             f"debug_run={run_dir}: its batches were drawn from a replay buffer, "

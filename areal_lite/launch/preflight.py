@@ -5,13 +5,14 @@ need nothing but the settings are in config/rules.py. Here are the checks of mod
 files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
+import os
 import shutil
 import socket
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config import (
     DataConfig,
@@ -22,6 +23,7 @@ from areal_lite.config import (
     SlurmConfig,
     TrainConfig,
     check_fields,
+    stored_settings,
 )
 from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
@@ -71,13 +73,13 @@ def _training(config: TrainConfig) -> None:
         _weight_folder(config)
     if config.debug_run is not None:
         stored_max_staleness(Path(config.debug_run))
-    if any((Path(config.run_dir) / file).exists() for file in _RUN_FILES):
+    if any(os.path.exists(Path(config.run_dir) / file) for file in _RUN_FILES):
         _resume(config)
 
 
 def _model_folder(key: str, model: str) -> None:
     for file in ("config.json", "tokenizer.json"):
-        if not (Path(model) / file).is_file():
+        if not os.path.isfile(Path(model) / file):  # False, too, for a path that cannot be
             raise ValueError(
                 f"{key}={model}: no {file} there; give a Hugging Face checkpoint folder "
                 "(`areal-lite make-model` writes a small one)"
@@ -87,7 +89,7 @@ def _model_folder(key: str, model: str) -> None:
 def _data_source(data: DataConfig) -> None:
     if ":" in data.source:
         load_object("data.source", data.source)
-    if data.source == "jsonl" and not (data.path and Path(data.path).exists()):
+    if data.source == "jsonl" and not os.path.exists(data.path or ""):
         raise ValueError(f"data.path={data.path}: no such file")
 
 
@@ -97,10 +99,10 @@ def _eval_files(config: TrainConfig) -> None:
         remedy = "give held-out problems, or set eval.problems=0"
         if path is None:
             raise ValueError(f"data.eval_path is not set: {remedy}")
-        if not Path(path).exists():
+        if not os.path.exists(path):
             raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
     for path in config.eval.sets:
-        if path.endswith(".jsonl") and not Path(path).is_file():
+        if path.endswith(".jsonl") and not os.path.isfile(path):
             raise ValueError(f"eval.sets: {path}: no such file")
 
 
@@ -112,7 +114,7 @@ def _ports(server: ServerConfig) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((listen_address(server.host), port))
-            except (OSError, OverflowError) as error:
+            except (OSError, OverflowError, UnicodeError) as error:
                 raise ValueError(
                     f"server.port={server.port}: port {port} cannot be used "
                     f"({getattr(error, 'strerror', error)}); 0 picks free ports"
@@ -153,10 +155,10 @@ def _resume(config: TrainConfig) -> None:
             f"run_dir={config.run_dir}: there is no config.yaml to continue from, "
             "choose another folder"
         )
-    _same_run(config, OmegaConf.load(path))
+    _same_run(config, stored_settings(Path(config.run_dir)))
 
 
-def _same_run(config: TrainConfig, stored: DictConfig | ListConfig) -> None:
+def _same_run(config: TrainConfig, stored: DictConfig) -> None:
     """Check that what a run cannot change is as in its stored configuration."""
     data = [item.name for item in fields(DataConfig) if not item.name.startswith("eval_")]
     now = {"model": config.model} | {f"data.{key}": getattr(config.data, key) for key in data}

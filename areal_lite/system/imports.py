@@ -15,8 +15,9 @@ def load_object(key: str, name: str) -> Callable[..., Any]:
         )
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{key}={name}: cannot import {module_name}: {error}") from error
+    except Exception as error:  # a module of a user can raise anything
+        reason = str(error) if isinstance(error, ImportError) else repr(error)
+        raise ValueError(f"{key}={name}: cannot import {module_name}: {reason}") from error
     if not callable(found := getattr(module, attribute, None)):
         raise ValueError(f"{key}={name}: {module_name} has no callable {attribute!r}")
     return found

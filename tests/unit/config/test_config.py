@@ -90,7 +90,7 @@ def test_the_published_recipes_are_there():
         ("data.source=jsonl", "data.path is not set"),
         ("server.host=0.0.0.0", "set server.api_key"),
         ("trainer.lr=0", "trainer.lr=0.0: must be more than 0"),
-        ("rollout.temperature=0", "rollout.temperature=0.0: must be more than 0"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: must be at least 0.001"),
         ("rollout.group_size=1000", "less than one group"),
         ("algo.kl.coef=0.1", "algo.kl.coef=0.1 needs a reference policy: set algo.reference"),
         ("algo.loss=tb", "algo.loss=tb needs a reference policy"),

@@ -1,8 +1,9 @@
 """Every setting has its help, its bounds are checked, and the reference page is up to date."""
 
+import math
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -46,11 +47,29 @@ def test_every_setting_has_help_and_a_default_that_is_allowed(schema):
         assert (value := getattr(default, item.name)) is None or setting.accepts(value)
 
 
+@pytest.mark.parametrize("schema", ALL)
+def test_every_number_has_a_lower_and_an_upper_bound(schema):
+    for name, kind in get_type_hints(schema).items():
+        if not {int, float} & {kind, *get_args(kind), *map(first_argument, get_args(kind))}:
+            continue
+        setting = settings_of(schema)[name]
+        assert [bound.sign[0] for bound, _ in setting.limits] == [">", "<"], name
+        (_, lowest), (_, highest) = setting.limits
+        assert -1e6 <= lowest < highest <= 2**31, name
+        for wrong in (math.nan, math.inf, -math.inf, 10**20, -(10**20)):
+            assert not setting.accepts(wrong), name
+
+
+def first_argument(kind):
+    """Of list[float]: float."""
+    return next(iter(get_args(kind)), None)
+
+
 def test_sections_of_sections_are_checked_and_named():
     check_fields(QuickstartConfig())
     config = QuickstartConfig()
     config.sft.trainer.lr = 0.0
-    with pytest.raises(ValueError, match="^sft.trainer.lr=0.0: must be more than 0$"):
+    with pytest.raises(ValueError, match="^sft.trainer.lr=0.0: must be more than 0 and at most 1$"):
         check_fields(config)
     with pytest.raises(ValueError, match="^architecture=gpt2: choose one of qwen3, qwen2"):
         check_fields(MakeModelConfig(architecture="gpt2"))
