@@ -4,35 +4,49 @@ The kernel guarantees, for any user and without namespaces (confine.py):
   * files: the program reads the interpreter's libraries and its own scratch folder, and writes that
     folder only. The folder is removed afterwards;
   * no network and no other sockets (so no asyncio), no new processes, no signals to other
-    processes;
+    processes (system_calls.py has the calls that are left);
   * limits on memory (address space), processor time, the size of a file, the number of open files,
-    and output;
+    of threads and of created files (supervisor.py), and output;
   * the process is killed when its wall-clock time is over, counted from the start of execution, and
     when the process that started it dies;
   * it sees no environment variable, argument or open file of ours.
 
-Not covered: holes in the system calls that are left (confine.py lists them), the sum of the files
-that are written, and the names and sizes of files elsewhere (`stat` works). Where the kernel cannot
-confine (Linux before 5.13, Landlock disabled, not Linux) nothing runs and SandboxError is raised.
+A program writes at most `Limits.files` times `Limits.file_mb` to the disk. What the kernel keeps
+for it, mainly page tables, comes on top of `Limits.memory_mb`: about twice as much again at worst,
+when the program scatters its memory on purpose.
+
+Not covered: holes in the system calls that are left, and the names, sizes and link targets of files
+elsewhere (`stat` and `readlink` work). Where the kernel cannot confine (Linux before 5.13, Landlock
+disabled, not Linux) nothing runs and SandboxError is raised.
 """
 
 import asyncio
 import json
 import os
-import shutil
+import socket
 import sys
 import sysconfig
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_lite.rewards.sandbox.confine import READY
+from areal_lite.rewards.folders import remove_folder
+from areal_lite.rewards.sandbox import confine
+from areal_lite.rewards.sandbox.supervisor import Supervisor
 
 _START_TIMEOUT_S = 30.0
-_CONFINE = Path(__file__).with_name("confine.py")
+_PACKAGES = str(Path(__file__).parents[3])
+# The interpreter is isolated: it does not know our package.
+_PROGRAM = """
+import sys
+sys.path.append(sys.argv[1])
+from areal_lite.rewards.sandbox import confine
+sys.path.pop()
+confine.main(sys.argv[2])
+"""
 _SYSTEM_FILES = (
     "/lib",
     "/lib64",
@@ -51,11 +65,17 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program; `output_bytes` bounds standard output and standard error, each."""
+    """Limits of one program.
+
+    `file_mb` bounds each file, `files` the creations of files and folders in all, `threads` those
+    that live at the same time, and `output_bytes` standard output and standard error, each.
+    """
 
     time_s: float = 5.0
     memory_mb: int = 512
-    file_mb: int = 16
+    file_mb: int = 4
+    files: int = 256
+    threads: int = 64
     output_bytes: int = 1 << 20
 
 
@@ -86,29 +106,43 @@ async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> O
 
     The program dies with the calling thread.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
-    try:
-        (scratch / "program.py").write_bytes(code.encode(errors="replace"))
-        process = await _start(scratch, limits)
+    channel, theirs = socket.socketpair()
+    with channel, theirs:
+        scratch = Path(tempfile.mkdtemp(prefix="areal-lite-sandbox-"))
         try:
-            return await _watch(process, stdin.encode(errors="replace"), limits)
+            (scratch / "program.py").write_bytes(code.encode(errors="replace"))
+            process = await _start(scratch, limits, theirs)
+            try:
+                await _wait_until_ready(process)
+                with _supervise(channel, process.pid, limits):
+                    return await _watch(process, stdin.encode(errors="replace"), limits)
+            finally:
+                await _end(process)
         finally:
-            await _end(process)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            await asyncio.to_thread(remove_folder, scratch)
 
 
-async def _start(scratch: Path, limits: Limits) -> asyncio.subprocess.Process:
+async def _start(
+    scratch: Path, limits: Limits, channel: socket.socket
+) -> asyncio.subprocess.Process:
     options = ("-I", "-S", "-B", "-X", "utf8")
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    settings = _settings(limits) | {"channel": channel.fileno()}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, *options, str(_CONFINE), json.dumps(_settings(limits))),
+        *(sys.executable, *options, "-c", _PROGRAM, _PACKAGES, json.dumps(settings)),
         cwd=scratch,
         env={"HOME": str(scratch), "TMPDIR": str(scratch), **threads},
+        pass_fds=(channel.fileno(),),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+
+
+def _supervise(channel: socket.socket, pid: int, limits: Limits) -> closing[Supervisor]:
+    """Take the descriptor that the program sent before it was ready."""
+    _, (listener,), _, _ = socket.recv_fds(channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
+    return closing(Supervisor(listener, pid, threads=limits.threads, files=limits.files))
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -124,7 +158,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limits) -> Outcome:
     """Feed the program and collect its output until it ends or exceeds a limit."""
     stdin, *streams = _pipes(process)
-    await _wait_until_ready(process)
     started = time.monotonic()
     collected = bytearray(), bytearray()
     feeder = asyncio.ensure_future(_feed(stdin, given))
@@ -162,7 +195,7 @@ async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
     _, stdout, stderr = _pipes(process)
     try:
         async with asyncio.timeout(_START_TIMEOUT_S):
-            if await stdout.read(1) != READY:
+            if await stdout.read(1) != confine.READY:
                 message = (await stderr.read()).decode(errors="replace").strip()
                 raise SandboxError(message or "sandbox: it ended before the program began")
     except TimeoutError:

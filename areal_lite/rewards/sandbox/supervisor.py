@@ -1,0 +1,73 @@
+"""Bound the number of threads, files and folders of a sandboxed program.
+
+The kernel has no such limit for every user. It asks here about each creation (seccomp_unotify(2)),
+and the program waits for the answer. A yes lets the call go on as it was made: the kernel has read
+the numbers among its arguments, which decide, and the program cannot change them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import select
+import struct
+from contextlib import suppress
+
+from areal_lite.rewards.sandbox.system_calls import CALLS, number_of
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+# The id and the thread, flags, the number of the call; the rest of struct seccomp_notif.
+_NOTIFICATION = struct.Struct("=QIIi60x")
+_RESPONSE = struct.Struct("=QqiI")  # the id, the value, minus the error, flags
+_CONTINUE = 1
+_CLONE = next(number_of(call, os.uname().machine) for call in CALLS if call.name == "clone")
+
+
+class Supervisor:
+    """Answers about one program, on the running event loop.
+
+    Of `threads`, which live at the same time, the bound is not sharp: threads that create others at
+    the same moment can reach twice as many. `files` is the number of creations in all; a file that
+    is removed still counts, and so does an opening that would create a file if there were none.
+    """
+
+    def __init__(self, listener: int, pid: int, *, threads: int, files: int) -> None:
+        self._listener = listener
+        self._tasks = f"/proc/{pid}/task"
+        self._threads = threads
+        self._files_left = files
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(listener, self._answer)
+
+    def close(self) -> None:
+        """Stop answering. The kernel refuses what it asks from now on."""
+        self._loop.remove_reader(self._listener)
+        os.close(self._listener)
+
+    def _answer(self) -> None:
+        events = self._poll.poll(0)
+        if events and not events[0][1] & select.POLLIN:  # the program has ended
+            self._loop.remove_reader(self._listener)
+        if not events or not events[0][1] & select.POLLIN:
+            return
+        notification = bytearray(_NOTIFICATION.size)
+        with suppress(FileNotFoundError):  # the call was interrupted
+            fcntl.ioctl(self._listener, _RECEIVE, notification)
+            number, _, _, call = _NOTIFICATION.unpack(notification)
+            error = self._refusal(call)
+            flags = 0 if error else _CONTINUE
+            fcntl.ioctl(self._listener, _SEND, _RESPONSE.pack(number, 0, -error, flags))
+
+    def _refusal(self, call: int) -> int:
+        """Return the error number for a creation, or 0 to allow it."""
+        if call == _CLONE:
+            with suppress(OSError):
+                if len(os.listdir(self._tasks)) < self._threads:
+                    return 0
+            return errno.EAGAIN
+        self._files_left -= 1
+        return 0 if self._files_left >= 0 else errno.EDQUOT
