@@ -23,7 +23,7 @@ from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.resume import start_version
+from areal_lite.run_dir.resume import lock_controller, start_version
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
@@ -96,8 +96,10 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    run_dir = Path(sys.argv[1])
     try:
-        uvloop.run(serve(Path(sys.argv[1])))
+        with lock_controller(run_dir):
+            uvloop.run(serve(run_dir))
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)
         return 1

@@ -37,6 +37,7 @@ from areal_lite.controller.messages import (
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
+from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store import Store
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import Group, GroupState
@@ -144,8 +145,10 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    run_dir = Path(sys.argv[1])
     try:
-        asyncio.run(serve(Path(sys.argv[1])))
+        with lock_controller(run_dir):
+            asyncio.run(serve(run_dir))
     except ValueError as error:
         log.error("%s", error)
         return 1

@@ -21,6 +21,7 @@ from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
+from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -35,6 +36,12 @@ _EXAMPLES = 5
 def run(config: EvalCommandConfig | GenerateConfig) -> int:
     """Start servers, evaluate or generate, and stop them. Returns the exit status."""
     run_dir = Path(config.run_dir)
+    with lock_run_dir(run_dir):
+        remove_stale_files(run_dir)
+        return _run(config, run_dir)
+
+
+def _run(config: EvalCommandConfig | GenerateConfig, run_dir: Path) -> int:
     save_config(config, run_dir)
     pool = server_pool(
         config.server,

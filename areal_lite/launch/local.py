@@ -47,12 +47,17 @@ def run(config: TrainConfig) -> int:
     the run was asked to stop before its last step. Raises ValueError when another process runs in
     the same directory.
     """
+    with lock_run_dir(Path(config.run_dir)):
+        return run_locked(config)
+
+
+def run_locked(config: TrainConfig) -> int:
+    """Train as `run` does, while the caller holds the lock of the run directory."""
     run_dir = Path(config.run_dir)
-    with lock_run_dir(run_dir):
-        print(f"run directory: {run_dir}", file=sys.stderr)
-        if start_version(run_dir) >= config.trainer.steps:
-            return _already_complete(config, run_dir)
-        return _train_and_report(config, run_dir)
+    print(f"run directory: {run_dir}", file=sys.stderr)
+    if start_version(run_dir) >= config.trainer.steps:
+        return _already_complete(config, run_dir)
+    return _train_and_report(config, run_dir)
 
 
 def _already_complete(config: TrainConfig, run_dir: Path) -> int:

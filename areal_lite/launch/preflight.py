@@ -59,6 +59,11 @@ def check_config(config: Any) -> None:
         _training(config)
     if isinstance(config, SlurmConfig):
         layout(config)
+    run_dir = Path(getattr(config, "run_dir", os.devnull))
+    if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
+        if isinstance(config, TrainConfig):
+            _resume(config)
+        _same_command(config, run_dir)
 
 
 def _training(config: TrainConfig) -> None:
@@ -73,8 +78,6 @@ def _training(config: TrainConfig) -> None:
         _weight_folder(config)
     if config.debug_run is not None:
         stored_max_staleness(Path(config.debug_run))
-    if any(os.path.exists(Path(config.run_dir) / file) for file in _RUN_FILES):
-        _resume(config)
 
 
 def _model_folder(key: str, model: str) -> None:
@@ -149,13 +152,17 @@ def _resume(config: TrainConfig) -> None:
             "resume=auto: quickstart always starts anew; continue its run with "
             "`areal-lite train` and the same settings"
         )
-    path = Path(config.run_dir) / CONFIG_FILE
-    if not path.is_file():
-        raise ValueError(
-            f"run_dir={config.run_dir}: there is no config.yaml to continue from, "
-            "choose another folder"
-        )
     _same_run(config, stored_settings(Path(config.run_dir)))
+
+
+def _same_command(config: Any, run_dir: Path) -> None:
+    """Check that the run directory is not one of another command, whose files would be lost."""
+    kind = TrainConfig if isinstance(config, TrainConfig) else type(config)
+    if set(stored_settings(run_dir)) != {item.name for item in fields(kind)}:
+        raise ValueError(
+            f"run_dir={run_dir} is the folder of another command, such as a training run: choose "
+            "another folder"
+        )
 
 
 def _same_run(config: TrainConfig, stored: DictConfig) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from areal_lite.config import TrainConfig, load_config, save_config
 from areal_lite.run_dir.metrics import forget_after
 from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR
-from areal_lite.run_dir.resume import remove_stale_files, start_version
+from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files, start_version
 
 # The exit status of `begin` when the run has no steps left.
 COMPLETE = 10
@@ -31,14 +31,16 @@ COMPLETE = 10
 
 def run(config: TrainConfig) -> int:
     """Write the run directory and print its path. Returns the exit status, as `begin` does."""
-    run_dir = write(config)
-    print(run_dir)
-    return begin(run_dir)
+    with lock_run_dir(Path(config.run_dir)):
+        run_dir = write(config)
+        print(run_dir)
+        return _begin(run_dir)
 
 
 def write(config: TrainConfig) -> Path:
     """Write config.yaml and make a folder for logs. Returns the absolute run directory.
 
+    The caller holds the lock of the run directory.
     Settings of commands other than `train` are left out of config.yaml.
     """
     run_dir = Path(config.run_dir).resolve()
@@ -52,7 +54,13 @@ def begin(run_dir: Path) -> int:
     """Remove what an earlier start left: addresses of its processes, and the log of lost steps.
 
     Call it before each start of the roles. Returns 0, or COMPLETE when the run has no steps left.
+    Raises ValueError while the run is going on.
     """
+    with lock_run_dir(run_dir):
+        return _begin(run_dir)
+
+
+def _begin(run_dir: Path) -> int:
     version = start_version(run_dir)
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
@@ -70,5 +78,15 @@ def end(run_dir: Path) -> int:
     return 0
 
 
+def main() -> int:
+    """Begin or end a run whose roles are started one by one. Returns the exit status."""
+    step = {"begin": begin, "end": end}[sys.argv[1]]
+    try:
+        return step(Path(sys.argv[2]))
+    except (ValueError, OSError) as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit({"begin": begin, "end": end}[sys.argv[1]](Path(sys.argv[2])))
+    sys.exit(main())

@@ -26,6 +26,7 @@ from typing import Any
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, SLURM_JOB_FILE
+from areal_lite.run_dir.resume import lock_run_dir
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 
@@ -113,7 +114,8 @@ def run(config: SlurmConfig) -> int:
             f"run_dir={config.run_dir}: job {number} of it is in the queue; "
             "scancel it first or choose another folder"
         )
-    run_dir = write(config)
+    with lock_run_dir(folder):
+        run_dir = write(config)
     job = run_dir / SLURM_JOB_FILE
     job.write_text(text)
     print(f"run directory: {run_dir}", file=sys.stderr)

@@ -6,6 +6,7 @@ from pathlib import Path
 from areal_lite.config import SftConfig, save_config
 from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.report.progress import FollowedProgress
+from areal_lite.run_dir.resume import lock_run_dir
 
 
 def run(config: SftConfig) -> int:
@@ -15,7 +16,11 @@ def run(config: SftConfig) -> int:
     """
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
-    run_dir = Path(config.run_dir)
+    with lock_run_dir(Path(config.run_dir)):
+        return _warm_up(config, Path(config.run_dir))
+
+
+def _warm_up(config: SftConfig, run_dir: Path) -> int:
     save_config(config, run_dir)
     progress = FollowedProgress(
         run_dir,

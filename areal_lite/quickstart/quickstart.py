@@ -2,10 +2,12 @@
 
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 from areal_lite.config import QuickstartConfig, TrainConfig
 from areal_lite.launch import local
 from areal_lite.quickstart import launch_sft, make_model
+from areal_lite.run_dir.resume import lock_run_dir
 
 
 def run(config: QuickstartConfig) -> int:
@@ -21,11 +23,12 @@ def run(config: QuickstartConfig) -> int:
         ),
         (
             "reinforcement learning: a real SGLang server, a real Megatron trainer",
-            lambda: local.run(train),
+            lambda: local.run_locked(train),
         ),
     )
-    for number, (title, command) in enumerate(steps, start=1):
-        print(f"{number}/{len(steps)} {title}", file=sys.stderr)
-        if status := command():
-            return status
+    with lock_run_dir(Path(config.run_dir)):
+        for number, (title, command) in enumerate(steps, start=1):
+            print(f"{number}/{len(steps)} {title}", file=sys.stderr)
+            if status := command():
+                return status
     return 0

@@ -17,7 +17,8 @@ run_dir/
     openai_endpoint.json      address of the OpenAI endpoint while it runs
     job.sbatch                the Slurm job
     stop                      asks the run to stop after its step
-    lock                      held by the process that supervises the run
+    lock                      held by the command that writes here
+    controller.lock           held by the controller
 """
 
 from areal_lite.config.files import CONFIG_FILE as CONFIG_FILE
@@ -44,3 +45,4 @@ OPENAI_ENDPOINT_FILE = "openai_endpoint.json"
 SLURM_JOB_FILE = "job.sbatch"
 STOP_FILE = "stop"
 LOCK_FILE = "lock"
+CONTROLLER_LOCK_FILE = "controller.lock"

@@ -25,11 +25,13 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from areal_lite.run_dir.paths import (
     CHECKPOINT_MARKER,
     CHECKPOINTS_DIR,
     CONTROLLER_FILE,
+    CONTROLLER_LOCK_FILE,
     LOCK_FILE,
     OPENAI_ENDPOINT_FILE,
     SERVERS_DIR,
@@ -49,6 +51,7 @@ _STALE_FILES = (
     TOTALS_FILE,
     SUMMARY_FILE,
     STOP_FILE,
+    ".*.tmp",
 )
 
 
@@ -92,21 +95,46 @@ def remove_stale_files(run_dir: Path) -> None:
 
 @contextmanager
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of `run_dir`, and turn SIGUSR1 into a stop request.
+    """Make `run_dir`, hold its lock, and turn SIGUSR1 into a stop request.
 
-    Raises ValueError while another process holds the lock.
+    Every command takes the lock before it writes there. Raises ValueError while another command
+    holds it, while a controller runs there, and where a folder cannot be made.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # The kernel releases the lock when the process ends, however it ends.
-    with open(run_dir / LOCK_FILE, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"
-            ) from None
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = _lock(run_dir, LOCK_FILE)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be used ({error.strerror}): choose another folder"
+        ) from None
+    with lock:
+        # Roles that were started one by one have no supervisor that holds the lock.
+        with lock_controller(run_dir):
+            pass
         previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / STOP_FILE).touch())
         try:
             yield
         finally:
             signal.signal(signal.SIGUSR1, previous)
+
+
+def lock_controller(run_dir: Path) -> IO[bytes]:
+    """Return the locked file of the only controller of a run. Closing it releases the lock.
+
+    Raises ValueError while another controller runs in `run_dir`.
+    """
+    return _lock(run_dir, CONTROLLER_LOCK_FILE)
+
+
+def _lock(run_dir: Path, name: str) -> IO[bytes]:
+    """Lock a file. The kernel releases the lock when the process ends, however it ends."""
+    descriptor = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    file = open(descriptor, "wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(
+            f"run_dir={run_dir}: a run is going on there, end it first or choose another folder"
+        ) from None
+    return file

@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,20 +16,26 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes, private: bool = False) -> None:
-    """Replace the file `path` in one step, and make missing parent folders.
+    """Replace the file `path` in one step and durably, and make missing parent folders.
 
-    Only the owner can read a `private` file.
+    Only the owner can ever read a `private` file. Raises OSError that names `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    mode = 0o600 if private else 0o666
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A new file of ours: not one, or a link, that somebody else put there.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(scratch, flags, 0o600 if private else 0o666)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, value: Any) -> None:
