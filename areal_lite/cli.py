@@ -56,6 +56,10 @@ _COMMANDS = {
         "greedy accuracy and pass@k of a checkpoint on held-out problems",
     ),
     "generate": Command("areal_lite.launch.evaluate:run", "try prompts on a checkpoint"),
+    "report": Command("areal_lite.report.commands:report", "one page about a run, for a browser"),
+    "compare": Command("areal_lite.report.commands:compare", "one page about two or more runs"),
+    "inspect": Command("areal_lite.report.commands:inspect", "trajectories in the terminal"),
+    "trace": Command("areal_lite.report.commands:trace", "a run as a trace for Perfetto"),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm: servers, controller and trainer on many nodes",

@@ -109,8 +109,7 @@ class Trajectory:
         versions: int32 [L], the version of the weights that sampled each token, else -1.
         finish_reason: a FinishReason.
         reward: None until it is scored.
-        started_at, finished_at: wall-clock seconds.
-        server: the name of the server that was chosen for its last turn; empty if unknown.
+        started_at, finished_at: wall-clock seconds. server: name of that of its last turn, or "".
         requests: number of HTTP requests, more than one after an abort or in several turns.
         kv_version: the KV cache holds nothing of older versions than this; -1 if unknown. It can be
             older than every entry of `versions`: a request that was queued during an in-place push

@@ -14,6 +14,7 @@ from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
+from areal_lite.config.report import VIEWS
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
@@ -156,6 +157,7 @@ COMMANDS: dict[str, type] = {
     "sft": SftConfig,
     "eval": EvalCommandConfig,
     "generate": GenerateConfig,
+    **VIEWS,
 }
 
 

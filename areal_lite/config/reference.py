@@ -16,6 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from areal_lite.config.commands import COMMANDS
 from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir
 from areal_lite.config.fields import Setting, number, sections, settings_of
+from areal_lite.config.report import VIEWS
 
 _COLUMNS = 100
 _HELP_COLUMN = 40
@@ -131,7 +132,7 @@ areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +ta
 |---|---|
 {groups}
 """
-_PAGE_COMMANDS = ("train", "slurm", "make-model", "sft", "eval", "generate")
+_PAGE_COMMANDS = ("train", "slurm", "make-model", "sft", "eval", "generate", *VIEWS)
 
 
 def page() -> str:

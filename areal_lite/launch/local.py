@@ -160,16 +160,17 @@ def step_fields(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
-    """Write summary.json and report.png, and print the summary.
+    """Write summary.json, report.png and report.html, and print the summary.
 
     `started_at`: wall-clock seconds at which the run started.
     """
     from areal_lite.report.figure import write_report  # matplotlib is slow to import
+    from areal_lite.report.page_build import write_page
 
     summary = build_summary(run_dir, config, started_at, time.time())
     summary["report"] = str(write_report(run_dir))
     write_json(run_dir / SUMMARY_FILE, summary)
     console = Console(stderr=True)
     console.print(summary_table(summary))
-    paths = f"run directory: {run_dir}\nreport: {summary['report']}"
+    paths = f"run directory: {run_dir}\nreport: {summary['report']}, {write_page(run_dir)}"
     console.print(paths, highlight=False, soft_wrap=True)

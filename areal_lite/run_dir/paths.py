@@ -6,7 +6,8 @@ run_dir/
     evals.jsonl               one line per evaluation
     proximal.jsonl            one line per training step: log-probs of one group before the step
     trajectories.sqlite       rollout groups and their trajectories
-    summary.json, report.png  written at the end
+    summary.json              written at the end, with report.png and report.html
+    trace.json                written by `areal-lite trace`
     checkpoints/              step-N/ (complete once it has a metadata.json), hf/ (last weights)
     weights/                  what `sync.transport=disk` hands to the servers
     bad_batches/              batches whose update was skipped
@@ -28,6 +29,9 @@ EVALS_FILE = "evals.jsonl"
 STORE_FILE = "trajectories.sqlite"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.png"
+PAGE_FILE = "report.html"
+TRACE_FILE = "trace.json"
+PROXIMAL_FILE = "proximal.jsonl"
 TOTALS_FILE = "controller_totals.json"
 
 CHECKPOINTS_DIR = "checkpoints"

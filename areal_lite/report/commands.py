@@ -1,0 +1,83 @@
+"""The commands that show runs: report, compare, inspect, trace. Each returns an exit status."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_lite.config.report import CompareConfig, InspectConfig, ReportConfig, TraceConfig
+from areal_lite.report import demo
+from areal_lite.run_dir.paths import TRACE_FILE
+from areal_lite.system.files import write_atomically
+
+
+def report(config: ReportConfig) -> int:
+    """Write report.html and report.png of a run, or serve the page while the run goes on."""
+    run_dir = _run_dir(config)
+    if config.follow:
+        return _follow(run_dir, config.port)
+    from areal_lite.report.figure import write_report  # matplotlib is slow to import
+    from areal_lite.report.page_build import write_page
+
+    print(write_page(run_dir))
+    print(write_report(run_dir))
+    return 0
+
+
+def compare(config: CompareConfig) -> int:
+    """Write one page about several runs."""
+    from areal_lite.report.compare import compare_page
+
+    runs = [Path(run) for run in config.runs]
+    if config.demo:
+        runs = [demo.unpack("demo"), demo.unpack("demo-sync")]
+    write_atomically(Path(config.out), compare_page(runs))
+    print(config.out)
+    return 0
+
+
+def inspect(config: InspectConfig) -> int:
+    """Print trajectories."""
+    from areal_lite.report.inspection import show_matching
+
+    console = Console(highlight=False, soft_wrap=True)
+    for part in show_matching(_run_dir(config), config):
+        console.print(part)
+    return 0
+
+
+def trace(config: TraceConfig) -> int:
+    """Write the trace of a run."""
+    from areal_lite.report.trace import write_trace
+
+    run_dir = _run_dir(config)
+    path = Path(config.out) if config.out else run_dir / TRACE_FILE
+    events = write_trace(run_dir, path)
+    print(f"{path}: {events:,} events; open it at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def _run_dir(config: ReportConfig | InspectConfig | TraceConfig) -> Path:
+    """Return the run directory, that of the demo included. Raises ValueError for neither."""
+    if config.demo:
+        return demo.unpack()
+    if config.run_dir is None:
+        raise ValueError("run_dir is not set: add run_dir=… (or demo=true for a run to look at)")
+    if not Path(config.run_dir).is_dir():
+        raise ValueError(f"run_dir={config.run_dir}: there is no such folder")
+    return Path(config.run_dir)
+
+
+def _follow(run_dir: Path, port: int) -> int:
+    from areal_lite.report.follow import page_server
+
+    try:
+        server = page_server(run_dir, port)
+    except OSError as error:
+        raise ValueError(f"port={port}: cannot listen there ({error.strerror})") from error
+    host, chosen = server.server_address[:2]
+    print(f"http://{host}:{chosen}/ shows {run_dir} until you press Ctrl-C", file=sys.stderr)
+    server.serve_forever()
+    return 0

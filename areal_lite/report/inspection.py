@@ -1,0 +1,110 @@
+"""Trajectories in the terminal: chosen by filters, with the tokens of each weight version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from areal_lite.config.report import InspectConfig
+from areal_lite.report.columns import open_store
+from areal_lite.report.page_data import read_run_config
+from areal_lite.report.pieces import token_decoder, token_texts
+from areal_lite.report.text import short
+from areal_lite.run_dir.paths import STORE_FILE
+
+# Model text could move the cursor or write to the clipboard.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
+
+
+def matching(run_dir: Path, filters: InspectConfig) -> tuple[int, Iterator[dict[str, Any]]]:
+    """Return how many trajectories all filters let through, and the first `limit` of them.
+
+    Raises ValueError without a store.
+    """
+    conditions = {
+        "group_id = :group": filters.group,
+        "step = :step - 1": filters.step,
+        "EXISTS (SELECT 1 FROM json_each(segments) WHERE json_extract(value, '$[0]') = :version)": (
+            filters.version
+        ),
+        "reward >= :reward_min": filters.reward_min,
+        "reward <= :reward_max": filters.reward_max,
+    }
+    where = " AND ".join(["1", *(text for text, value in conditions.items() if value is not None)])
+    source = f"FROM trajectories JOIN groups USING (group_id) WHERE {where}"
+    values = vars(filters)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        with open_store(run_dir / STORE_FILE) as db:
+            cursor = db.execute(
+                f"SELECT trajectories.*, state, step, prompt_id {source} "
+                "ORDER BY group_id, sample_index LIMIT :limit",
+                values,
+            )
+            names = [column[0] for column in cursor.description]
+            for row in cursor:
+                yield dict(zip(names, row))
+
+    with open_store(run_dir / STORE_FILE) as db:
+        (count,) = db.execute(f"SELECT count(*) {source}", values).fetchone()
+    return count, rows()
+
+
+def show_matching(run_dir: Path, filters: InspectConfig) -> Iterator[RenderableType]:
+    """Yield what to print: the number of matches, then each trajectory up to the limit."""
+    count, rows = matching(run_dir, filters)
+    decode = token_decoder(read_run_config(run_dir).get("model"))
+    shown = min(count, filters.limit)
+    more = f"; the first {shown} follow (limit={filters.limit})" if shown < count else ""
+    yield Text(f"{count} trajectories match{more}", style="bold")
+    for row in rows:
+        ids = np.frombuffer(row["tokens"], np.int32).tolist()
+        yield trajectory_text(row, token_texts(ids, decode))
+
+
+def trajectory_text(row: dict[str, Any], texts: list[str]) -> RenderableType:
+    """Return a trajectory for the terminal: a line of facts, then its prompt and segments.
+
+    Args:
+        row: a row of the store, with the state, step and prompt_id of its group.
+        texts: the text of each token.
+    """
+    step = f"step {row['step'] + 1}" if row["step"] is not None else row["state"]
+    server = f" on {row['server']}" if row["server"] else ""
+    facts = (
+        f" · {step} · reward {short(row['reward'])} · {row['n_prompt']} + "
+        f"{row['n_tokens'] - row['n_prompt']} tokens · ended by {row['finish_reason']} after "
+        f"{row['finished_at'] - row['started_at']:.2f} s{server} · prompt {row['prompt_id']}"
+    )
+    title = Text(f"\ngroup {row['group_id']}, sample {row['sample_index']}", style="bold")
+    title.append(visible(facts), style="not bold")
+    parts: list[RenderableType] = [title]
+    logprobs = np.frombuffer(row["logprobs"], np.float32)
+    end = 0
+    for version, start, stop in msgspec.json.decode(row["segments"]):
+        if start > end:
+            parts += _part("prompt" if not end else "environment", texts[end:start], "dim")
+        mean = float(np.mean(logprobs[start:stop]))
+        label = f"version {version}, {stop - start} tokens, mean log-prob {mean:.2g}"
+        parts += _part(label, texts[start:stop], _COLORS[version % len(_COLORS)])
+        end = stop
+    if end < len(texts):
+        parts += _part("environment" if end else "prompt", texts[end:], "dim")
+    return Group(*parts)
+
+
+def visible(text: str) -> str:
+    """Return text without control characters: each is written as its code."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _part(label: str, texts: list[str], style: str) -> list[RenderableType]:
+    return [Text(f"[{label}]", style="italic"), Text(visible("".join(texts)), style=style)]

@@ -1,0 +1,216 @@
+"""The page of a run: it is bounded, keeps secrets, and model output cannot act in it."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from areal_lite.config import load_config, save_config
+from areal_lite.report import demo
+from areal_lite.report.page_build import run_page, write_page
+from areal_lite.report.pieces import token_decoder, token_texts
+from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.store import Store
+from areal_lite.trajectory import Group
+from tests.unit.report.synthetic_run import T0, hand_made, simulate, trajectory, write_group
+
+HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- \u2028 & \x00"
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+
+class Page(HTMLParser):
+    """The elements of a page, and the text of its scripts and styles by id or tag."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.raw: dict[str, str] = {}
+        self._open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open = dict(attrs).get("id") or tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self._open = ""
+
+    def handle_data(self, data):
+        if self._open:
+            self.raw[self._open] = self.raw.get(self._open, "") + data
+
+    @property
+    def rollouts(self) -> list[dict]:
+        return json.loads(zlib.decompress(base64.b64decode(self.raw["heavy"])))
+
+
+def policy_of(page: Page) -> str:
+    metas = [attributes for tag, attributes in page.tags if tag == "meta"]
+    (policy,) = [m["content"] for m in metas if m.get("http-equiv") == "Content-Security-Policy"]
+    return policy
+
+
+def hostile_run(run_dir: Path) -> Path:
+    """Make a run whose prompts, servers, tokens and settings are markup that acts."""
+    config = hand_made(run_dir)
+    model = run_dir / "model"
+    model.mkdir()
+    Tokenizer(WordLevel({HOSTILE: 0, "?": 1}, unk_token="?")).save(str(model / "tokenizer.json"))
+    config.model, config.server.api_key = str(model), "sesame-open"
+    config.logger.project = HOSTILE.replace("\x00", "")
+    save_config(config, run_dir)
+    store = Store(run_dir / "trajectories.sqlite")
+    bad = trajectory(3, 0, [(1, 30)], T0 + 6, T0 + 9)
+    bad.server = bad.prompt_id = HOSTILE
+    write_group(store, Group(group_id=3, prompt_id=HOSTILE, size=1, trajectories=[bad]), 1)
+    store.close()
+    append_event(run_dir, "proximal", {"step": 1, "group_id": 3, "prox": {"0": [-0.5] * 30}})
+    append_event(run_dir, "evals", {"name": HOSTILE, "version": 2, "greedy": 0.5, "sampled": 0.5})
+    return run_dir
+
+
+def test_hostile_text_is_data_and_nothing_else(tmp_path: Path) -> None:
+    text = run_page(hostile_run(tmp_path))
+    page = Page(text)
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    (group,) = [group for group in page.rollouts if group["group"] == 3]
+    assert group["prompt"] == HOSTILE and group["samples"][0]["texts"][0] == HOSTILE
+    assert json.loads(page.raw["data"])["windows"][0]["bars"]
+    assert "sesame-open" not in text
+
+
+def test_the_policy_names_exactly_the_page_s_own_style_and_script(tmp_path: Path) -> None:
+    page = Page(run_page(hostile_run(tmp_path)))
+    policy = policy_of(page)
+    for kind in ("style", "script"):
+        digest = base64.b64encode(hashlib.sha256(page.raw[kind].encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}';" in policy
+    assert "default-src 'none'" in policy and "connect-src 'none'" in policy
+    assert "connect-src 'self'" in policy_of(Page(run_page(tmp_path, follow=True)))
+    assert not [
+        a for tag, a in page.tags if tag in ("link", "iframe") or "src" in a or "style" in a
+    ]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page.raw["script"])
+
+
+def test_importance_weights_are_the_ratio_of_the_two_policies(tmp_path: Path) -> None:
+    page = Page(run_page(hostile_run(tmp_path)))
+    samples = {group["group"]: group["samples"][0] for group in page.rollouts}
+    assert samples[3]["weights"][:10] == [None] * 10
+    assert samples[3]["weights"][10:] == pytest.approx([np.exp(-0.5 + 1)] * 30, rel=1e-3)
+    assert samples[0]["weights"] is None
+
+
+def test_tokens_past_the_bound_are_marked(tmp_path: Path) -> None:
+    simulate(tmp_path, steps=8)
+    config = load_config(tmp_path)
+    config.buffer.max_staleness = 1
+    save_config(config, tmp_path)
+    marked = 0
+    for group in Page(run_page(tmp_path)).rollouts:
+        for sample in group["samples"]:
+            late = {
+                token
+                for version, start, end in sample["segments"]
+                for token in range(start, end)
+                if group["step"] - 1 - version > 1
+            }
+            assert set(sample["overdue"]) == late
+            marked += len(late)
+    assert marked > 0
+
+
+@pytest.mark.parametrize("steps", (0, 1))
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, steps: int) -> None:
+    config = hand_made(tmp_path, killed=True)
+    if not steps:
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "trajectories.sqlite").unlink()
+        save_config(config, tmp_path)
+    text = write_page(tmp_path).read_text()
+    assert f"{steps} of 2 training steps" in text and "The run has not ended" in text
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not the directory of a training run"):
+        write_page(tmp_path)
+
+
+def test_the_size_of_a_page_does_not_grow_with_its_run(tmp_path: Path) -> None:
+    sizes = []
+    for steps in (30, 90):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        simulate(folder, steps=steps)
+        sizes.append(len(run_page(folder)))
+    assert sizes[1] < 1.3 * sizes[0]
+
+
+def test_token_texts_join_to_the_text_and_wait_for_whole_characters() -> None:
+    def decode(ids):  # a token is a byte; a decoder drops the first space of a text
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+    for text in ("plain", "a é ‖ 𝄞 z", " b  c"):
+        ids = list(text.encode())
+        texts = token_texts(ids, decode)
+        assert len(texts) == len(ids) and "".join(texts) == decode(ids)
+    assert token_texts(list("é".encode()), decode) == ["", "é"]
+    assert "".join(token_texts([0xFF, 0x61], decode)) == "\ufffda"
+    assert token_decoder(None)([5, 7]) == "‹5›‹7›"
+
+
+def browse(page: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
+    """Open a page in headless Chromium."""
+    return subprocess.run(
+        [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+            "--no-first-run", "--disable-background-networking", "--disable-component-update",
+            "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=8000", *flags, page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_a_browser_draws_hostile_data_without_running_it(tmp_path: Path) -> None:
+    page = write_page(hostile_run(tmp_path))
+    shown = browse(page, tmp_path, "--dump-dom")
+    assert "CONSOLE" not in shown.stderr
+    dom = Page(shown.stdout)
+    assert [a for tag, a in dom.tags if tag == "html"][0].get("data-ready") == ""
+    assert not [tag for tag, _ in dom.tags if tag == "img"] and "<title>taken" not in shown.stdout
+    plots = [
+        tag for tag, attributes in dom.tags if tag == "svg" and attributes.get("role") == "img"
+    ]
+    assert len(plots) >= 14, "charts, lanes and the timeline"
+    assert [a for tag, a in dom.tags if tag == "span" and "data-token" in a]
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_a_phone_in_the_dark_shows_the_demo_within_its_width(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    page = write_page(demo.unpack(parent=tmp_path))
+    picture = tmp_path / "page.png"
+    dark = "--blink-settings=preferredColorScheme=0"
+    shown = browse(page, tmp_path, f"--screenshot={picture}", "--window-size=500,7000", dark)
+    assert "CONSOLE" not in shown.stderr
+    pixels = imread(picture)[..., :3]
+    assert np.median(pixels) < 0.2
+    edge = pixels[:, -4:].reshape(-1, 3)
+    assert np.abs(edge - pixels[0, 0]).max() < 0.05, "something is wider than the page"
