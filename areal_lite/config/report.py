@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_lite.config.fields import setting
+from areal_lite.config.fields import MAX_COUNT, setting
 
 _RUN = "Run directory, of a run that ended or is still going."
 _DEMO = "Show a small run that is part of the package. It is unpacked to runs/demo."
@@ -39,12 +39,20 @@ class InspectConfig:
 
     run_dir: str | None = setting(None, _RUN)
     demo: bool = setting(False, _DEMO)
-    group: int | None = setting(None, "Number of the rollout group.")
-    step: int | None = setting(None, "Training step that used the trajectory, from 1.", minimum=1)
-    version: int | None = setting(None, "Weight version of at least one token.", minimum=0)
-    reward_min: float | None = setting(None, "Least reward.")
-    reward_max: float | None = setting(None, "Largest reward.")
-    limit: int = setting(3, "Trajectories to print, at most.", minimum=1)
+    group: int | None = setting(
+        None, "Number of the rollout group, from 0.", minimum=0, maximum=MAX_COUNT
+    )
+    step: int | None = setting(
+        None, "Training step that used the trajectory, from 1.", minimum=1, maximum=MAX_COUNT
+    )
+    version: int | None = setting(
+        None, "Weight version of at least one token.", minimum=0, maximum=MAX_COUNT
+    )
+    reward_min: float | None = setting(None, "Least reward.", minimum=-MAX_COUNT, maximum=MAX_COUNT)
+    reward_max: float | None = setting(
+        None, "Largest reward.", minimum=-MAX_COUNT, maximum=MAX_COUNT
+    )
+    limit: int = setting(3, "Trajectories to print, at most.", minimum=1, maximum=MAX_COUNT)
 
 
 @dataclass
