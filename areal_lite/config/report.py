@@ -48,10 +48,8 @@ class InspectConfig:
     version: int | None = setting(
         None, "Weight version of at least one token.", minimum=0, maximum=MAX_COUNT
     )
-    reward_min: float | None = setting(None, "Least reward.", minimum=-MAX_COUNT, maximum=MAX_COUNT)
-    reward_max: float | None = setting(
-        None, "Largest reward.", minimum=-MAX_COUNT, maximum=MAX_COUNT
-    )
+    reward_min: float | None = setting(None, "Least reward.", minimum=-1e6, maximum=1e6)
+    reward_max: float | None = setting(None, "Largest reward.", minimum=-1e6, maximum=1e6)
     limit: int = setting(3, "Trajectories to print, at most.", minimum=1, maximum=MAX_COUNT)
 
 
