@@ -6,6 +6,7 @@ other, pipeline stages farthest apart. Expert parallelism spreads experts over s
 context x data ranks. Without RANK in the environment the process is a world of one.
 """
 
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
+from areal_lite.system.gpus import nccl_environment
+
+# How long a rank may wait in a collective, at least, in seconds. The others wait while rank 0 waits
+# for an evaluation, which may take hours. A rank that dies ends the run without this limit.
+_MIN_TIMEOUT_S = 7200.0
 
 
 def select_device(config: TrainerConfig) -> torch.device:
@@ -69,12 +75,14 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
             f" ranks, but WORLD_SIZE is {world}: start that many"
         )
     if device.type == "cuda":
+        os.environ.update(nccl_environment())  # before NCCL reads it: at the first collective
         torch.cuda.set_device(device)
         if config.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     else:
         torch.set_num_threads(config.threads)
-    _init_process_group(config, "nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * config.batch_timeout_s))
+    _init_process_group("nccl" if device.type == "cuda" else "gloo", timeout)
     virtual = config.virtual_pipeline
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_parallel,
@@ -83,6 +91,8 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
         context_parallel_size=config.context_parallel,
         expert_model_parallel_size=config.expert_parallel,
         expert_tensor_parallel_size=_expert_tensor_parallel(config),
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+        create_gloo_process_groups=False,
     )
     # Megatron demands its generators even where nothing draws from them.
     model_parallel_cuda_manual_seed(seed)
@@ -90,9 +100,9 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     return device
 
 
-def _init_process_group(config: TrainerConfig, backend: str) -> None:
-    # A rank may wait for its batch while another already waits in a collective.
-    timeout = timedelta(seconds=max(1800.0, 2 * config.batch_timeout_s))
+def _init_process_group(backend: str, timeout: timedelta) -> None:
+    # Without `device_id`: a default group that is bound to a device would make torch split the
+    # weight group of areal_lite/weights from it.
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:

@@ -25,7 +25,7 @@ from areal_lite.servers.cpu import PLATFORM
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.serve import ENV_API_KEY
 from areal_lite.system.cuda import check_cuda
-from areal_lite.system.gpus import resolve_device
+from areal_lite.system.gpus import nccl_environment, resolve_device
 from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
 
@@ -66,6 +66,8 @@ def server_command(
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)
+    else:
+        environment |= nccl_environment()
     arguments = _arguments(flags | dict(config.args))
     return [sys.executable, "-m", "areal_lite.servers.serve", *arguments], environment
 

@@ -32,6 +32,16 @@ def gpu_environment(gpus: list[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
+def nccl_environment() -> dict[str, str]:
+    """Return the NCCL settings that trainer ranks and servers share. The user's values win.
+
+    Each side of a connection picks the kind of memory handle that it exports by NCCL_CUMEM_ENABLE
+    alone, and two kinds cannot be connected. SGLang sets both variables to 0 where they are unset
+    (`_set_envs_and_config`); NCCL's default is 1.
+    """
+    return {name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
+
+
 def divide_gpus(gpus: list[str], count: int, size: int) -> list[list[str]]:
     """Give `size` GPUs to each of `count` servers, or none to each when there are none."""
     if gpus and len(gpus) < count * size:

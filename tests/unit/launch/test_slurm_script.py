@@ -109,6 +109,8 @@ def test_one_node_shares_its_gpus():
     text = render(config(1, 2, 3, 2), RUN, WORK)
     assert "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text
     assert "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
+    servers, _, trainer = text.partition("step controller")
+    assert "TORCHDYNAMO_DISABLE=1" in trainer and "TORCHDYNAMO_DISABLE" not in servers
     assert "CUDA_VISIBLE_DEVICES" not in render(config(2, 8, 8), RUN, WORK)
 
 
