@@ -109,6 +109,8 @@ class PauseWindow:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._recipients.post("/continue_generation", {}, self._timeout_s)
+        # Memory that the server gave back to the driver here, it would allocate at the next push.
+        body = {"torch_empty_cache": False}
+        self._recipients.post("/continue_generation", body, self._timeout_s)
         report = self._recipients.report
         report.pause_s = time.time() - report.paused_at

@@ -23,12 +23,14 @@ class Answers:
 
     def __init__(self, name: str, bad: tuple[str, ...] = ()):
         self.calls: Counter[str] = Counter()
+        self.bodies: dict[str, dict] = {}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                self.rfile.read(int(self.headers["Content-Length"]))
+                raw = self.rfile.read(int(self.headers["Content-Length"]))
                 outer.calls[self.path] += 1
+                outer.bodies[self.path] = json.loads(raw)
                 body = json.dumps({"success": self.path not in bad, "message": "refused"}).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
@@ -91,6 +93,8 @@ def test_servers_are_resumed_after_an_error(answers):
     with pytest.raises(ZeroDivisionError), PauseWindow(push, "retract", 5):
         1 / 0  # noqa: B018
     assert server.calls["/continue_generation"] == 1 and push.report.pause_s > 0
+    # SGLang would give memory back to the driver within the pause.
+    assert server.bodies["/continue_generation"] == {"torch_empty_cache": False}
 
 
 def test_a_server_that_cannot_be_resumed_has_failed(answers):
