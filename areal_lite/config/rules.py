@@ -72,6 +72,7 @@ def check_training(config: TrainConfig) -> None:
     check_replay(config)
     check_evaluation(config)
     check_debug(config)
+    check_push(config)
 
 
 def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
@@ -259,6 +260,38 @@ def check_debug(config: TrainConfig) -> None:
         raise ValueError(
             "debug=rollout_only stores a number of groups, and "
             f"buffer.replay.capacity={replay} generates without end: set it to 0"
+        )
+
+
+# SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
+_SERVER_WATCHDOG_S = 300.0
+
+
+def check_push(config: TrainConfig) -> None:
+    """Check that the servers can take the weights that the trainer pushes."""
+    server, sync = config.server, config.sync
+    quantization = server.args.get("quantization")
+    if quantization is not None:
+        raise ValueError(
+            f"server.args.quantization={quantization}: a push writes unquantized weights and no "
+            "scales, so remove it"
+        )
+    mixed = config.trainer.device == "cuda" and server.device == "cpu"
+    if mixed and sync.transport == "distributed":
+        raise ValueError(
+            "sync.transport=distributed cannot connect trainer.device=cuda to server.device=cpu: "
+            "use sync.transport=disk"
+        )
+    if server.args.get("enable_symm_mem"):
+        raise ValueError(
+            "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
+            "trainer could not connect to them: remove it"
+        )
+    watchdog_s = server.args.get("watchdog_timeout", _SERVER_WATCHDOG_S)
+    if sync.timeout_s >= watchdog_s:
+        raise ValueError(
+            f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
+            "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
         )
 
 

@@ -1,0 +1,47 @@
+"""Settings under which the servers could not take the pushed weights are refused."""
+
+import pytest
+
+from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
+from areal_lite.config.rules import check_push
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            dict(server=ServerConfig(args={"quantization": "fp8"})),
+            "server.args.quantization=fp8: .* remove it",
+        ),
+        (
+            dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda")),
+            "sync.transport=distributed cannot connect .* use sync.transport=disk",
+        ),
+        (
+            dict(server=ServerConfig(args={"enable_symm_mem": True})),
+            "server.args.enable_symm_mem=true .* remove it",
+        ),
+        (
+            dict(sync=SyncConfig(timeout_s=300)),
+            "sync.timeout_s=300 must be less than the 300 s",
+        ),
+        (
+            dict(
+                sync=SyncConfig(timeout_s=120),
+                server=ServerConfig(args={"watchdog_timeout": 60}),
+            ),
+            "sync.timeout_s=120 must be less than the 60 s",
+        ),
+    ],
+)
+def test_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        check_push(TrainConfig(model="m", **settings))
+
+
+def test_accepted():
+    check_push(TrainConfig(model="m"))
+    cpu_servers = dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda"))
+    check_push(TrainConfig(model="m", sync=SyncConfig(transport="disk"), **cpu_servers))
+    patient = dict(server=ServerConfig(args={"watchdog_timeout": 900}))
+    check_push(TrainConfig(model="m", sync=SyncConfig(timeout_s=600), **patient))
