@@ -1,66 +1,49 @@
-"""The weight group of a fake SGLang server: it joins and receives with real gloo.
+"""The weight group of a fake SGLang server: the plugin's hooks, with real gloo or `nccl_double`.
 
 It does one thing at a time, as a scheduler does.
-
-    python tests/gloo_server.py --die-at PATH
-
-prints its port, and exits a moment after a request for PATH, as if killed.
 """
 
-import argparse
+from __future__ import annotations
+
 import hashlib
 import json
 import os
-import sys
 import threading
 import time
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from areal_lite.system.processes import die_with_parent
+from areal_lite.servers import push_plugin
+from tests import nccl_double
 
-groups: dict[str, dist.ProcessGroup] = {}
+updater = SimpleNamespace(tp_rank=0, device="cpu", _model_update_group={})
 scheduler = threading.Lock()
 
 
+def stock(*_: object, **__: object) -> None:
+    raise AssertionError("the plugin handles every request of the trainer's")
+
+
 def join(body: dict) -> dict:
-    limit = timedelta(seconds=1800)  # torch's own, as SGLang leaves it
-    store = dist.TCPStore(
-        body["master_address"], body["master_port"], is_master=False, timeout=limit
-    )
-    prefixed = dist.PrefixStore(body["group_name"], store)
-    world, rank = body["world_size"], body["rank_offset"]
-    group, _ = c10d._new_process_group_helper(
-        world,
-        rank,
-        [],
-        c10d.Backend(body["backend"]),
-        prefixed,
-        group_name=body["group_name"],
-        timeout=limit,
-    )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
-    groups[body["group_name"]] = group
-    return {"success": True}
+    success, message = push_plugin._join_group(stock, updater, **body)
+    return {"success": success, "message": message}
 
 
 def receive(body: dict) -> dict:
-    sizes = [
-        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-        for shape, dtype in zip(body["shapes"], body["dtypes"])
-    ]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8)
-    dist.broadcast(flat, src=0, group=groups[body["group_name"]])
-    return {"success": True, "sha": hashlib.sha256(flat.numpy().tobytes()).hexdigest()}
+    names = ("names", "dtypes", "shapes", "group_name", "load_format")
+    request = {name: body[name] for name in names}
+    tensors = push_plugin._receive_weights(stock, updater, **request)
+    data = b"".join(t.contiguous().view(-1).view(torch.uint8).numpy() for _, t in tensors)
+    return {"success": True, "sha": hashlib.sha256(data).hexdigest()}
 
 
 def leave(body: dict) -> dict:
-    dist.destroy_process_group(groups.pop(body["group_name"]))
-    return {"success": True}
+    success, message = push_plugin._leave_group(stock, updater, **body)
+    return {"success": success, "message": message}
 
 
 PATHS = {
@@ -98,17 +81,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def main() -> None:
-    die_with_parent()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--die-at")
-    Handler.die_at = parser.parse_args().die_at
+def serve(port: Connection, die_at: str | None, variables: dict[str, str]) -> None:
+    """Send the port, then serve. Exit a moment after a request for `die_at`, as if killed."""
+    os.environ.update(variables)
+    Handler.die_at = die_at
+    nccl_double.register()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(server.server_port, flush=True)
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    port.send(server.server_port)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch describes every closed connection
     server.serve_forever()
-
-
-if __name__ == "__main__":
-    main()

@@ -84,8 +84,7 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "max_total_tokens": config.max_total_tokens or 65536,
         # An idle scheduler would spin on one core.
         "sleep_on_idle": True,
-        # With overlap, a push in mode `in_place` finds a sampled token whose result is not
-        # processed yet, and tags it with the new version. Without a GPU nothing overlaps.
+        # Without a GPU nothing overlaps.
         "disable_overlap_schedule": True,
     }
 

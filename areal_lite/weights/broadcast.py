@@ -5,9 +5,11 @@ receives when an HTTP request tells it to. The request and the collective wait f
 the collective runs on a thread of its own while the HTTP answers are watched. Otherwise a server
 that refuses would leave rank 0 in the broadcast without end.
 
-When one server fails in a collective, all others fail with it. Only the cause is to blame: the
-servers that gave no answer at all, if there are any. The others stay, in a new group without the
-culprits.
+When one server fails in a collective, all others fail with it. At the first failure, or when it
+takes too long, rank 0 gives up and closes the store of the group, which tells the servers to give
+up too (areal_lite/servers/weight_group.py). Only the cause is to blame, and the others join a new
+group without the culprits. If every server answers, the collective itself is the cause: no server
+is to blame, and the push fails with the error of the collective.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+import threading
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,19 +26,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 
-# torch documents these names but does not mark them as exported.
-from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    Store,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
-from torch.distributed import distributed_c10d as c10d
+# torch documents this name but does not mark it as exported.
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from areal_lite.servers.blocking import is_reachable, post_each, server_errors, start_post
+from areal_lite.servers.blocking import is_reachable, server_errors, start_post
 from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.weight_group import (
+    GIVEN_UP,
+    GROUP_PREFIX,
+    CollectiveError,
+    GroupMember,
+    is_collective_error,
+)
 from areal_lite.system.network import LOOPBACK
 from areal_lite.system.threads import start_daemon
 
@@ -66,7 +71,7 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
 
 
 class BroadcastGroup:
-    """The pusher's WeightGroup, made anew when its servers change. Calls raise ServersFailed."""
+    """The pusher's WeightGroup, made anew when its servers change. Its calls raise as that does."""
 
     def __init__(self, backend: str, timeout_s: float):
         self._backend = backend
@@ -78,7 +83,7 @@ class BroadcastGroup:
         if self._group is None or self._group.servers != servers:
             self.leave(servers)
             # Random: the servers may still know groups of an earlier trainer.
-            name = f"areal_lite_{secrets.token_hex(8)}"
+            name = f"{GROUP_PREFIX}{secrets.token_hex(8)}"
             self._group = WeightGroup(servers, self._backend, self._timeout_s, name)
         return self._group
 
@@ -97,7 +102,7 @@ class WeightGroup:
     """A process group of trainer rank 0 (rank 0) and the ranks of `servers` (1, 2, …).
 
     The first failure breaks the group: make a new one without the culprits. All calls raise
-    ServersFailed.
+    ServersFailed, or CollectiveError if no server is to blame.
     """
 
     def __init__(self, servers: list[ServerInfo], backend: str, timeout_s: float, name: str):
@@ -128,14 +133,11 @@ class WeightGroup:
         # Step 3: join, over another connection to the store, as the servers do: closing the store
         # then ends the wait of all members that still join.
         store = TCPStore(address, port, is_master=False, timeout=limit)
-        joined = start_daemon(_join, store, backend, world, name, limit)
-        try:
-            what = f"joining weight group {name}"
-            self._group = _wait_together(joined, calls, servers, timeout_s, what)
-        except ServersFailed:
-            self._store = None
-            wait(calls, _GRACE_S)
-            raise
+        self._given_up = threading.Event()
+        self._member: Future[GroupMember] = start_daemon(
+            lambda: GroupMember(store, backend, world=world, rank=0, name=name, limit=limit)
+        )
+        self._wait_together(self._member, calls, f"joining weight group {name}")
 
     def _start_joining(self, address: str, port: int, world: int, backend: str) -> list[Future]:
         calls = []
@@ -165,63 +167,72 @@ class WeightGroup:
         }
         path = "/update_weights_from_distributed"
         calls = [start_post(server, path, body, self._call_timeout_s) for server in self.servers]
-        sent = start_daemon(_broadcast, bucket.data, self._group)
-        what = f"broadcast of {len(bucket.description['names'])} tensors"
-        _wait_together(sent, calls, self.servers, self._timeout_s, what)
+        member = self._member.result()
+        sent = start_daemon(member.broadcast, bucket.data, self._given_up.is_set)
+        self._wait_together(sent, calls, f"broadcast of {len(bucket.description['names'])} tensors")
+
+    def _wait_together(self, collective: Future, calls: list[Future], what: str) -> None:
+        wait_together(collective, calls, self.servers, self._timeout_s, what, self.break_up)
+
+    def break_up(self) -> None:
+        """End the group for all members, even those in a collective. The trainer leaves it too."""
+        self._given_up.set()
+        self._store = None
+        # A member that still joins leaves as soon as it has joined.
+        self._member.add_done_callback(_leave)
 
     def abandon(self, survivors: list[ServerInfo]) -> None:
         """Leave the group together with its members among `survivors`.
 
         Raises ServersFailed for members that do not answer: they hang in the group.
         """
-        remaining = [server for server in self.servers if server in survivors]
         body = {"group_name": self._name}
-        errors = post_each(remaining, "/destroy_weights_update_group", body, _EXTRA_CALL_S)
+        path = "/destroy_weights_update_group"
+        remaining = [server for server in self.servers if server in survivors]
+        calls = [start_post(server, path, body, _EXTRA_CALL_S) for server in remaining]
+        # At the same time as the servers: NCCL's ranks on one machine wait for each other.
+        self.break_up()
+        errors = server_errors(calls)
         for error in errors:
             log.warning("could not leave weight group %s: %s", self._name, error)
         if unresponsive := _unreachable(errors):
             raise ServersFailed(unresponsive)
-        if remaining == self.servers and not errors:
-            dist.destroy_process_group(self._group)
 
 
-def _join(store: Store, backend: str, world: int, name: str, limit: timedelta) -> dist.ProcessGroup:
-    # torch has no public call for a second group with a store and members of its own. SGLang uses
-    # the same helper on its side.
-    group, _ = c10d._new_process_group_helper(
-        world,
-        0,
-        [],
-        c10d.Backend(backend),
-        PrefixStore(name, store),
-        group_name=name,  # pyright: ignore[reportArgumentType]
-        timeout=limit,
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
-    return group
+def _leave(joined: Future[GroupMember]) -> None:
+    if joined.exception() is None:
+        joined.result().abort()
 
 
-def _broadcast(data: torch.Tensor, group: dist.ProcessGroup) -> None:
-    dist.broadcast(data, src=0, group=group)
-    if data.is_cuda:
-        torch.cuda.current_stream().synchronize()
+def wait_together(
+    collective: Future,
+    calls: list[Future],
+    servers: list[ServerInfo],
+    timeout_s: float,
+    what: str,
+    give_up: Callable[[], object],
+) -> None:
+    """Wait until the collective and all HTTP calls have succeeded.
 
+    The first failure ends the wait, and so does the end of the time. Raises ServersFailed with the
+    servers that caused it, or CollectiveError if there are none.
 
-def _wait_together(
-    collective: Future, calls: list[Future], servers: list[ServerInfo], timeout_s: float, what: str
-) -> Any:
-    """Return the result of the collective when all HTTP calls have succeeded too.
-
-    The first failure ends the wait. Raises ServersFailed with the servers that caused it.
+    Args:
+        collective: the trainer's part of it.
+        calls: one call to each of `servers`.
+        timeout_s: how long all of it may take.
+        what: the collective, for messages.
+        give_up: ends the collective for everyone.
     """
     # Step 1: wait for everything, or for the first failure.
     done, pending = wait({collective, *calls}, timeout_s, FIRST_EXCEPTION)
     if not pending and all(future.exception() is None for future in done):
-        return collective.result()
+        return
 
-    # Step 2: collect the failures that follow, and ask the servers that have not answered yet.
-    wait(calls, _GRACE_S)
+    # Step 2: give up, which the other servers then answer. Ask those that have not answered yet.
+    reason = collective.exception() if collective.done() else None
+    give_up()
+    wait([collective, *calls], _GRACE_S)
     errors = server_errors(call for call in calls if call.done())
     late = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
     unresponsive = [
@@ -230,15 +241,20 @@ def _wait_together(
         if not is_reachable(server, _GRACE_S)
     ]
 
-    # Step 3: blame the servers that gave no answer, else those that gave an error, else the late.
+    # Step 3: blame the servers that gave no answer, else those that refused, else the late. A
+    # server that only saw the collective fail is not to blame.
     culprits = (
         [*_unreachable(errors), *unresponsive]
-        or errors
-        or [ServerFailed(server, f"{what} took longer than {timeout_s:.0f} s") for server in late]
+        or [error for error in errors if not is_collective_error(error)]
+        or [ServerFailed(server, f"{what} does not end") for server in late]
     )
-    if not culprits:
-        collective.result(0)  # the collective failed by itself
-    raise ServersFailed(culprits)
+    if culprits:
+        if reason is not None:
+            log.warning("%s failed on the trainer's side too: %s", what, reason)
+        raise ServersFailed(culprits)
+    seen = [error for error in errors if GIVEN_UP not in str(error)]
+    cause = reason or next(iter(seen), f"it took longer than sync.timeout_s={timeout_s:g}")
+    raise CollectiveError(f"{what}, while every server answers: {cause}") from reason
 
 
 def _unreachable(errors: list[ServerError]) -> list[ServerError]:

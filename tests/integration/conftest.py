@@ -1,6 +1,8 @@
 """One real SGLang server for the whole test session, on a tiny random model."""
 
 import asyncio
+import os
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +68,25 @@ def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
         yield RunningServer(server.info, tiny_model)
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def current_entry_points(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a server that finds the entry points of this checkout.
+
+    An editable install keeps those of the day on which it was made.
+    """
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    folder = tmp_path_factory.mktemp("metadata")
+    info = folder / f"areal_lite-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(root)])}
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,10 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,12 +16,9 @@ from areal_lite.config import ServerConfig, load_config
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import LOG, ServerPool
 from areal_lite.servers.blocking import post
-from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me
-from areal_lite.weights.broadcast import WeightGroup, flatten
 from areal_lite.weights.push import WeightPusher
 from tests.integration.controller_run import GROUPS, assert_exact, assert_store_matches, push
 
@@ -282,83 +277,3 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
         "good"
     ]
     pusher.close()
-
-
-@contextmanager
-def gloo_servers(*die_at: str | None):
-    """Yield servers as a weight group sees them, and their processes."""
-    environment = (
-        os.environ
-        | dying_with_me()
-        | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    )
-    processes = []
-    try:
-        for path in die_at:
-            command = [
-                sys.executable,
-                "tests/gloo_server.py",
-                *(["--die-at", path] if path else []),
-            ]
-            processes.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-                )
-            )
-        ports = [int(process.stdout.readline()) for process in processes]
-        yield (
-            [
-                ServerInfo(
-                    name=f"s{i}",
-                    url=f"http://127.0.0.1:{port}",
-                    api_key=None,
-                    tensor_parallel=1,
-                    pid=i,
-                )
-                for i, port in enumerate(ports)
-            ],
-            processes,
-        )
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture
-def gloo(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-BUCKET = flatten([("w", torch.randn(1000, 300)), ("v", torch.ones(7, dtype=torch.bfloat16))])
-
-
-JOIN, RECEIVE = "/init_weights_update_group", "/update_weights_from_distributed"
-
-
-@pytest.mark.parametrize(("path", "dying"), [(JOIN, 1), (RECEIVE, 0), (RECEIVE, 1)])
-def test_only_the_server_that_dies_in_a_collective_is_to_blame(gloo, path: str, dying: int) -> None:
-    """The others wait for it in the join or the broadcast, and can make a new group at once."""
-    with gloo_servers(*(path if i == dying else None for i in range(3))) as (infos, _):
-        with pytest.raises(ServersFailed) as failed:
-            WeightGroup(infos, "gloo", 30, "g0").send(BUCKET, version="1", flush_cache=False)
-        assert [error.server for error in failed.value.errors] == [infos[dying]]
-        survivors = [info for i, info in enumerate(infos) if i != dying]
-        group = WeightGroup(survivors, "gloo", 30, "g1")
-        group.send(BUCKET, version="1", flush_cache=False)
-        group.abandon(survivors)
-
-
-@pytest.mark.parametrize("hanging", [0, 1])
-def test_only_the_server_that_hangs_in_a_collective_is_to_blame(gloo, hanging: int) -> None:
-    with gloo_servers(None, None, None) as (infos, processes):
-        group = WeightGroup(infos, "gloo", 5, "g0")
-        processes[hanging].send_signal(signal.SIGSTOP)
-        with pytest.raises(ServersFailed) as failed:
-            group.send(BUCKET, version="1", flush_cache=False)
-        assert [error.server for error in failed.value.errors] == [infos[hanging]]

@@ -6,6 +6,7 @@ import pytest
 
 from areal_lite.servers.client import ServerFailed, ServerRefused, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.weight_group import CollectiveError
 from areal_lite.weights import broadcast
 
 SERVERS = [
@@ -33,8 +34,15 @@ def reachable(monkeypatch) -> set[str]:
     return names
 
 
-def wait(collective: Future, *calls: Future, timeout_s: float = 30.0) -> object:
-    return broadcast._wait_together(collective, list(calls), SERVERS, timeout_s, "broadcast")
+def wait(collective: Future, *calls: Future, timeout_s: float = 30.0) -> list[str]:
+    """Wait, and return whether the collective was given up."""
+    given_up: list[str] = []
+
+    def give_up() -> None:
+        given_up.append("given up")
+
+    broadcast.wait_together(collective, list(calls), SERVERS, timeout_s, "broadcast", give_up)
+    return given_up
 
 
 def blamed(collective: Future, *calls: Future, timeout_s: float = 30.0) -> list[tuple[type, str]]:
@@ -43,8 +51,8 @@ def blamed(collective: Future, *calls: Future, timeout_s: float = 30.0) -> list[
     return [(type(error), error.server.name) for error in failed.value.errors]
 
 
-def test_the_result_is_that_of_the_collective() -> None:
-    assert wait(future("group"), future(), future(), future()) == "group"
+def test_a_collective_that_succeeds_everywhere_is_not_given_up() -> None:
+    assert wait(future(), future(), future(), future()) == []
 
 
 def test_a_server_that_refuses_does_not_leave_the_trainer_in_the_collective() -> None:
@@ -66,6 +74,26 @@ def test_servers_that_answer_but_do_not_finish_in_time_are_blamed() -> None:
     assert blamed(Future(), *calls, timeout_s=0.02) == [(ServerFailed, "a"), (ServerFailed, "c")]
 
 
-def test_a_collective_that_fails_by_itself_raises_its_own_error() -> None:
-    with pytest.raises(OSError, match="address in use"):
-        wait(future(OSError("address in use")), future(), future(), future())
+def consequence(name: str) -> ServerRefused:
+    """What a server answers that only saw the collective fail."""
+    server = next(server for server in SERVERS if server.name == name)
+    return ServerRefused(server, f"Failed to receive weights: {CollectiveError('given up')}")
+
+
+def test_a_server_that_only_saw_the_collective_fail_is_not_to_blame() -> None:
+    late = Future()
+    calls = (future(consequence("a")), late, future(consequence("c")))
+    assert blamed(future(OSError("connection reset")), *calls) == [(ServerFailed, "b")]
+
+
+@pytest.mark.parametrize("answer", [None, "consequence"])
+def test_a_collective_that_fails_by_itself_raises_its_own_error(answer) -> None:
+    calls = [future(answer and consequence(name)) for name in "abc"]
+    with pytest.raises(CollectiveError, match="every server answers: address in use"):
+        wait(future(OSError("address in use")), *calls)
+
+
+def test_servers_that_all_give_up_after_the_time_are_not_to_blame() -> None:
+    calls = [future(consequence(name)) for name in "abc"]
+    with pytest.raises(CollectiveError, match="longer than sync.timeout_s=0.02"):
+        wait(Future(), *calls, timeout_s=0.02)

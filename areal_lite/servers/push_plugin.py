@@ -1,0 +1,156 @@
+"""An SGLang plugin for pushes of weights. SGLang loads it through its entry-point group.
+
+* Weight groups: a server joins, receives and leaves as `weight_group.py` describes. The answer to a
+  request means that the weights have arrived, and a server whose group breaks can join the next.
+* Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
+  pass launched whose result is not processed yet. It may still read the weights. With tensor
+  parallelism its all-reduces could deadlock with the broadcast
+  (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count the token that it
+  samples to the version that comes after it.
+
+Groups and pauses of other clients stay as SGLang made them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+# SGLang's own limit for a group. The trainer closes the store long before.
+_LIMIT = timedelta(minutes=30)
+# How often to ask the trainer's store whether the group still lives, in seconds.
+_ASK_EVERY_S = 0.05
+
+
+def install() -> None:
+    """Register the hooks. Entry point of the group `sglang.srt.plugins`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = {
+        f"{_UPDATER}.init_weights_update_group": _join_group,
+        f"{_UPDATER}.destroy_weights_update_group": _leave_group,
+        f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
+        f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
+        f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
+    }
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _join_group(
+    original: Callable,
+    self: Any,
+    master_address: str,
+    master_port: int,
+    rank_offset: int,
+    world_size: int,
+    group_name: str,
+    backend: str = "nccl",
+) -> tuple[bool, str]:
+    """Join a weight group and connect to its members. Return success and a message."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from areal_lite.servers.weight_group import GROUP_PREFIX, GroupMember
+
+    if not group_name.startswith(GROUP_PREFIX):
+        where = (master_address, master_port, rank_offset, world_size)
+        return original(self, *where, group_name, backend)
+    try:
+        store = TCPStore(master_address, master_port, is_master=False, timeout=_LIMIT)
+        self._model_update_group[group_name] = GroupMember(
+            store,
+            backend,
+            world=world_size,
+            rank=rank_offset + self.tp_rank,
+            name=group_name,
+            limit=_LIMIT,
+        )
+    except Exception as error:
+        return False, f"cannot join weight group {group_name}: {error}"
+    return True, f"joined weight group {group_name}"
+
+
+def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, str]:
+    """Leave a weight group. It succeeds if this server has left already."""
+    from areal_lite.servers.weight_group import GROUP_PREFIX
+
+    if not group_name.startswith(GROUP_PREFIX):
+        return original(self, group_name)
+    member = self._model_update_group.pop(group_name, None)
+    if member is not None:
+        member.abort()
+    return True, f"left weight group {group_name}"
+
+
+def _receive_weights(original: Callable, self: Any, **request: Any) -> list[tuple[str, Any]]:
+    """Receive one flattened bucket and return its tensors by name. A failure ends the group."""
+    from areal_lite.servers.weight_group import GroupMember
+
+    member = self._model_update_group.get(request["group_name"])
+    if not isinstance(member, GroupMember):
+        return original(self, **request)
+    try:
+        return receive_bucket(
+            member, request["names"], request["dtypes"], request["shapes"], self.device
+        )
+    except Exception:
+        self._model_update_group.pop(request["group_name"]).abort()
+        raise
+
+
+def receive_bucket(
+    member: Any, names: list[str], dtypes: list[Any], shapes: list[Any], device: str
+) -> list[tuple[str, Any]]:
+    """Receive tensors that were flattened into one of uint8, and return them by name."""
+    import torch
+
+    kinds = [kind if isinstance(kind, torch.dtype) else getattr(torch, kind) for kind in dtypes]
+    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds)]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    asked_at = time.monotonic()
+
+    def given_up() -> bool:
+        nonlocal asked_at
+        if time.monotonic() - asked_at < _ASK_EVERY_S:
+            return False
+        asked_at = time.monotonic()
+        return member.store_closed()
+
+    member.broadcast(data, given_up)
+    parts = zip(names, data.split(sizes), kinds, shapes)
+    return [(name, part.view(kind).reshape(shape)) for name, part, kind, shape in parts]
+
+
+def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
+    """Pause, and wait in mode `in_place` for what runs on this rank's GPU.
+
+    Every rank of the server does so before it answers the next request, which begins the update.
+    """
+    result = original(self, recv_req)
+    if recv_req.mode == "in_place" and self.enable_overlap and self.device != "cpu":
+        self.forward_stream.synchronize()
+        self.schedule_stream.synchronize()
+    return result
+
+
+def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) -> None:
+    """Change the version, and count the tokens of a pending result to the old one."""
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    old = get_serving().weight_version
+    original(self, new_version)
+    if new_version in (None, old) or not self.enable_overlap:
+        return
+    for batch, _ in self.result_queue:
+        for req in batch.reqs:
+            if req.finished() or req.inflight_middle_chunks > 0:
+                continue  # the result has no token for it
+            events, produced = req.weight_version_events, len(req.output_ids)
+            if events and events[-1] == WeightVersionEvent(old, produced):
+                del events[-1]
+            events.append(WeightVersionEvent(old, produced + 1))

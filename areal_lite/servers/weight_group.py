@@ -1,0 +1,151 @@
+"""One rank's end of a weight group: trainer rank 0, or a rank of a server.
+
+A peer that dies can leave a broadcast over NCCL in the GPU without end, and NCCL reports nothing.
+Three things keep a process in control of its own end (torch 2.13, ProcessGroupNCCL.cpp):
+
+* The broadcast is asynchronous. It runs on a stream of NCCL's, and this side polls it. Nothing
+  else that the process computes waits for it.
+* No watchdog runs for the group. A watchdog would end the process at the first error: even one
+  that is told to ignore errors makes the default group's monitor end the process, through the
+  static `shouldDump_`. Torch starts none in blocking-wait mode.
+* The rank can leave the group alone, with `abort`. Communicators that are destroyed in order would
+  wait for each other.
+
+The group lives as long as its store, which is on trainer rank 0. Closing the store tells every
+member to give up, and so does the death of the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch documents these names but does not mark them as exported.
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed import distributed_c10d as c10d
+
+# Every group of ours has a name that begins with this.
+GROUP_PREFIX = "areal_lite_"
+_FAILED = "the collective failed"
+GIVEN_UP = "given up"
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+# Gloo cannot end a broadcast. Its group stays here: deleting it would wait for the broadcast.
+_unfinished: list[tuple[Any, Any]] = []
+
+
+class CollectiveError(RuntimeError):
+    """A collective that failed or was given up, as the backend describes it."""
+
+    def __init__(self, reason: object):
+        super().__init__(f"{_FAILED}: {reason}")
+
+
+def is_collective_error(error: Exception) -> bool:
+    """Return whether an error of a server only repeats that a collective failed there too."""
+    return _FAILED in str(error)
+
+
+class GroupMember:
+    """A rank that has joined a weight group. NCCL's communicator is connected already.
+
+    Args:
+        store: a connection of its own to the store of the group.
+        backend: `nccl` for tensors on the current GPU, or `gloo`.
+        limit: how long joining and leaving may take.
+    """
+
+    def __init__(
+        self, store: Store, backend: str, *, world: int, rank: int, name: str, limit: timedelta
+    ):
+        self._store = PrefixStore(name, store)
+        self._work: dist.Work | None = None
+        # torch has no public call for a second group with a store and members of its own. SGLang
+        # uses the same helper.
+        with _without_watchdog():
+            group, _ = c10d._new_process_group_helper(
+                world,
+                rank,
+                [],
+                c10d.Backend(backend),
+                self._store,
+                group_name=name,  # pyright: ignore[reportArgumentType]
+                timeout=limit,
+            )
+        assert isinstance(group, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+        self._group: dist.ProcessGroup | None = group
+        if backend != "gloo":
+            try:
+                self._connect(backend, rank, world, limit)
+            except Exception as error:
+                self.abort()
+                raise CollectiveError(error) from error
+
+    def _connect(self, backend: str, rank: int, world: int, limit: timedelta) -> None:
+        assert self._group is not None
+        # NCCL would wait for a missing rank without end, so all meet in the store first.
+        self._store.set(f"met/{rank}", "")
+        self._store.wait([f"met/{other}" for other in range(world)], limit)
+        cuda = backend == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._group._get_backend(device).eager_connect_single_device(device)
+
+    def broadcast(self, data: torch.Tensor, given_up: Callable[[], bool]) -> None:
+        """Send `data` from rank 0, or receive it into `data`, and return when it is there.
+
+        `given_up` is asked again and again. Raises CollectiveError when it says yes or when the
+        backend fails. The group is of no use afterwards.
+        """
+        try:
+            self._work = dist.broadcast(data, src=0, group=self._group, async_op=True)
+            assert self._work is not None
+            started = time.monotonic()
+            while not self._work.is_completed():
+                if given_up():
+                    raise TimeoutError(GIVEN_UP)
+                waited = time.monotonic() - started
+                time.sleep(min(0.001, max(0.00005, waited / 20)))
+            # A broadcast that failed has completed too. This raises its error.
+            self._work.wait()
+        except Exception as error:
+            raise CollectiveError(error) from error
+
+    def store_closed(self) -> bool:
+        """Return whether the group has ended on trainer rank 0."""
+        try:
+            self._store.check(["met/0"])
+        except RuntimeError:
+            return True
+        return False
+
+    def abort(self) -> None:
+        """Leave the group at once, without the others. A second call does nothing."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        c10d._abort_process_group(group)
+        if self._work is not None and not self._work.is_completed():
+            _unfinished.append((group, self._work))
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Let torch make NCCL groups that have no watchdog. It reads the variable when it makes one."""
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLOCKING_WAIT]
+        if before is not None:
+            os.environ[_BLOCKING_WAIT] = before
