@@ -17,6 +17,8 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.paths import WEIGHTS_DIR
+from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
@@ -58,7 +61,7 @@ class Pusher:
         """Give this rank's shards of the weights to rank 0."""
 
     def close(self) -> None:
-        """Remove everything that was written for the servers."""
+        """Leave the servers, and remove everything that was written for them."""
 
 
 def make_pusher(
@@ -141,6 +144,9 @@ class WeightPusher(Pusher):
 
     def close(self) -> None:
         self._folder.close()
+        # A group that torch destroys at the end would wait for its servers.
+        with suppress(ServersFailed):
+            self._group.leave(self.servers or [])
 
     def _begin(self, version: int) -> PushRecipients:
         answer = self._controller.begin_push(version)
@@ -180,14 +186,21 @@ class WeightPusher(Pusher):
         first = next(stream)  # gathered and flattened before the pause
         with self._pause(recipients) as window:
             recipients.post("/begin_weight_update", {})
-            for bucket, last in chain([first], stream):
-                send = partial(
-                    group.send,
-                    bucket,
-                    version=str(recipients.report.version) if last else None,
-                    flush_cache=window.flush_cache and last,
-                )
-                recipients.run_together(send)
+            with ThreadPoolExecutor(1) as wire:
+                sending: Future[None] | None = None
+                # Each round gathers a bucket while another is on the wire.
+                for bucket, last in chain([first], stream):
+                    send = partial(
+                        group.send,
+                        bucket,
+                        version=str(recipients.report.version) if last else None,
+                        flush_cache=window.flush_cache and last,
+                    )
+                    if sending:
+                        sending.result()
+                    sending = wire.submit(recipients.run_together, send)
+                assert sending is not None
+                sending.result()
             recipients.post("/end_weight_update", {})
 
     def _pause(self, recipients: PushRecipients) -> PauseWindow:

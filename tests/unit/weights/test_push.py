@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,13 @@ from areal_lite.config import TrainConfig
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.disk import WeightFolder
-from areal_lite.weights.push import NullPusher, WeightContributor, make_pusher, with_last
+from areal_lite.weights.push import (
+    NullPusher,
+    WeightContributor,
+    WeightPusher,
+    make_pusher,
+    with_last,
+)
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
 
@@ -131,6 +138,35 @@ def test_last_bucket_is_marked():
         False,
         True,
     ]
+
+
+def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
+    server, gathered, sent = answers("a"), [], []
+
+    def hf_weights(size):
+        for number in range(5):
+            gathered.append(number)
+            yield [("w", torch.full((2,), float(number)))]
+
+    class Group:
+        def join(self, servers):
+            assert gathered == [], "the group is joined first"
+
+        def send(self, bucket, servers, *, version, flush_cache):
+            number = bucket.data.view(torch.float32)[0].item()
+            ahead = min(number + 2, 4)
+            deadline = time.monotonic() + 20
+            while gathered[-1] < ahead:
+                assert time.monotonic() < deadline, f"{gathered} while {number} is sent"
+                time.sleep(0.01)
+            sent.append((number, version))
+
+    policy = SimpleNamespace(hf_weights=hf_weights, device=torch.device("cpu"))
+    pusher = WeightPusher(policy, None, TrainConfig(model=str(tmp_path)), tmp_path)
+    push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
+    pusher._transfer(push, Group())
+    assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]
+    assert server.calls["/end_weight_update"] == server.calls["/continue_generation"] == 1
 
 
 def test_weight_folder_touches_nothing_but_its_own(tmp_path):
