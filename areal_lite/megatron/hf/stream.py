@@ -39,6 +39,21 @@ class WeightStream:
                 shards.setdefault(name, []).append((part, sender, shape))
         # Parameters in the order in which they are sent, with their shards in the order of ranks.
         self.shards = {name: sorted(found) for name, found in sorted(shards.items(), key=_order)}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Exchange one number with every sender.
+
+        NCCL connects two ranks when they first exchange something. That would be within a pause.
+        """
+        numbers = [parameter.detach().new_zeros(1) for parameter in self.own.values()][:1]
+        if dist.get_rank() > 0:
+            for number in numbers:
+                dist.send(number, 0)
+            return
+        senders = {sender for shards in self.shards.values() for _, sender, _ in shards} - {0}
+        for sender in sorted(senders):
+            dist.recv(numbers[0], sender)
 
     def _sends(self, name: str) -> bool:
         """Return whether this rank gives its shard of the parameter to rank 0."""
