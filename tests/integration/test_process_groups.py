@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
+from areal_lite.servers import process
 from areal_lite.servers.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -73,13 +74,13 @@ def server(folder: Path, device: str) -> dict:
     """Return what the process of a server has in its environment."""
     (folder / "config.json").write_text("{}")
     config = ServerConfig(device=device)
-    process = ServerProcess(
+    started = ServerProcess(
         config, str(folder), name="s", port=1, seed=1, log_path=folder / "server.log"
     )
-    process.argv = [sys.executable, "-c", SERVER]
-    process.start()
-    process._process.wait(20)
-    return json.loads(process.log_path.read_text().splitlines()[-1])
+    started.argv = [sys.executable, "-c", SERVER]
+    started.start()
+    started._process.wait(20)
+    return json.loads(started.log_path.read_text().splitlines()[-1])
 
 
 def clean() -> dict[str, str]:
@@ -94,6 +95,7 @@ def test_trainer_and_servers_agree_on_nccls_memory(tmp_path, monkeypatch, users)
         monkeypatch.delenv(name)
     for name, value in users.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(process, "check_cuda", lambda: None)
     trainer, server_has = rank("cuda:0", 600, **users), server(tmp_path, "cuda")
     expected = users or {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     assert expected.items() <= trainer.items() and expected.items() <= server_has.items()
