@@ -42,7 +42,7 @@ def check_rules(config: Any) -> None:
 def check_folders(config: Any) -> None:
     """Check that no folder is empty text, which would mean the working directory."""
     for key in keys_of(type(config)):
-        if key.rpartition(".")[2] in ("model", "out", "run_dir") and not attrgetter(key)(config):
+        if key.rpartition(".")[2] in ("model", "out", "run_dir") and attrgetter(key)(config) == "":
             raise ValueError(f"{key} is empty: give a folder")
 
 

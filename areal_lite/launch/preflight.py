@@ -25,6 +25,7 @@ from areal_lite.config import (
     check_fields,
     stored_settings,
 )
+from areal_lite.config.report import VIEWS
 from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import stored_max_staleness
@@ -45,6 +46,8 @@ def check_config(config: Any) -> None:
     """Check one command's configuration. Raises ValueError."""
     check_fields(config)
     check_rules(config)
+    if isinstance(config, tuple(VIEWS.values())):
+        return  # run_dir is a run to read
     if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
         _model_folder("model", config.model)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):

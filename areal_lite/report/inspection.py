@@ -61,7 +61,7 @@ def matching(run_dir: Path, filters: InspectConfig) -> tuple[int, Iterator[dict[
 def show_matching(run_dir: Path, filters: InspectConfig) -> Iterator[RenderableType]:
     """Yield what to print: the number of matches, then each trajectory up to the limit."""
     count, rows = matching(run_dir, filters)
-    decode = token_decoder(read_run_config(run_dir).get("model"))
+    decode = token_decoder(run_dir, read_run_config(run_dir).get("model"))
     shown = min(count, filters.limit)
     more = f"; the first {shown} follow (limit={filters.limit})" if shown < count else ""
     yield Text(f"{count} trajectories match{more}", style="bold")

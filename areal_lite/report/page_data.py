@@ -99,7 +99,7 @@ def rollout_sample(run: RunRecords) -> list[dict[str, Any]]:
     groups = choose_groups(run.columns, recorded)
     if not groups:
         return []
-    decode = token_decoder(run.config.get("model"))
+    decode = token_decoder(run.run_dir, run.config.get("model"))
     store = run.run_dir / STORE_FILE
     return list(read_groups(store, groups, prox, decode, run.staleness_bound))
 

@@ -11,13 +11,16 @@ _INCOMPLETE = "\ufffd"
 _LONGEST = 4
 
 
-def token_decoder(model: str | None) -> Callable[[Sequence[int]], str]:
+def token_decoder(run_dir: Path, model: str | None) -> Callable[[Sequence[int]], str]:
     """Return a function from token ids to text, special tokens included.
 
-    Without the tokenizer of the checkpoint folder `model`, the text of a token is its number.
+    The tokenizer is that of the checkpoint folder `model`, or of the folder of that name in
+    `run_dir`, which may have been moved. Without one, the text of a token is its number.
     """
-    file = Path(model or "") / "tokenizer.json"
-    if not file.is_file():
+    name = Path(model or "model")
+    files = [folder / "tokenizer.json" for folder in (name, run_dir / name.name)]
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
         return lambda ids: "".join(f"‹{i}›" for i in ids)
     from tokenizers import Tokenizer
 

@@ -12,7 +12,7 @@ function svg(tag, attributes = {}, ...children) {
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "on") for (const [event, f] of Object.entries(value)) node.addEventListener(event, f);
-    else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined) node.setAttribute(name, value);
   }
   node.append(...children.filter((child) => child !== null));
   return node;

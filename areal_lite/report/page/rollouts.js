@@ -36,6 +36,8 @@ function makeBrowser(box) {
         `step ${group.step ?? "–"}, reward ${short(group.reward)}`,
         html("small", {}, `group ${group.group}, ${group.samples.length} samples${known}`));
     }));
+    const current = list.querySelector("[aria-current=true]");
+    if (current) list.scrollTop = current.offsetTop - list.offsetTop - list.clientHeight / 2;
   }
 
   function choose(group, sample) {
