@@ -19,6 +19,7 @@ advantage, is in algo/trajectory_balance.py.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,8 +58,7 @@ class LossInputs:
     corrected: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass
-class LossOutput:
+class LossOutput(NamedTuple):
     """A microbatch's share of the loss, a scalar with gradient, and its metrics.
 
     Metrics are detached sums over unmasked tokens; divide them by N for means.

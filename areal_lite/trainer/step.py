@@ -15,15 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from areal_lite.algo.objectives.base import FlatBatch, Minibatch, Objective, denominator
+from areal_lite.algo.losses import LossOutput
+from areal_lite.algo.objectives.base import FlatBatch, Objective, denominator
 from areal_lite.algo.objectives.critic import critic_loss
+from areal_lite.algo.objectives.metrics import batch_metrics
 from areal_lite.config import TrainConfig
-from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
 from areal_lite.trainer.models import Models
-from areal_lite.trainer.step_metrics import batch_metrics, critic_metrics, policy_metrics
+from areal_lite.trainer.step_metrics import critic_metrics, policy_metrics
 from areal_lite.trajectory import TrainBatch
 
 
@@ -57,25 +58,27 @@ def policy_step(
     models: Models, objective: Objective, batch: TrainBatch, config: TrainConfig, version: int
 ) -> StepResult:
     """Train on `batch`, this rank's whole groups of the step that starts from `version`."""
-    policy, temperature = models.policy, config.rollout.temperature
-    flat = flat_batch(batch, version, policy.device)
+    flat = flat_batch(batch, version, models.policy.device)
     flat.mask = objective.mask(flat)
-    _forward_passes(models, objective, batch, flat, temperature)
+    _forward_passes(models, objective, batch, flat, config.rollout.temperature)
     objective.set_targets(flat, data_parallel_sum)
-    updates, critic_updates = [], []
-    for update in _updates(policy, batch, config.trainer.minibatches):
-        updates.append(_update_policy(policy, objective, flat, update, temperature))
-        if models.critic:
-            clip = config.algo.critic.clip_value
-            critic_updates.append(_update_critic(models.critic, flat, update, clip))
+    updates = [
+        _run_update(models, objective, flat, update, config)
+        for update in _updates(models.policy, batch, config.trainer.minibatches)
+    ]
     if not objective.recompute_prox:
-        policy.from_last_stage(flat.prox)  # the loss has filled it in there
+        models.policy.from_last_stage(flat.prox)  # the loss has filled it in there
     metrics = {
-        **policy_metrics(updates),
-        **batch_metrics(flat, config),
-        **critic_metrics(critic_updates),
+        **policy_metrics([policy for policy, _ in updates]),
+        **critic_metrics([critic for _, critic in updates if critic]),
+        **batch_metrics(
+            flat,
+            oldest=config.buffer.max_staleness,
+            mask_truncated=config.algo.shaping.mask_truncated,
+            reduce=data_parallel_sum,
+        ),
     }
-    skipped = sum(update["skipped"] for update in [*updates, *critic_updates])
+    skipped = metrics["skipped"] + metrics.get("critic_skipped", 0.0)
     return StepResult(metrics, flat.prox.float().cpu(), skipped)
 
 
@@ -126,32 +129,29 @@ def _updates(policy: Policy, batch: TrainBatch, num: int) -> Iterator[_Update]:
         )
 
 
-def _update_policy(
-    policy: Policy, objective: Objective, flat: FlatBatch, update: _Update, temperature: float
-) -> dict[str, float]:
+def _run_update(
+    models: Models, objective: Objective, flat: FlatBatch, update: _Update, config: TrainConfig
+) -> tuple[dict[str, float], dict[str, float] | None]:
+    """Update the policy, then the critic if there is one; return what each reports."""
+    policy, critic, temperature = models.policy, models.critic, config.rollout.temperature
+
     def current_logprobs() -> Tensor:
         # Before the first update the policy is the proximal one.
         return flat.prox if update.first else policy.logprobs(update.microbatches, temperature)
 
     minibatch = objective.minibatch(flat, update.token_index, current_logprobs, data_parallel_sum)
 
-    def loss(
-        logprobs: Tensor, entropy: Tensor, microbatch: Microbatch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        output = objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
-        return output.loss, output.metrics
+    def policy_loss(logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> LossOutput:
+        return objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
 
-    return policy.update(update.microbatches, loss, temperature)
+    reported = policy.update(update.microbatches, policy_loss, temperature)
+    if critic is None:
+        return reported, None
 
-
-def _update_critic(
-    critic: Critic, flat: FlatBatch, update: _Update, clip: float | None
-) -> dict[str, float]:
     tokens = denominator(flat, update.token_index, mode="token", reduce=data_parallel_sum)
-    minibatch = Minibatch(denominator=tokens)
 
-    def loss(values: Tensor, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-        output = critic_loss(flat, minibatch, microbatch.token_index, values, clip=clip)
-        return output.loss, output.metrics
+    def value_loss(values: Tensor, microbatch: Microbatch) -> LossOutput:
+        clip = config.algo.critic.clip_value
+        return critic_loss(flat, microbatch.token_index, values, clip=clip, denominator=tokens)
 
-    return critic.update(update.microbatches, loss)
+    return reported, critic.update(update.microbatches, value_loss)

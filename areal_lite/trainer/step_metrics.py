@@ -1,14 +1,9 @@
-"""Metrics of one step, from the sums that its updates report and from its batch.
+"""Metrics of one step, from the sums over data-parallel ranks that its updates report.
 
-Names are those of metrics.jsonl. All values are over the data-parallel ranks together.
+Names are those of metrics.jsonl.
 """
 
-import torch
-
-from areal_lite.algo.metrics import by_staleness, effective_sample_size
-from areal_lite.algo.objectives.base import FlatBatch
-from areal_lite.config import TrainConfig
-from areal_lite.megatron.parallel import data_parallel_sum
+from areal_lite.algo.metrics import effective_sample_size
 
 
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -39,40 +34,6 @@ def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     return metrics | {
         name: value if name.endswith("_max") else value / max(tokens, 1.0)
         for name, value in total.items()
-    }
-
-
-def batch_metrics(flat: FlatBatch, config: TrainConfig) -> dict[str, float | list[float]]:
-    """Count tokens by staleness and masked tokens by reason. Every rank calls it.
-
-    `behave_abs_by_staleness` is the mean |prox - behavior| of each staleness, in nats.
-    """
-    oldest = config.buffer.max_staleness
-    masked = flat.sampled & ~flat.mask
-    truncated = masked & flat.truncated[flat.sequence_ids] & config.algo.shaping.mask_truncated
-    overdue = masked & ~truncated & (flat.version - flat.versions > oldest)
-    reasons = {
-        "masked_truncated": truncated,
-        "masked_overdue": overdue,
-        "masked_nonfinite": masked & ~truncated & ~overdue,
-    }
-    difference, tokens = by_staleness(
-        (flat.prox - flat.behavior).abs(),
-        flat.versions,
-        flat.mask,
-        version=flat.version,
-        oldest=oldest,
-    )
-    counts = torch.stack([reason.sum() for reason in reasons.values()])
-    # One collective for all three.
-    total = data_parallel_sum(torch.cat([counts, tokens, difference]).double())
-    counts, tokens, difference = (
-        part.tolist() for part in total.split([len(counts), len(tokens), len(difference)])
-    )
-    return {
-        **dict(zip(reasons, counts)),
-        "tokens_by_staleness": tokens,
-        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)],
     }
 
 

@@ -12,8 +12,8 @@ from areal_lite.algo.objectives.base import (
     Minibatch,
     Reduce,
     denominator,
-    token_metrics,
 )
+from areal_lite.algo.objectives.metrics import token_metrics
 from areal_lite.algo.objectives.rewards import RewardShaping
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
 

@@ -22,9 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import LossOutput
-from areal_lite.algo.metrics import entropy_sum
 from areal_lite.algo.reduction import reduction_count
 
 # Sums a tensor over the data-parallel ranks. Every rank calls it.
@@ -162,18 +160,3 @@ def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Red
     device = token_index.device
     total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))
     return max(1.0, float(total))
-
-
-@torch.no_grad()
-def token_metrics(
-    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, with_reference: bool
-) -> dict[str, Tensor]:
-    """Sum, over a microbatch's unmasked tokens, what every objective reports."""
-    metrics = {
-        "entropy": entropy_sum(entropy, tokens.mask).float(),
-        "trained_tokens": tokens.mask.sum().float(),
-    }
-    if with_reference:
-        divergence = kl_estimate(logprobs, tokens.reference, tokens.mask, estimator="k3")
-        metrics["reference_kl"] = divergence.sum().float()
-    return metrics

@@ -13,9 +13,9 @@ from areal_lite.algo.objectives.base import (
     Minibatch,
     Reduce,
     denominator,
-    token_metrics,
 )
 from areal_lite.algo.objectives.estimator import AdvantageEstimator
+from areal_lite.algo.objectives.metrics import token_metrics
 from areal_lite.algo.objectives.rewards import KLTerm, RewardShaping
 from areal_lite.algo.reduction import reduction_weights
 

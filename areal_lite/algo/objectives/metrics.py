@@ -1,0 +1,63 @@
+"""Metrics of a flat batch; algo/metrics.py has their formulas."""
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.metrics import by_staleness, entropy_sum
+from areal_lite.algo.objectives.base import FlatBatch, Reduce
+
+
+@torch.no_grad()
+def token_metrics(
+    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, with_reference: bool
+) -> dict[str, Tensor]:
+    """Sum, over a microbatch's unmasked tokens, what every objective reports."""
+    metrics = {
+        "entropy": entropy_sum(entropy, tokens.mask).float(),
+        "trained_tokens": tokens.mask.sum().float(),
+    }
+    if with_reference:
+        divergence = kl_estimate(logprobs, tokens.reference, tokens.mask, estimator="k3")
+        metrics["reference_kl"] = divergence.sum().float()
+    return metrics
+
+
+def batch_metrics(
+    flat: FlatBatch, *, oldest: int, mask_truncated: bool, reduce: Reduce
+) -> dict[str, float | list[float]]:
+    """Count tokens by staleness and masked tokens by reason. Every rank calls it.
+
+    `behave_abs_by_staleness` is the mean |prox - behavior| of each staleness, in nats.
+
+    Args:
+        oldest: the staleness bound; an older token is overdue
+        mask_truncated: sequences that ended at the token limit are masked
+        reduce: the sum over data-parallel ranks
+    """
+    masked = flat.sampled & ~flat.mask
+    truncated = masked & flat.truncated[flat.sequence_ids] & mask_truncated
+    overdue = masked & ~truncated & (flat.version - flat.versions > oldest)
+    reasons = {
+        "masked_truncated": truncated,
+        "masked_overdue": overdue,
+        "masked_nonfinite": masked & ~truncated & ~overdue,
+    }
+    difference, tokens = by_staleness(
+        (flat.prox - flat.behavior).abs(),
+        flat.versions,
+        flat.mask,
+        version=flat.version,
+        oldest=oldest,
+    )
+    counts = torch.stack([reason.sum() for reason in reasons.values()])
+    # One collective for all three.
+    total = reduce(torch.cat([counts, tokens, difference]).double())
+    counts, tokens, difference = (
+        part.tolist() for part in total.split([len(counts), len(tokens), len(difference)])
+    )
+    return {
+        **dict(zip(reasons, counts)),
+        "tokens_by_staleness": tokens,
+        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)],
+    }
