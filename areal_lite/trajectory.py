@@ -146,8 +146,7 @@ class Trajectory:
         if length == 0:
             return "no tokens"
         if self.finish_reason not in _FINISH_REASONS:
-            expected = ", ".join(FinishReason)
-            return f"finish reason {self.finish_reason!r} is none of {expected}"
+            return f"finish reason {self.finish_reason!r} is none of {', '.join(FinishReason)}"
         # On arrays this short, count_nonzero is several times as fast as any.
         some = np.count_nonzero
         mask = self.loss_mask.astype(bool, copy=False)

@@ -82,17 +82,7 @@ def grpo(
     _, group = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group.max()) + 1 if len(group) else 0
     count = torch.bincount(group, minlength=num_groups).to(rewards.dtype)
-    mean = rewards.new_zeros(num_groups).index_add_(0, group, rewards) / count
-    centred = rewards - mean[group]
-    # Equal rewards can differ from their rounded mean by an ulp. Division by a tiny deviation would
-    # turn that into a signal.
-    lowest = rewards.new_full((num_groups,), float("inf")).scatter_reduce_(
-        0, group, rewards, "amin"
-    )
-    highest = rewards.new_full((num_groups,), float("-inf")).scatter_reduce_(
-        0, group, rewards, "amax"
-    )
-    centred = torch.where((highest > lowest)[group], centred, torch.zeros_like(centred))
+    centred = _centred(rewards, group, count)
     advantages = centred
     size = count[group]
     if batch_mean is not None:
@@ -108,6 +98,23 @@ def grpo(
         min=1
     )
     return advantages / (variance.sqrt()[group] + eps)
+
+
+def _centred(rewards: Tensor, group: Tensor, count: Tensor) -> Tensor:
+    """Subtract the mean of each group, exactly 0 where a group's rewards are equal: float [n].
+
+    Equal rewards can differ from their rounded mean by an ulp. Division by a tiny deviation would
+    turn that into a signal.
+
+    Args:
+        group: int64 [n], from 0
+        count: float [groups], the size of each group
+    """
+    zeros = torch.zeros_like(count)
+    mean = zeros.index_add(0, group, rewards) / count
+    lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    return torch.where((highest > lowest)[group], rewards - mean[group], 0.0)
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -86,28 +86,30 @@ def behavior_weight(
     """
     _check(mode, cap, low, level)
     mask = finite_mask(mask, behavior)
-
-    def by_sequence(combine: Callable[..., Tensor], values: Tensor) -> Tensor:
-        if sequence_ids is None:
-            raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
-        return combine(values, mask, sequence_ids)[sequence_ids]
-
     log_ratio = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
     kept = mask
     if veto is not None:
         ratio = log_ratio.exp()
         outlier = mask & ~((ratio >= veto[0]) & (ratio <= veto[1]))
-        kept = mask & (by_sequence(sequence_sum, outlier.float()) == 0)
+        kept = mask & (_by_sequence(sequence_sum, outlier.float(), mask, sequence_ids) == 0)
     if level != "token":
-        log_ratio = by_sequence(sequence_mean if level == "geometric" else sequence_sum, log_ratio)
-    if mode == "off":
-        weight = torch.ones_like(log_ratio)
-    elif mode == "cap":
-        weight = log_ratio.exp().clamp(max=cap)
-    else:
-        weight = log_ratio.exp()
+        combine = sequence_mean if level == "geometric" else sequence_sum
+        log_ratio = _by_sequence(combine, log_ratio, mask, sequence_ids)
+    weight = torch.ones_like(log_ratio) if mode == "off" else log_ratio.exp()
+    if mode == "cap":
+        weight = weight.clamp(max=cap)
+    elif mode == "mask":
         kept = kept & (weight <= cap) & (weight >= (1 / cap if low is None else low))
     return torch.where(kept, weight, torch.zeros_like(weight)), kept
+
+
+def _by_sequence(
+    combine: Callable[..., Tensor], values: Tensor, mask: Tensor, sequence_ids: Tensor | None
+) -> Tensor:
+    """Give every token, float [t], what `combine` makes of its sequence."""
+    if sequence_ids is None:
+        raise ValueError("a correction of whole sequences, or a veto, needs sequence_ids")
+    return combine(values, mask, sequence_ids)[sequence_ids]
 
 
 def _check(mode: str, cap: float, low: float | None, level: str) -> None:
