@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 from areal_lite.config import ReplayConfig
@@ -302,22 +303,35 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
     try:
         process = start()
         wait_for(process, folder, 3, 2)
+        supervisor = psutil.Process(process.pid)
+        for one in (supervisor, *supervisor.children(recursive=True)):
+            one.suspend()  # a second start can take longer than the steps that are left
         second = subprocess.run(
             command(folder, model), cwd=ROOT, capture_output=True, text=True, timeout=120
         )
         assert second.returncode == 1 and "a run is going on there" in second.stderr
         process.kill()
         process.wait()
+        saved = checkpoint_steps(folder / "checkpoints")[-1]
         process = start()
-        while "resumes from step 2" not in (tmp_path / "output").read_text():
+        while f"resumes from step {saved}" not in (tmp_path / "output").read_text():
             assert process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.05)
-        wait_for(process, folder, 4, 2)
+        wait_for(process, folder, saved + 2, saved)
+        roles = psutil.Process(process.pid).children(recursive=True)
+        for role in roles:
+            role.suspend()  # no step ends before the request is written
         process.send_signal(signal.SIGUSR1)
+        while not (folder / "stop").exists():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.05)
+        for role in roles:
+            role.resume()
         assert process.wait(300) == STOPPED == os.EX_TEMPFAIL, (tmp_path / "output").read_text()
         stopped = checkpoint_steps(folder / "checkpoints")[-1]
         assert (
-            4 <= stopped < 7 and len((folder / "metrics.jsonl").read_text().splitlines()) == stopped
+            saved + 2 <= stopped < 7
+            and len((folder / "metrics.jsonl").read_text().splitlines()) == stopped
         )
         assert (
             (folder / "stop").exists()
