@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.cluster import ClusterConfig
@@ -161,12 +161,16 @@ COMMANDS: dict[str, type] = {
 }
 
 
-@cache  # once per process: it costs more than a composition
-def register() -> None:
-    """Register the schemas with Hydra, and the resolver `${token:}`, which makes a random key."""
+@cache
+def register(command: str) -> DictConfig:
+    """Register the schema of `command` with Hydra, once per process, and return it.
+
+    Hydra copies every registered schema at each composition, so only what is used is registered.
+    The resolver `${token:}` makes a random key.
+    """
     OmegaConf.register_new_resolver(
         "token", lambda: secrets.token_hex(16), use_cache=True, replace=True
     )
-    store = ConfigStore.instance()
-    for command, schema in COMMANDS.items():
-        store.store(name=f"{command}_schema", node=schema)
+    schema = OmegaConf.structured(COMMANDS[command])
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    return schema

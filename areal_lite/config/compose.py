@@ -24,10 +24,11 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
 
     Raises HydraException or OmegaConfBaseException; `errors.explain` says what they mean.
     """
-    register()
-    schema = COMMANDS[command]
+    schema = register(command)
     # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
-    free = tuple(f"{key}." for key, kind in keys_of(schema).items() if get_origin(kind) is dict)
+    free = tuple(
+        f"{key}." for key, kind in keys_of(COMMANDS[command]).items() if get_origin(kind) is dict
+    )
     marked = [
         f"++{override}" if f"{override.partition('=')[0]}.".startswith(free) else override
         for override in overrides
@@ -35,5 +36,5 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         composed = compose(command, marked)
     # Hydra accepts any +key=value. This refuses a key that the schema does not have.
-    OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.to_container(composed))
+    OmegaConf.merge(schema, OmegaConf.to_container(composed))
     return composed
