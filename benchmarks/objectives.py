@@ -11,14 +11,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from areal_lite.algo.advantages import gae, grpo
 from areal_lite.algo.correction import Correction
-from areal_lite.algo.losses import LossInputs, cispo_loss, gspo_loss, ppo_loss, reinforce_loss
+from areal_lite.algo.losses import LossInputs, ppo_loss
 from areal_lite.algo.reduction import reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import trajectory_balance_loss
+from areal_lite.config import AlgoConfig
+from areal_lite.trainer.objective import RATIO_LOSSES
 
 GROUP, MEAN_LENGTH = 8, 1000
 
@@ -55,7 +58,8 @@ def calls(
     x: LossInputs, rewards: torch.Tensor, groups: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
     n = float(x.mask.sum())
-    clip = {"denominator": n, "eps_low": 0.2, "eps_high": 0.2}
+    x = replace(x, weights=reduction_weights(x.mask, x.sequence_ids, mode="token", denominator=n))
+    clip = {"eps_low": 0.2, "eps_high": 0.2}
     sequences = reduction_count(x.mask, x.sequence_ids, mode="sequence")
 
     def forward() -> torch.Tensor:
@@ -67,9 +71,7 @@ def calls(
         "PPO + geometric mask, veto": lambda: ppo_loss(
             x, correction=Correction("mask", 1.01, level="geometric", veto=(1e-4, 100.0)), **clip
         ),
-        "GSPO": lambda: gspo_loss(x, **clip),
-        "CISPO": lambda: cispo_loss(x, **clip),
-        "REINFORCE": lambda: reinforce_loss(x, denominator=n),
+        **{name: partial(build(AlgoConfig(loss=name)), x) for name, build in RATIO_LOSSES.items()},
         "Trajectory Balance": lambda: trajectory_balance_loss(
             x.logprobs,
             x.prox,

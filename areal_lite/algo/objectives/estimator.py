@@ -14,7 +14,7 @@ class AdvantageEstimator:
     """From shaped rewards to advantages, and with `gae` to the critic's targets."""
 
     estimator: str = "grpo"
-    """`grpo`, `rloo`: one advantage per sequence; `reinforce_pp`, `gae`: one per token."""
+    """One advantage per sequence (`grpo`, `rloo`) or per token (`reinforce_pp`, `gae`)."""
     mean: str = "group"
     """grpo: baseline over the `group` or the `batch`."""
     std: str = "group"

@@ -36,7 +36,7 @@ class RatioObjective:
     kl: KLTerm
     entropy_coef: float
     prox: str
-    """`recompute` (a forward pass), `reuse` (the update's own log-probs) or `loglinear`."""
+    """How to get it: `recompute` by a forward pass, `reuse` the update's log-probs, `loglinear`."""
 
     @property
     def needs_reference(self) -> bool:

@@ -40,7 +40,7 @@ class RewardShaping:
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """`coef` times the divergence from a reference policy, in loss or reward; algo/kl.py."""
+    """The divergence from a reference policy, times `coef`, in loss or reward; algo/kl.py."""
 
     coef: float = 0.0
     estimator: str = "k3"
