@@ -10,6 +10,8 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
   that did not fail.
 * Arrays are little-endian blobs over prompt and completion: tokens int32, logprobs float32,
   versions int32.
+* Each row has a checksum (store_schema.py). A damaged group that waits is dropped when a run
+  resumes. Other damage is a ValueError that names the file.
 * The write-ahead log survives the death of any process at any moment. A power cut may lose the
   last commits, but does not damage the file.
 
@@ -17,19 +19,26 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 its own.
 """
 
-import sqlite3
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from areal_lite.run_dir.store_schema import SCHEMA, from_row, to_row
+from areal_lite.run_dir.store_file import REMEDY, StoreFile
+from areal_lite.run_dir.store_schema import (
+    ADMISSION,
+    checksum,
+    from_row,
+    to_row,
+)
 from areal_lite.trajectory import Group, GroupState
+
+log = logging.getLogger(__name__)
 
 # Draws that `recover` returns to check the data set: another order of prompts agrees on so many
 # only by an unlikely chance.
@@ -37,6 +46,10 @@ _NUM_DRAWS = 100
 
 # Rows per INSERT. SQLite takes at most 32766 values in a statement.
 _ROWS_AT_ONCE = 1000
+
+
+class DamagedGroup(ValueError):
+    """A group without all of its trajectories, or with one that its checksum contradicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,48 +73,11 @@ class Recovered:
     filtered: Counter[str]
 
 
-class Store:
+class Store(StoreFile):
     """The store of one run, for one thread at a time.
 
     Each method is one change or one query. `begin` ... `commit` make several changes one.
     """
-
-    def __init__(self, path: Path, read_only: bool = False):
-        """Open the store, and create it if there is none.
-
-        With `read_only` it is never created, and its run may still be going on. Raises ValueError
-        if there is none to read.
-        """
-        if read_only and not path.exists():
-            raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
-        # Autocommit outside explicit transactions: Python's implicit ones would be one more state.
-        self._db = sqlite3.connect(
-            f"file:{path}?mode=ro" if read_only else path,
-            uri=read_only,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        if not read_only:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            # No sync per commit.
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(SCHEMA)
-
-    def close(self) -> None:
-        self._db.close()
-
-    def begin(self) -> None:
-        """Begin a transaction."""
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def commit(self) -> None:
-        """Commit the transaction."""
-        self._db.execute("COMMIT")
-
-    def rollback(self) -> None:
-        """Undo the changes since `begin`, if a transaction is open."""
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
 
     def admit(
         self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
@@ -115,11 +91,11 @@ class Store:
             size: number of trajectories that are about to be generated.
             now: wall-clock seconds.
         """
-        self._db.execute(
-            "INSERT INTO groups "
-            "(group_id, prompt_id, prompt_index, drawn, state, size, admitted_at) "
-            "VALUES (?, ?, ?, ?, 'in_flight', ?, ?)",
-            (group_id, prompt_id, prompt_index, drawn, size, now),
+        values = (group_id, prompt_id, prompt_index, drawn, size, float(now))
+        self._execute(
+            f"INSERT INTO groups ({', '.join(ADMISSION)}, state, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?, 'in_flight', ?)",
+            (*values, checksum(values)),
         )
 
     def finish(
@@ -149,7 +125,7 @@ class Store:
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[first : first + _ROWS_AT_ONCE]
             marks = f"({', '.join('?' * len(some[0]))})"
-            self._db.execute(
+            self._execute(
                 f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}",
                 list(chain.from_iterable(some)),
             )
@@ -164,14 +140,14 @@ class Store:
 
     def use(self, group_ids: Sequence[int], step: int) -> None:
         """Move groups from finished to used at `step`. Raises RuntimeError if one is not."""
-        done = self._db.execute(
+        done = self._execute(
             "UPDATE groups SET state = 'used', step = ? "
             "WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))",
             (step, msgspec.json.encode(list(group_ids)).decode()),
         )
-        if done.rowcount != len(group_ids):
+        if done != len(group_ids):
             raise RuntimeError(
-                f"of the {len(group_ids)} groups of step {step} only {done.rowcount} are finished"
+                f"of the {len(group_ids)} groups of step {step} only {done} are finished"
             )
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
@@ -182,12 +158,12 @@ class Store:
     def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
         """Set state and columns (except to None). Raises RuntimeError in another state."""
         assignments = "".join(f", {name} = coalesce(?, {name})" for name in columns)
-        done = self._db.execute(
+        done = self._execute(
             f"UPDATE groups SET state = ?{assignments} "
             f"WHERE group_id = ? AND state IN ({', '.join('?' * len(before))})",
             (state, *columns.values(), group_id, *before),
         )
-        if done.rowcount != 1:
+        if done != 1:
             raise RuntimeError(
                 f"group {group_id} was to become {state}, but is not {' or '.join(before)}"
             )
@@ -197,7 +173,7 @@ class Store:
 
         Call this before anything else. Finished groups, and used groups of a lost step, wait again
         if weights up to `version` sampled them; those that lost weights sampled are dropped. Groups
-        in flight are dropped.
+        in flight and damaged groups are dropped.
         """
         values = {"version": version, "now": now}
         drop = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason ="
@@ -206,20 +182,28 @@ class Store:
             "EXISTS (SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id "
             "AND max_version > :version)"
         )
+        self._execute("REINDEX groups")  # SQLite does not compare an index with its table
         self.begin()
-        self._db.execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
-        self._db.execute(
+        self._execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
+        self._execute(
             f"{drop} 'resume: its weights are lost' WHERE {unused} AND {lost_weights}", values
         )
-        self._db.execute(
+        self._execute(
             "UPDATE groups SET state = 'finished', step = NULL "
             "WHERE state = 'used' AND step >= :version",
             values,
         )
+        for row in list(self._rows("SELECT * FROM groups WHERE state = 'finished'")):
+            try:
+                self._group(row)
+            except DamagedGroup as error:
+                log.warning("dropped group %d: %s", row["group_id"], error)
+                only = f"group_id = {row['group_id']}"
+                self._execute(f"{drop} 'resume: damaged' WHERE {only}", values)
         self.commit()
         counts = self.counts()
         drawn, put_back, draws = self._sampler_state()
-        filtered = self._db.execute(
+        filtered = self._query(
             "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
         )
         return Recovered(
@@ -228,11 +212,11 @@ class Store:
             drawn=drawn,
             put_back=put_back,
             draws=draws,
-            filtered=Counter(dict(filtered.fetchall())),
+            filtered=Counter(dict(filtered)),
         )
 
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
-        """Return `drawn`, `put_back` and `draws` of Recovered.
+        """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.
 
         The prompt of a dropped group was put back. A group whose admission did not raise `drawn`
         took a prompt that had been put back.
@@ -240,15 +224,20 @@ class Store:
         draws: deque[tuple[int, int]] = deque(maxlen=_NUM_DRAWS)
         served_again: Counter[int] = Counter()
         drawn = 0
-        by_admission = "SELECT drawn, prompt_index FROM groups ORDER BY group_id"
-        for drawn_now, index in self._db.execute(by_admission):
+        columns = ", ".join(ADMISSION)
+        for *admission, state, expected in self._query(
+            f"SELECT {columns}, state, checksum FROM groups ORDER BY group_id"
+        ):
+            group_id, _, index, drawn_now, *_ = admission
+            if checksum(admission) != expected or state not in set(GroupState):
+                raise ValueError(f"{self._path}: group {group_id} is damaged: {REMEDY}")
             if drawn_now > drawn:
                 draws.append((drawn_now, index))
             else:
                 served_again[index] += 1
             drawn = drawn_now
         put_back = []
-        for (index,) in self._db.execute(
+        for (index,) in self._query(
             "SELECT prompt_index FROM groups WHERE state = 'dropped' ORDER BY finished_at, group_id"
         ):
             if served_again[index]:
@@ -259,7 +248,7 @@ class Store:
 
     def rewards(self) -> Iterator[tuple[int, list[float]]]:
         """Yield prompt index and rewards of each group that was not dropped, in finishing order."""
-        for index, rewards in self._db.execute(
+        for index, rewards in self._query(
             "SELECT prompt_index, json_group_array(reward) "
             "FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped' "
             "GROUP BY group_id ORDER BY groups.finished_at, group_id"
@@ -268,9 +257,7 @@ class Store:
 
     def counts(self) -> dict[str, int]:
         """Count the groups in each state, zeros included."""
-        found = dict(
-            self._db.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall()
-        )
+        found = dict(self._query("SELECT state, count(*) FROM groups GROUP BY state"))
         return {state.value: found.get(state, 0) for state in GroupState}
 
     def missing_trajectories(self) -> int:
@@ -278,12 +265,12 @@ class Store:
 
         Anything but 0 is a bug.
         """
-        (missing,) = self._db.execute(
+        ((missing,),) = self._query(
             "SELECT (SELECT coalesce(sum(num_trajectories), 0) FROM groups "
             "        WHERE state IN ('finished', 'used')) - "
             "       (SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
             "        WHERE state IN ('finished', 'used'))"
-        ).fetchone()
+        )
         return missing
 
     def groups(self) -> Iterator[dict[str, Any]]:
@@ -324,21 +311,27 @@ class Store:
 
     def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
         for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
-            trajectories = self._rows(
+            yield self._group(row), row["state"] == GroupState.USED
+
+    def _group(self, row: dict[str, Any]) -> Group:
+        """Return the group of a row of `groups`. Raises DamagedGroup."""
+        rows = list(
+            self._rows(
                 "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index",
                 (row["group_id"],),
             )
-            group = Group(
-                group_id=row["group_id"],
-                prompt_id=row["prompt_id"],
-                size=row["size"],
-                trajectories=[from_row(t, row["prompt_id"]) for t in trajectories],
-                prompt_index=row["prompt_index"],
-            )
-            yield group, row["state"] == GroupState.USED
-
-    def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
-        cursor = self._db.execute(query, values)
-        names = [column[0] for column in cursor.description]
-        for row in cursor:
-            yield dict(zip(names, row))
+        )
+        if len(rows) != row["num_trajectories"]:
+            reason = f"group {row['group_id']} has {len(rows)} trajectories"
+            raise DamagedGroup(f"{self._path}: {reason}, not {row['num_trajectories']}: {REMEDY}")
+        try:
+            trajectories = [from_row(t, row["prompt_id"]) for t in rows]
+        except ValueError as error:
+            raise DamagedGroup(f"{self._path}: {error}: {REMEDY}") from error
+        return Group(
+            group_id=row["group_id"],
+            prompt_id=row["prompt_id"],
+            size=row["size"],
+            trajectories=trajectories,
+            prompt_index=row["prompt_index"],
+        )

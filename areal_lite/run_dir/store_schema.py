@@ -1,5 +1,11 @@
-"""The tables of the trajectory store, and the conversion of trajectories to rows and back."""
+"""The tables of the trajectory store, and the conversion of trajectories to rows and back.
 
+Each row has a checksum. SQLite notices damage to its own structures only, and a flipped bit in a
+blob, a reward or a prompt index would train on wrong data without a sign.
+"""
+
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -8,7 +14,7 @@ import numpy as np
 from areal_lite.trajectory import GroupState, Trajectory
 
 SCHEMA = f"""
-CREATE TABLE IF NOT EXISTS groups (
+CREATE TABLE groups (
     group_id INTEGER PRIMARY KEY,
     prompt_id TEXT NOT NULL,
     prompt_index INTEGER NOT NULL,
@@ -19,10 +25,11 @@ CREATE TABLE IF NOT EXISTS groups (
     num_trajectories INTEGER,
     admitted_at REAL NOT NULL,
     finished_at REAL,
-    step INTEGER
+    step INTEGER,
+    checksum INTEGER NOT NULL
 ) STRICT;
-CREATE INDEX IF NOT EXISTS groups_by_state ON groups (state);
-CREATE TABLE IF NOT EXISTS trajectories (
+CREATE INDEX groups_by_state ON groups (state);
+CREATE TABLE trajectories (
     group_id INTEGER NOT NULL REFERENCES groups,
     sample_index INTEGER NOT NULL,
     reward REAL,
@@ -43,13 +50,27 @@ CREATE TABLE IF NOT EXISTS trajectories (
     versions BLOB NOT NULL,
     prompt TEXT,
     completion TEXT,
+    checksum INTEGER NOT NULL,
     PRIMARY KEY (group_id, sample_index)
 ) STRICT, WITHOUT ROWID;
 """
 
 
+ADMISSION = ("group_id", "prompt_id", "prompt_index", "drawn", "size", "admitted_at")
+"""The columns of `groups` that never change. The checksum is over these."""
+
+
+def checksum(values: Sequence[Any]) -> int:
+    """Return the CRC-32 of the values of a row."""
+    return zlib.crc32(msgspec.msgpack.encode(values))
+
+
 def from_row(row: dict[str, Any], prompt_id: str) -> Trajectory:
-    """Return the trajectory of a row of `trajectories`."""
+    """Return the trajectory of a row of `trajectories`. Raises ValueError for a damaged row."""
+    *values, expected = row.values()
+    if checksum(values) != expected:
+        name = f"trajectory {row['group_id']}/{row['sample_index']}"
+        raise ValueError(f"{name} is damaged: its checksum is wrong")
     versions = np.frombuffer(row["versions"], np.int32)
     return Trajectory(
         group_id=row["group_id"],
@@ -66,7 +87,7 @@ def from_row(row: dict[str, Any], prompt_id: str) -> Trajectory:
         server=row["server"],
         requests=row["requests"],
         kv_version=row["kv_version"],
-    )
+    ).check()
 
 
 def to_row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[Any, ...]:
@@ -74,10 +95,11 @@ def to_row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[A
     segments = [[s.version, s.start, s.end] for s in t.segments]
     min_version, n_prompt, _ = segments[0] if segments else (None, len(t.tokens), None)
     max_version = segments[-1][0] if segments else None
-    return (
+    values = (
         t.group_id,
         t.sample_index,
-        t.reward,
+        # SQLite has no negative zero.
+        None if t.reward is None else float(t.reward) + 0.0,
         t.finish_reason,
         n_prompt,
         len(t.tokens),
@@ -86,8 +108,8 @@ def to_row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[A
         len(segments),
         t.requests,
         t.kv_version,
-        t.started_at,
-        t.finished_at,
+        float(t.started_at),
+        float(t.finished_at),
         t.server,
         msgspec.json.encode(segments).decode(),
         t.tokens.astype(np.int32).tobytes(),
@@ -96,3 +118,4 @@ def to_row(t: Trajectory, prompt: str | None, completion: str | None) -> tuple[A
         prompt,
         completion,
     )
+    return (*values, checksum(values))

@@ -4,9 +4,11 @@ No prompt is lost or drawn twice in an epoch, and no step trains on what lost we
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -51,12 +53,20 @@ def group(group_id: int, version: int, reward: float = 0.5) -> Group:
     return Group(group_id=group_id, prompt_id=f"p{group_id}", size=1, trajectories=[one])
 
 
+def new_store() -> Store:
+    """A store whose files are gone when it is closed."""
+    folder = Path(tempfile.mkdtemp())
+    store = Store(folder / "trajectories.sqlite")
+    shutil.rmtree(folder)
+    return store
+
+
 class Run:
     """Do to store and sampler what the dispatcher does, one event at a time."""
 
     def __init__(self, num_prompts: int | None):
         self.num_prompts = num_prompts
-        self.store, self.sampler = Store(Path(":memory:")), PromptSampler(num_prompts, seed=3)
+        self.store, self.sampler = new_store(), PromptSampler(num_prompts, seed=3)
         self.prompts: list[int] = []  # of each group
         self.version, self.saved, self.now = 0, 0, 0.0
 
@@ -216,7 +226,7 @@ def test_another_order_of_prompts_is_refused() -> None:
 
 
 def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
-    store = Store(Path(":memory:"))
+    store = new_store()
     for group_id, index in enumerate([4, 7, 4, 9]):
         store.admit(group_id, f"p{index}", index, group_id + 1, 1, 0.0)
     for now, (group_id, reward) in enumerate([(2, 1.0), (0, 0.25), (1, 0.0)]):
@@ -231,7 +241,7 @@ def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
 
 
 def test_an_empty_store_is_a_start() -> None:
-    recovered = Store(Path(":memory:")).recover(0, 0.0)
+    recovered = new_store().recover(0, 0.0)
     assert (
         recovered.groups,
         recovered.waiting,

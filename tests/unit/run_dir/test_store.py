@@ -1,7 +1,6 @@
 """The trajectory store: groups move only along their path, and nothing is half-written."""
 
 import asyncio
-import sqlite3
 import subprocess
 import sys
 
@@ -91,6 +90,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     assert {name: first[name] for name in expected} == expected
     assert (second["sample_index"], second["prompt"]) == (1, None)
     (row,) = reader.groups()
+    del row["checksum"]
     assert row == dict(
         group_id=3,
         prompt_id="p3",
@@ -105,7 +105,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         step=None,
     )
     assert not list(reader.trajectories("used"))
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+    with pytest.raises(ValueError, match="t.sqlite: attempt to write a readonly database"):
         reader.admit(4, "p", 0, 1, 2, 0.0)
     reader.close()
 
@@ -151,7 +151,7 @@ def test_a_group_cannot_be_used_twice_or_unfinished(store: Store) -> None:
     ]
     with pytest.raises(RuntimeError, match="group 0 was to become dropped"):
         store.drop(0, "why", 0.0)
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(ValueError, match="UNIQUE constraint failed"):
         store.admit(0, "p0", 0, 1, 2, 0.0)
 
 

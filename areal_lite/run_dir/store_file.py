@@ -1,0 +1,94 @@
+"""The SQLite file of the trajectory store: how it is made, opened, queried and changed."""
+
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_lite.run_dir.store_schema import SCHEMA
+
+REMEDY = "restore the file from a copy, or start anew in another run_dir"
+
+
+class StoreFile:
+    """An open file, for one thread at a time. Every error of SQLite is a ValueError."""
+
+    def __init__(self, path: Path, read_only: bool = False):
+        """Open the store, and create it if there is none.
+
+        With `read_only` it is never created, and its run may still be going on. Raises ValueError
+        if there is none to read.
+        """
+        if read_only and not path.exists():
+            raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")
+        self._path = path
+        if not path.exists():
+            _create(path)
+        # Autocommit outside explicit transactions: Python's implicit ones would be one more state.
+        with self._explained():
+            self._db = sqlite3.connect(
+                f"file:{path}?mode=ro" if read_only else path,
+                uri=read_only,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        tables = [sql for (sql,) in self._query("SELECT sql FROM sqlite_schema WHERE sql != ''")]
+        if tables != [part.strip() for part in SCHEMA.split(";") if part.strip()]:
+            raise ValueError(f"{path} is empty or not a trajectory store: {REMEDY}")
+        self._execute("PRAGMA synchronous = NORMAL")  # no sync per commit
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of SQLite into a ValueError that names the file."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self._path}: {reason}: {REMEDY}") from error
+
+    def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
+        """Execute a statement and return the number of changed rows."""
+        with self._explained():
+            return self._db.execute(statement, values).rowcount
+
+    def _query(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        with self._explained():
+            yield from self._db.execute(query, values)
+
+    def begin(self) -> None:
+        """Begin a transaction."""
+        self._execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """Commit the transaction."""
+        self._execute("COMMIT")
+
+    def rollback(self) -> None:
+        """Undo the changes since `begin`, if a transaction is open."""
+        if self._db.in_transaction:
+            self._execute("ROLLBACK")
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
+        with self._explained():
+            cursor = self._db.execute(query, values)
+            names = [column[0] for column in cursor.description]
+            for row in cursor:
+                yield dict(zip(names, row))
+
+
+def _create(path: Path) -> None:
+    """Make an empty store that appears complete: a file without tables is never a new store."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        db = sqlite3.connect(scratch)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(SCHEMA)
+        db.close()
+    except sqlite3.Error as error:
+        raise ValueError(f"{path} cannot be made: {error}") from error
+    scratch.rename(path)
