@@ -17,7 +17,8 @@ Backward:
     Step 4. For each chunk take the kept logits or compute them again; turn them into the gradient.
     Step 5. All-reduce the gradient of the hidden states over the slices.
 
-At most `KEPT` logits are kept, so memory does not grow with tokens x vocabulary.
+At most `KEPT` logits are kept, so memory does not grow with tokens x vocabulary. On a GPU it is as
+many as its free memory allows, because computing them again costs more there than keeping them.
 """
 
 import math
@@ -30,6 +31,40 @@ from torch.autograd.function import once_differentiable
 
 CHUNK = 1024  # tokens
 KEPT = 1 << 25  # logits kept for backward: 128 MiB in float32
+KEPT_ON_GPU = 1 << 31  # 8 GiB
+
+
+class Products(NamedTuple):
+    """How matrices are multiplied.
+
+    inputs: dtype of both matrices. logits: dtype of the result in forward. wide: whether products
+    of half-precision matrices can be added in float32.
+    """
+
+    inputs: torch.dtype
+    logits: torch.dtype
+    wide: bool
+
+
+def choose_products(device: str, weight: torch.dtype, fp32: bool) -> Products:
+    """Choose the products for a weight of this dtype on a device of this type.
+
+    A GPU multiplies half-precision matrices as they are and adds in float32, at full speed. SGLang
+    does the same for its float32 output layer. On a CPU, torch must convert the matrices.
+    """
+    exact = torch.promote_types(weight, torch.float32)
+    wide = device == "cuda" and weight != exact
+    logits = exact if fp32 else weight
+    return Products(weight if wide else logits, logits, wide)
+
+
+def logits_to_keep(free: int, chunk_logits: int) -> int:
+    """Return how many float32 logits may stay in `free` bytes of a GPU until backward.
+
+    Four chunks of logits are left for the computation itself, and half of the rest for others.
+    """
+    left = (free - 16 * chunk_logits) // 2
+    return max(min(left // 4, KEPT_ON_GPU), 0)
 
 
 class _Options(NamedTuple):
@@ -38,7 +73,7 @@ class _Options(NamedTuple):
     temperature: float
     group: dist.ProcessGroup | None
     width: int
-    fp32: bool
+    products: Products
     chunk: int
     keep: int
 
@@ -66,14 +101,19 @@ def lm_logprobs(
         temperature: divides the logits.
         group: the tensor-parallel ranks; None for a weight that is not split.
         vocab_size: ids from here on are padding and have probability 0.
-        fp32: compute in float32, whatever the dtype of the weight (float64 stays).
+        fp32: compute logits in float32, whatever the dtype of the weight (float64 stays).
         chunk: tokens computed at a time.
     """
     first = len(weight) * (group.rank() if group is not None else 0)
     width = len(weight) if vocab_size is None else min(max(vocab_size - first, 0), len(weight))
     chunk = max(min(chunk, len(hidden)), 1)
-    keep = KEPT // max(chunk * width, 1) if torch.is_grad_enabled() else 0
-    options = _Options(temperature, group, width, fp32, chunk, keep)
+    keep = 0
+    if torch.is_grad_enabled():
+        device = weight.device
+        kept = logits_to_keep(_free(device), chunk * width) if device.type == "cuda" else KEPT
+        keep = kept // max(chunk * width, 1)
+    products = choose_products(weight.device.type, weight.dtype, fp32)
+    options = _Options(temperature, group, width, products, chunk, keep)
     return _LmLogProbs.apply(hidden, weight, targets - first, options)
 
 
@@ -92,7 +132,7 @@ class _LmLogProbs(torch.autograd.Function):
         kept = []
         for rows in _chunks(len(hidden), options):
             # Step 1.
-            x = _logits(hidden[rows], head, options.temperature, dtype)
+            x = _logits(hidden[rows], head, options, dtype)
             # Step 2.
             torch.amax(x, -1, out=peak[rows])
             x.sub_(peak[rows, None])
@@ -135,7 +175,7 @@ class _LmLogProbs(torch.autograd.Function):
             if kept:
                 logp = kept.pop().sub_(log_z[rows, None])
             else:
-                logp = _logits(hidden[rows], head, options.temperature, peak.dtype)
+                logp = _logits(hidden[rows], head, options, peak.dtype)
                 logp.sub_(peak[rows, None] + log_z[rows, None])
             if grad_entropy is None:
                 slope = logp.exp_().mul_(-grad_logprob[rows, None])
@@ -148,7 +188,8 @@ class _LmLogProbs(torch.autograd.Function):
             slope = slope.to(head.dtype)
             torch.mm(slope, head, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight[: options.width], slope.t(), hidden[rows].to(head.dtype))
+                product = slope.t(), hidden[rows].to(head.dtype)
+                _add_product(grad_weight[: options.width], *product, options.products.wide)
             del logp, slope
         # Step 5.
         if options.group is not None and options.group.size() > 1:
@@ -165,13 +206,16 @@ def _chunks(tokens: int, options: _Options) -> list[slice]:
 
 def _head(weight: Tensor, options: _Options) -> Tensor:
     """Return the rows of `weight` that are tokens, in the dtype of the matrix products."""
-    head = weight[: options.width]
-    return head.to(torch.promote_types(weight.dtype, torch.float32)) if options.fp32 else head
+    return weight[: options.width].to(options.products.inputs)
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    x = torch.mm(hidden.to(head.dtype), head.t()).to(dtype)
-    return x if temperature == 1.0 else x.div_(temperature)
+def _logits(hidden: Tensor, head: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
+    hidden = hidden.to(head.dtype)
+    if options.products.logits == head.dtype:
+        x = torch.mm(hidden, head.t()).to(dtype)
+    else:
+        x = torch.mm(hidden, head.t(), out_dtype=dtype)
+    return x if options.temperature == 1.0 else x.div_(options.temperature)
 
 
 def _combine(
@@ -203,9 +247,11 @@ def _gradient_buffer(weight: Tensor) -> Tensor:
     return torch.zeros(weight.shape, dtype=dtype, device=weight.device)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, wide: bool) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif wide:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.add_(a @ b)
 
@@ -223,3 +269,11 @@ def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     zero = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
+
+
+def _free(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process can still get, with those that torch holds."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(min(free, limit - held), 0) + held - torch.cuda.memory_allocated(device)

@@ -198,3 +198,85 @@ def test_backward_may_run_twice():
     loss = lm_logprobs(x.hidden, x.weight, x.targets, chunk=4)[0].sum()
     first, second = (torch.autograd.grad(loss, x.weight, retain_graph=True)[0] for _ in range(2))
     assert torch.allclose(first, second, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("device", "weight", "fp32", "inputs", "logits", "wide"),
+    [
+        ("cuda", torch.bfloat16, True, torch.bfloat16, torch.float32, True),
+        ("cuda", torch.bfloat16, False, torch.bfloat16, torch.bfloat16, True),
+        ("cuda", torch.float32, True, torch.float32, torch.float32, False),
+        ("cpu", torch.bfloat16, True, torch.float32, torch.float32, False),
+        ("cpu", torch.bfloat16, False, torch.bfloat16, torch.bfloat16, False),
+        ("cpu", torch.float32, False, torch.float32, torch.float32, False),
+        ("cpu", torch.float64, True, torch.float64, torch.float64, False),
+    ],
+)
+def test_products_by_device_and_dtype(device, weight, fp32, inputs, logits, wide):
+    assert module.choose_products(device, weight, fp32) == (inputs, logits, wide)
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Choose products as on a GPU. They are emulated: torch has them on GPUs only."""
+
+    def mm(a, b, out_dtype):
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+        return out.copy_(beta * total + alpha * mm(a, b, out_dtype))
+
+    choose = module.choose_products
+    monkeypatch.setattr(module, "choose_products", lambda device, *rest: choose("cuda", *rest))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("mm.dtype", mm, "CPU")
+        library.impl("addmm.dtype_out", addmm, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("kept", (0, 1 << 20))
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+def test_a_float32_head_on_a_gpu_is_exact_for_bfloat16_inputs(
+    like_a_gpu, monkeypatch, kept, temperature
+):
+    monkeypatch.setattr(module, "KEPT", kept)
+    x = Example(23, dtype=torch.bfloat16, padding=3)
+    x.compare(5e-6, 0.05, temperature, fp32=True, chunk=5)
+
+
+def test_the_gradient_of_a_weight_on_a_gpu_is_added_in_float32(like_a_gpu, monkeypatch):
+    """The gradient of the logits is rounded to bfloat16, and nothing after it."""
+    x = Example(64, dtype=torch.bfloat16)
+    slopes = []
+    add = module._add_product
+
+    def record(total, a, b, wide):
+        slopes.append(a.t().double())
+        add(total, a, b, wide)
+
+    monkeypatch.setattr(module, "_add_product", record)
+    x.weight.main_grad = torch.zeros(x.weight.shape)
+    x.scalar(lm_logprobs(x.hidden, x.weight, x.targets, fp32=True, chunk=7)).backward()
+    exact = torch.cat(slopes).t() @ x.hidden.double()
+    assert torch.allclose(x.weight.main_grad.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_kept_where_a_gpu_has_memory_for_them():
+    chunk = 1024 * 151936
+    assert module.logits_to_keep(0, chunk) == 0
+    assert module.logits_to_keep(16 * chunk, chunk) == 0
+    assert module.logits_to_keep(16 * chunk + 2**33, chunk) == 2**30
+    assert module.logits_to_keep(100 * 2**30, chunk) == 2**31
+
+
+@pytest.mark.parametrize(
+    ("free", "fraction", "expected"),
+    [(30, 1.0, 30 + 8), (30, 0.5, 10 + 8), (30, 0.3, 0 + 8), (0, 1.0, 8)],
+)
+def test_free_memory_is_what_this_process_may_still_use(monkeypatch, free, fraction, expected):
+    """A GPU of 80 bytes; torch holds 30 of them and uses 22."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 22)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+    assert module._free(torch.device("cuda", 0)) == expected
