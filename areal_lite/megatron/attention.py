@@ -4,7 +4,7 @@
 computed in one of two ways:
 
 * On a GPU in half precision: variable-length attention over the packed tokens, by flash-attn where
-  it is installed, else by PyTorch's copy of it.
+  it is installed, else by PyTorch's copy of it (or FlashAttention 4, see flash4.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
   mask is needed. The output and the gradient of padding are dropped.
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from areal_lite.megatron.context_parallel import LocalTokens
+from areal_lite.megatron.flash4 import use_flash4
 from areal_lite.megatron.packing import to_device
 
 try:
@@ -127,11 +128,13 @@ class PackedSequences(PackedSeqParams):
     def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:
         """Describe `local`, in CPU memory, on the device of `inv_freq`, float32 [head_dim / 2].
 
-        Angles are computed in float32, then rounded to `dtype`.
+        dtype: of the activations. Without a GPU it is also that of `cos` and `sin`, as in SGLang,
+            which rotates in float32 on a GPU only.
         """
         device = inv_freq.device
         angles = local.position_ids[:, None].to(device).float() * inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]
+        rotation = torch.float32 if device.type == "cuda" else dtype
         cu_seqlens_q = local.cu_seqlens
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
         key_index, blocks = local.key_index, None
@@ -147,8 +150,8 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv=cu_seqlens_k.to(device),
             max_seqlen_q=int(cu_seqlens_q.diff().max()),
             max_seqlen_kv=int(cu_seqlens_k.diff().max()),
-            cos=angles.cos().to(dtype),
-            sin=angles.sin().to(dtype),
+            cos=angles.cos().to(rotation),
+            sin=angles.sin().to(rotation),
             key_index=None if key_index is None else key_index.to(device),
             blocks=blocks,
         )
@@ -185,10 +188,11 @@ class _SlotsToTokens(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to x [t, heads, dim] (Su et al., 2021, arXiv:2104.09864).
 
-    The two coordinates of a rotation stand in the two halves of dim.
+    The two coordinates of a rotation stand in the two halves of dim. It is computed in the dtype of
+    `cos` and `sin` and rounded once to that of x.
     """
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
 
 
 class PackedAttention(MegatronModule):
@@ -256,7 +260,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) 
     tensors = (query, key.contiguous(), value.contiguous())
     if flash_attn_varlen_func is not None:
         return flash_attn_varlen_func(*tensors, *bounds, causal=True)
-    grouped = query.shape[1] != key.shape[1]
+    heads, groups = query.shape[1], key.shape[1]
+    use_flash4(query.device, heads, groups, query.shape[2])
+    grouped = heads != groups
     out = varlen_attn(*tensors, *bounds, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out

@@ -1,8 +1,9 @@
 """A Hugging Face configuration -> a Megatron-core GPT model.
 
-The model is stock Megatron-core except for two parts of its layer specification: `RMSNorm`, and
-`PackedAttention`, which also applies the rotary embedding (Megatron's own loops over the packed
-sequences). Weights are allocated but not initialised, because they come from a checkpoint.
+The model is stock Megatron-core except for three parts of its layer specification: `RMSNorm`,
+`GatedMLP`, and `PackedAttention`, which also applies the rotary embedding (Megatron's own loops
+over the packed sequences). Weights are allocated but not initialised, because they come from a
+checkpoint.
 """
 
 from typing import Any
@@ -28,27 +29,8 @@ from transformers import PretrainedConfig
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import check_supported, padded_vocab, transformer_config
 from areal_lite.megatron.attention import PackedAttention
-from areal_lite.megatron.parallel import current_device, transformer_settings
-
-
-class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight (Zhang & Sennrich, 2019, arXiv:1910.07467).
-
-    The norm is computed in float32, the product with the weight in the dtype of x.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__()
-        self.eps = eps
-        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=current_device())
-        self.weight = torch.nn.Parameter(weight)
-        # Tells Megatron that a rank has the gradient of its own tokens only.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.float()
-        normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+from areal_lite.megatron.layers import GatedMLP, RMSNorm
+from areal_lite.megatron.parallel import transformer_settings
 
 
 class Backbone(GPTModel):
@@ -145,7 +127,7 @@ def _build_chunk(
 
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return Megatron's layer with our norms and attention; all layers are alike."""
+    """Return Megatron's layer with our norms, attention and dense MLP; all layers are alike."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
@@ -154,6 +136,8 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer: Any = spec.submodules
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts is None:
+        layer.mlp = GatedMLP
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -11,7 +11,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
@@ -19,10 +18,10 @@ from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.head import Head
 from areal_lite.megatron.optimizer import (
     apply_gradients,
+    build_optimizer,
     build_scheduler,
     offload,
     onload,
-    optimizer_config,
 )
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel_model import ParallelModel, is_filler
@@ -44,11 +43,7 @@ class TrainableModel(ParallelModel):
             DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk)
             for chunk in self.chunks
         ]
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config(config, self.dtype),
-            [*self.ddps],
-            use_gloo_process_groups=False,
-        )
+        self.optimizer = build_optimizer(config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
 
     def step(

@@ -10,6 +10,7 @@ Neither `torch` nor any installed file is touched. Which tables apply:
 | `ONEDNN_SUBSTITUTIONS` | without CUDA, if torch was built with oneDNN                |
 | `TORCH_ADAMW_FIXES`    | without Transformer Engine and Apex, with or without CUDA   |
 | `ROUTER_FIXES`         | without Transformer Engine, with or without CUDA            |
+| `IMPORT_FIXES`         | with CUDA                                                   |
 | `CHECKPOINT_FIXES`     | always                                                      |
 
 Invariant: every substitution matches exactly as often as its table says. Another release of
@@ -20,12 +21,18 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from functools import cache
 
 import torch
 
 from areal_lite.megatron.patches.cpu import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS
-from areal_lite.megatron.patches.fixes import CHECKPOINT_FIXES, ROUTER_FIXES, TORCH_ADAMW_FIXES
+from areal_lite.megatron.patches.fixes import (
+    CHECKPOINT_FIXES,
+    IMPORT_FIXES,
+    ROUTER_FIXES,
+    TORCH_ADAMW_FIXES,
+)
 from areal_lite.megatron.patches.substitution import Substitution, adapt
 
 
@@ -33,9 +40,9 @@ def substitutions(
     *, cuda: bool, onednn: bool, transformer_engine: bool, apex: bool
 ) -> tuple[Substitution, ...]:
     """Select the substitutions for a machine with, or without, each of these."""
-    table: tuple[Substitution, ...] = ()
+    table = IMPORT_FIXES
     if not cuda:
-        table += CPU_SUBSTITUTIONS + (ONEDNN_SUBSTITUTIONS if onednn else ())
+        table = CPU_SUBSTITUTIONS + (ONEDNN_SUBSTITUTIONS if onednn else ())
     if not transformer_engine:
         table += ROUTER_FIXES + (() if apex else TORCH_ADAMW_FIXES)
     return table + CHECKPOINT_FIXES
@@ -46,9 +53,13 @@ def _active() -> tuple[Substitution, ...]:
     return substitutions(
         cuda=torch.cuda.is_available(),
         onednn=torch.backends.mkldnn.is_available(),
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
-        apex=importlib.util.find_spec("apex") is not None,
+        transformer_engine=_installed("transformer_engine"),
+        apex=_installed("apex"),
     )
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -77,8 +88,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def untested(transformer_engine: bool, apex: bool) -> str:
+    """Describe the installed packages with which Megatron-core computes in other ways."""
+    found = {"transformer_engine": transformer_engine, "apex": apex}
+    names = " and ".join(name for name, installed in found.items() if installed)
+    return names and (
+        f"{names} installed: Megatron-core then takes other ways, which areal_lite has not tested;"
+        " uninstall what you do not need"
+    )
+
+
 def install() -> None:
-    """Put the import hook in place, once.
+    """Put the import hook in place, once. Warns of packages that change what Megatron-core does.
 
     Raises ImportError when megatron.core is already imported and can no longer be adapted.
     """
@@ -93,3 +114,5 @@ def install() -> None:
             " import areal_lite.megatron first"
         )
     sys.meta_path.insert(0, _Finder(modules))
+    if text := untested(_installed("transformer_engine"), _installed("apex")):
+        warnings.warn(text, stacklevel=2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.optimizer import SkippedSteps, build_scheduler
+from areal_lite.megatron import optimizer
+from areal_lite.megatron.optimizer import SkippedSteps, build_optimizer, build_scheduler
 
 LR, LEAST, WARMUP, UPDATES, DECAY = 3e-3, 1e-4, 5, 40, 12
 
@@ -69,3 +70,26 @@ def test_a_run_ends_after_steps_in_a_row_that_were_skipped():
         skips.record(step, skipped)
     with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 6"):
         skips.record(6, 1.0)
+
+
+def test_one_kernel_updates_everything_as_adamw_does(monkeypatch):
+    """Loshchilov & Hutter, 2019, arXiv:1711.05101, algorithm 2, in float64."""
+    config = TrainerConfig(lr=LR, adam_eps=1e-6, weight_decay=0.1)
+    beta1, beta2 = config.adam_beta1, config.adam_beta2
+    parameter = torch.randn(300, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    plain = torch.optim.AdamW(
+        [parameter], lr=LR, betas=(beta1, beta2), eps=config.adam_eps, weight_decay=0.1
+    )
+    monkeypatch.setattr(optimizer, "get_megatron_optimizer", lambda *_, **__: plain)
+    adamw = build_optimizer(config, torch.float32, [])
+    assert all(group["fused"] for group in adamw.param_groups)
+    theta, m, v = parameter.detach().double(), 0.0, 0.0
+    for t in range(1, 6):
+        grad = torch.randn(300, generator=torch.Generator().manual_seed(t))
+        parameter.grad = grad.clone()
+        adamw.step()
+        grad = grad.double()
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * grad**2
+        unbiased = m / (1 - beta1**t), v / (1 - beta2**t)
+        theta -= LR * (unbiased[0] / (unbiased[1].sqrt() + config.adam_eps) + 0.1 * theta)
+        assert torch.allclose(parameter.double(), theta, rtol=0, atol=2e-6)

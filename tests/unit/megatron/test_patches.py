@@ -11,6 +11,7 @@ from areal_lite.megatron import patches
 from areal_lite.megatron.patches import (
     CHECKPOINT_FIXES,
     CPU_SUBSTITUTIONS,
+    IMPORT_FIXES,
     ONEDNN_SUBSTITUTIONS,
     ROUTER_FIXES,
     TORCH_ADAMW_FIXES,
@@ -18,7 +19,8 @@ from areal_lite.megatron.patches import (
     substitutions,
 )
 
-ALL = substitutions(cuda=False, onednn=True, transformer_engine=False, apex=False)
+CPU = substitutions(cuda=False, onednn=True, transformer_engine=False, apex=False)
+ALL = CPU + IMPORT_FIXES
 MODULES = sorted({module for substitution in ALL for module in substitution.counts})
 
 
@@ -55,9 +57,15 @@ def test_a_source_that_does_not_fit_is_refused():
 @pytest.mark.parametrize(
     ("cuda", "onednn", "transformer_engine", "apex", "expected"),
     [
-        (True, True, True, False, CHECKPOINT_FIXES),
-        (True, True, False, True, ROUTER_FIXES + CHECKPOINT_FIXES),
-        (True, True, False, False, ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES),
+        (True, True, True, False, IMPORT_FIXES + CHECKPOINT_FIXES),
+        (True, True, False, True, IMPORT_FIXES + ROUTER_FIXES + CHECKPOINT_FIXES),
+        (
+            True,
+            True,
+            False,
+            False,
+            IMPORT_FIXES + ROUTER_FIXES + TORCH_ADAMW_FIXES + CHECKPOINT_FIXES,
+        ),
         (False, False, True, False, CPU_SUBSTITUTIONS + CHECKPOINT_FIXES),
         (
             False,
@@ -91,3 +99,21 @@ def test_megatron_is_adapted_and_torch_is_not():
     assert torch.allclose(parameter.grad, torch.full((4,), 0.5))
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
+
+
+def test_a_package_that_does_not_load_counts_as_absent(tmp_path, monkeypatch):
+    """deep_ep is there, but one of its libraries is not."""
+    (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem.so: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = "transformer.moe.fused_a2a"
+    loaded: dict = {"__name__": module}
+    exec(compile(adapt(module, source_of(module), IMPORT_FIXES), module, "exec"), loaded)
+    assert loaded["HAVE_DEEP_EP"] is False
+    with pytest.raises(OSError):
+        exec(compile(source_of(module), module, "exec"), {"__name__": module})
+
+
+def test_packages_with_untested_ways_are_named():
+    assert patches.untested(transformer_engine=False, apex=False) == ""
+    assert patches.untested(transformer_engine=True, apex=False).startswith("transformer_engine in")
+    assert "transformer_engine and apex" in patches.untested(transformer_engine=True, apex=True)

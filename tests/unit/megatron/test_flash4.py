@@ -1,0 +1,78 @@
+"""FlashAttention 4 is used only if it is asked for, loads, and computes the right thing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from areal_lite.megatron import flash4
+
+CPU = torch.device("cpu")
+
+
+def per_sequence(causal: bool):
+    def attend(query, key, value, bounds, longest):
+        parts = [x.split(bounds.diff().tolist()) for x in (query, key, value)]
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in sequence), is_causal=causal, enable_gqa=True
+            )
+            for sequence in zip(*parts)
+        ]
+        return torch.cat([out[0].transpose(0, 1) for out in outputs])
+
+    return attend
+
+
+def across_sequences(query, key, value, bounds, longest):
+    whole = torch.tensor([0, len(query)])
+    return per_sequence(causal=True)(query, key, value, whole, len(query))
+
+
+@pytest.mark.parametrize("heads, groups, dim", [(4, 2, 64), (3, 3, 32)])
+def test_the_check_tells_right_from_wrong(heads, groups, dim):
+    right, *wrong = (
+        flash4._worst_error(attend, CPU, heads, groups, dim)
+        for attend in (per_sequence(causal=True), per_sequence(causal=False), across_sequences)
+    )
+    assert right < flash4._TOLERANCE / 2
+    assert min(wrong) > 0.1
+
+
+def test_a_wrong_gradient_is_noticed():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 1.1 * grad
+
+    def attend(query, key, *rest):
+        return per_sequence(causal=True)(query, Wrong.apply(key), *rest)
+
+    assert flash4._worst_error(attend, CPU, 4, 2, 64) > 0.05
+
+
+def missing() -> None:
+    raise ModuleNotFoundError("flash_attn.cute")
+
+
+@pytest.mark.parametrize(
+    ("activate", "error", "used"),
+    [(lambda: None, 0.005, True), (lambda: None, 0.5, False), (missing, 0.0, False)],
+)
+@pytest.mark.parametrize("nan", [False, True])
+def test_it_is_restored_unless_it_is_right(activate, error, used, nan):
+    restored = []
+    worst = float("nan") if nan else error
+    got = flash4.activate_if_right(activate, lambda: restored.append(1), lambda: worst)
+    assert got == (used and not nan)
+    assert bool(restored) == (not got)
+
+
+def test_it_is_not_tried_unless_asked_for(monkeypatch):
+    monkeypatch.delenv(flash4.ENV, raising=False)
+    assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
+    monkeypatch.setenv(flash4.ENV, "4")  # here it cannot load
+    assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
