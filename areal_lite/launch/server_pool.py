@@ -233,8 +233,12 @@ def fraction_of_free(fraction: float, memory: GpuMemory) -> float:
 def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:
     """Make the pool of a training run; `gpus` are the GPUs of each server by its number."""
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
+    running = config.server.max_running_requests
+    if running is None and resolve_device(config.server.device) == "cuda":
+        running = running_requests(config.rollout.max_concurrent, config.server.count)
+    args = {**head, **config.server.args}
     return server_pool(
-        replace(config.server, args={**head, **config.server.args}),
+        replace(config.server, args=args, max_running_requests=running),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,
@@ -242,6 +246,14 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
         environment={ENV_READBACK: "1"} if config.sync.verify else {},
         shared=config.trainer.gpu_memory_fraction is not None,
     )
+
+
+def running_requests(max_concurrent: int, servers: int) -> int:
+    """Return how many requests a server runs at a time: its share, and a quarter more.
+
+    Routing is not perfectly even.
+    """
+    return -(-max_concurrent * 5 // (servers * 4))
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
 
 _HEALTH_TIMEOUT_S = 5.0
+_MOST_GRAPHS = 512  # each captured request takes some MiB of a GPU
 
 
 def server_command(
@@ -63,6 +64,10 @@ def server_command(
     environment = dying_with_me() | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
+    if device == "cuda" and config.max_running_requests:
+        # SGLang would capture CUDA graphs of at most 256 requests (512 with tensor parallelism of 4
+        # or more). It decodes larger batches without, which takes several times as long.
+        flags["cuda_graph_max_bs_decode"] = min(config.max_running_requests, _MOST_GRAPHS)
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)

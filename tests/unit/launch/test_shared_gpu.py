@@ -11,7 +11,7 @@ from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.compose import config_dir
 from areal_lite.launch import local, placement
 from areal_lite.launch.placement import Placement, quickstart_overrides
-from areal_lite.launch.server_pool import fraction_of_free, train_pool
+from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory
 from tests.unit.system.fake_gpu import fake_gpu
 
@@ -111,7 +111,6 @@ def test_every_experiment_is_valid_on_one_gpu(name, model, tmp_path, monkeypatch
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "server.device=cuda"]
     config = checked_config("train", [shared, *where])
     assert config.trainer.world_size == config.server.count == config.server.tensor_parallel == 1
-    assert main(["train", "--dry-run", shared, *where]) == 0
 
 
 def test_the_quickstart_shares_the_only_gpu(monkeypatch):
@@ -157,3 +156,23 @@ def test_a_server_without_a_cuda_compiler_is_refused_before_anything_starts(
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "server.device=cuda"]
     with pytest.raises(ValueError, match="no CUDA compiler"):
         checked_config("train", ["+experiment=one_gpu", "data.source=addition", *where])
+
+
+@pytest.mark.parametrize(
+    "concurrent, servers, expected", [(1536, 6, 320), (576, 3, 240), (1, 1, 2), (100, 3, 42)]
+)
+def test_a_server_runs_its_share_and_a_quarter_more(concurrent, servers, expected):
+    assert running_requests(concurrent, servers) == expected
+
+
+@pytest.mark.parametrize("device, own, expected", [("cuda", None, 320), ("cuda", 9, 9)])
+def test_the_requests_of_a_training_run_have_cuda_graphs(device, own, expected, tmp_path):
+    config = TrainConfig(model="m")
+    config.rollout.max_concurrent = 1536
+    config.server = ServerConfig(count=6, device=device, max_running_requests=own)
+    argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
+    for flag in ("--max-running-requests", "--cuda-graph-max-bs-decode"):
+        assert argv[argv.index(flag) + 1] == str(expected)
+    config.server.device = "cpu"
+    argv = train_pool(config, tmp_path, {0: []})._make["server-0"]().argv
+    assert ("--max-running-requests" in argv) == (own is not None)

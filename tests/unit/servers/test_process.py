@@ -72,6 +72,18 @@ def test_a_gpu_gets_stock_sglang():
     assert not {"SGLANG_PLATFORM", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & environment.keys()
 
 
+@pytest.mark.parametrize("running, graphs", [(None, None), (320, "320"), (2000, "512")])
+def test_cuda_graphs_cover_all_requests_that_run(running, graphs):
+    def command(**settings) -> dict[str, str | bool]:
+        config = ServerConfig(max_running_requests=running, **settings)
+        return flags(server_command(config, "model", 1, 1)[0])
+
+    assert command(device="cuda").get("cuda-graph-max-bs-decode") == graphs
+    assert "cuda-graph-max-bs-decode" not in command(device="cpu")
+    own = command(device="cuda", args={"cuda_graph_max_bs_decode": 7})
+    assert own["cuda-graph-max-bs-decode"] == "7"
+
+
 def test_args_of_the_user_win():
     args = {
         "chunked_prefill_size": 2048,
