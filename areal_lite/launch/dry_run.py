@@ -11,9 +11,11 @@ from transformers import AutoConfig, PretrainedConfig
 
 from areal_lite.config import TrainConfig
 from areal_lite.launch import memory
+from areal_lite.launch.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.launch.placement import Placement, place
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
+from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import resolve_device, visible_gpus
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,14 +35,21 @@ def run(config: TrainConfig) -> int:
     default = 2 if on_gpu else 4
     serving = default if config.server.dtype == "auto" else _ITEMSIZE[config.server.dtype]
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
+    trains_on_gpu = select_device(trainer).type == "cuda"
     sections = {
         f"model {config.model}": model_lines(hf),
         "processes": process_lines(config, placement),
         "a training step, at most": batch_lines(config),
-        f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype),
+        f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype, gpu=trains_on_gpu),
         server_title: server_lines(config, hf, serving),
         "a push of the weights": push_lines(config, hf, dtype.itemsize),
     }
+    if trainer.gpu_memory_fraction and config.server.mem_fraction:
+        sections["server and trainer on one GPU"] = shared_lines(config, hf, placement)
+    if getattr(hf, "num_experts", 0):
+        sections["mixture of experts"] = [
+            "on a GPU the trainer computes one expert after the other: right, but slow"
+        ]
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     print("\n\n".join(texts))
     return 0
@@ -78,7 +87,7 @@ def batch_lines(config: TrainConfig) -> list[str]:
     groups = trainer.batch_groups
     size = config.rollout.group_size
     sequences = groups * size
-    longest = _longest_sequence(config)
+    longest = longest_sequence(config)
     replicas = trainer.data_parallel
     share = sequences // (replicas * trainer.minibatches)
     microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
@@ -93,11 +102,13 @@ def batch_lines(config: TrainConfig) -> list[str]:
     ]
 
 
-def trainer_lines(config: TrainConfig, hf: PretrainedConfig, dtype: torch.dtype) -> list[str]:
+def trainer_lines(
+    config: TrainConfig, hf: PretrainedConfig, dtype: torch.dtype, *, gpu: bool = False
+) -> list[str]:
     """Show the memory of the ranks that need most."""
     trainer = config.trainer
     stages = [
-        memory.rank_memory(hf, trainer, dtype.itemsize, stage)
+        memory.rank_memory(hf, trainer, dtype.itemsize, stage, gpu=gpu)
         for stage in range(trainer.pipeline_parallel)
     ]
     worst = max(stages, key=lambda stage: stage.total)
@@ -129,7 +140,7 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
     ranks = config.server.tensor_parallel
     per_token = memory.kv_bytes_per_token(hf, itemsize, ranks)
     running = -(-config.rollout.max_concurrent // config.server.count)
-    tokens = running * _longest_sequence(config)
+    tokens = running * longest_sequence(config)
     note = (
         f"for {running} trajectories at full length ({tokens:,} tokens); "
         "with less memory fewer run at once"
@@ -150,8 +161,21 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     ]
 
 
-def _longest_sequence(config: TrainConfig) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:
+    """Show whether server and trainer fit into this machine's GPU, or into GPUs of usual sizes."""
+    memories = [gpu_memory(gpu) for gpu in placement.trainer[:1] if placement.shared]
+    sizes = [found.total for found in memories if found] or SIZES
+    return [_shared_line(share_gpu(config, hf, size)) for size in sizes]
+
+
+def _shared_line(gpu: SharedGpu) -> str:
+    missing = " and ".join(gpu.missing)
+    return (
+        f"{_size(gpu.size):>10}: trainer {_size(gpu.trainer)} of {_size(gpu.trainer_share)}, "
+        f"KV cache {_size(gpu.kv_cache)} ({gpu.kv_tokens:,} tokens), "
+        f"rest {_size(gpu.rest)} of {_size(gpu.rest_share)}: "
+        + (f"no room for {missing}" if missing else "fits")
+    )
 
 
 def _line(name: str, count: float, note: str = "") -> str:

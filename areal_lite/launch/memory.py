@@ -9,7 +9,7 @@ arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in byte
 
 Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
 2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
-libraries' own memory (about 1 GiB on a GPU).
+libraries' own memory. gpu_memory.py adds them for a GPU.
 
 Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (2 or 4), stage a
 pipeline stage.
@@ -30,7 +30,8 @@ class RankMemory:
     """Bytes on one rank.
 
     activations: of the microbatches in flight.
-    head: the logits of a chunk of tokens, and the logits kept for backward.
+    head: the logits of a chunk of tokens, and the logits kept for backward. A GPU keeps logits only
+        where memory is left, so they are not counted there.
     """
 
     weights: int = 0
@@ -117,28 +118,29 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
 
 
 def rank_memory(
-    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> RankMemory:
-    """Estimate the memory of each rank of a stage, with full microbatches."""
+    """Estimate the memory of each rank of a stage, with full microbatches, on a GPU or without."""
     dense, experts = rank_parameters(hf, trainer, stage)
     replicas = trainer.data_parallel * trainer.context_parallel
     sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
-    last = stage == trainer.pipeline_parallel - 1
+    per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
+    # Backward needs logits, their log-probs and their gradient.
+    logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT))
     return RankMemory(
         weights=itemsize * (dense + experts),
         gradients=4 * (dense + experts),
         masters=0 if itemsize == 4 else 4 * sharded,
         moments=8 * sharded,
-        activations=int(tokens * activation_bytes_per_token(hf, trainer, itemsize, stage)),
-        # Backward needs logits, their log-probs and their gradient.
-        head=4 * (3 * min(tokens, CHUNK) * width + min(tokens * width, KEPT)) if last else 0,
+        activations=int(tokens * per_token),
+        head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
     )
 
 
 def activation_bytes_per_token(
-    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> float:
     """Estimate the bytes kept for one token of each microbatch in flight, at the stage's peak.
 
@@ -148,7 +150,7 @@ def activation_bytes_per_token(
     """
     tensor, stages = trainer.tensor_parallel, trainer.pipeline_parallel
     layers = hf.num_hidden_layers / stages
-    per_layer = _layer_activations(hf, trainer, itemsize)
+    per_layer = layer_activations(hf, trainer, itemsize, gpu=gpu)
     in_flight = stages - stage
     if trainer.virtual_pipeline > 1:
         in_flight += (stages - 1) / trainer.virtual_pipeline
@@ -158,24 +160,26 @@ def activation_bytes_per_token(
     return in_flight * layers * per_layer
 
 
-def _layer_activations(hf: PretrainedConfig, trainer: TrainerConfig, b: int) -> float:
+def layer_activations(
+    hf: PretrainedConfig, trainer: TrainerConfig, b: int, *, gpu: bool = False
+) -> float:
     """Estimate the bytes that one layer keeps for one token; b: bytes of an activation."""
     tensor = trainer.tensor_parallel
     names = ARCHITECTURES[hf.model_type].layer
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    # Two norms: the input in float32, the normalized input and the output.
-    norms = 2 * (4 + 2 * b) * hidden / (tensor if trainer.sequence_parallel else 1)
+    # A norm keeps its input; without a GPU, where that is in float32, also the normalized input.
+    norm = b if gpu else 4 + b
+    norms = 2 * (norm + b) * hidden / (tensor if trainer.sequence_parallel else 1)  # and outputs
     has_head_norms = "self_attention.q_layernorm.weight" in names
-    head_norms = (4 + b) * (queries + keys) if has_head_norms else 0
+    head_norms = norm * (queries + keys) if has_head_norms else 0
     # Query, key and value, rotated query and key, and the output.
     attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
     if "mlp.router.weight" in names:
         # For each expert of a token: a copy of the token, the inside of the MLP, its output.
         mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
     else:
-        # Both projections, the activated one, the other with its offset, and their product.
-        mlp = b * 5 * hf.intermediate_size / tensor
+        mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
     return norms + (head_norms + attention) / tensor + mlp
 
 
