@@ -28,9 +28,20 @@ FROM ${GPU_BASE} AS gpu-dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
 COPY pyproject.toml README.md LICENSE ./
-# The base image has torch and SGLang.
+# torch, transformers and SGLang stay the base image's. pip adds the other dependencies, and fails if
+# one of them wants another version of these or of what they compute with.
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
-    && python3 -m pip install -e ".[gpu]"
+    && python3 -c "import tomllib; \
+        project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        kept = ('torch=', 'transformers='); \
+        print(*[item for item in project['dependencies'] if not item.startswith(kept)], sep='\n')" \
+        > /tmp/wanted \
+    && python3 -m pip list --format=freeze --exclude-editable \
+        | grep -E '^(torch|transformers|sglang|triton|nvidia|cuda|flash|numpy)' > /tmp/kept \
+    && python3 -m pip install -r /tmp/wanted -c /tmp/kept \
+    && python3 -m pip install --no-deps -e . \
+    && rm /tmp/wanted /tmp/kept
 
 FROM cpu-dependencies AS cpu
 RUN useradd --uid 10001 --create-home areal \
@@ -47,12 +58,17 @@ CMD ["--help"]
 
 FROM gpu-dependencies AS gpu
 RUN useradd --uid 10001 --create-home areal \
-    && mkdir /runs /models && chown areal /runs /models
+    && mkdir /runs /models /kernels && chown areal /runs /models /kernels
 COPY conf conf
 COPY areal_lite areal_lite
 USER 10001
+# SGLang may be an editable install of the base image: this user must be able to read it.
+RUN python3 -c "from importlib.util import find_spec as find; assert find('sglang') and find('torch')"
 WORKDIR /runs
-ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run
+# Kernels are compiled at the first start, for minutes. The volume keeps them.
+VOLUME /kernels
+ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run XDG_CACHE_HOME=/kernels \
+    SGLANG_CACHE_DIR=/kernels SGLANG_JIT_CACHE_DIR=/kernels/jit TRITON_CACHE_DIR=/kernels/triton
 HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 \
     CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
 ENTRYPOINT ["python3", "-m", "areal_lite"]
