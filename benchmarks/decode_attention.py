@@ -32,9 +32,9 @@ STOCK = "--stock-attention"
 def serve_with_stock_attention(argv: list[str]) -> None:
     """Serve as areal_lite.servers.serve does, but keep SGLang's own attention backends."""
     from areal_lite.servers import serve
-    from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
+    from areal_lite.servers.cpu.stand_ins import install_stand_ins
 
-    stand_in_for_torchvision()
+    install_stand_ins()
     import sglang  # noqa: F401  first: it loads the platform itself
 
     from areal_lite.servers.cpu.platform import CpuPlatform

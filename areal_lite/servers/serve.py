@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
+from areal_lite.servers.cpu.stand_ins import install_stand_ins
 from areal_lite.system.processes import die_with_parent
 
 ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
@@ -24,7 +24,7 @@ def main(argv: list[str]) -> None:
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
             lambda record: _hide_key(key, record)
         )
-    stand_in_for_torchvision()  # before the first import of SGLang
+    install_stand_ins()  # before the first import of SGLang
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.servers.cpu.torchvision import stand_in_for_torchvision
+from areal_lite.servers.cpu.stand_ins import install_stand_ins
 
-stand_in_for_torchvision()
+install_stand_ins()
 
 import sglang  # noqa: E402, F401  first: it loads the platform itself
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402

@@ -9,7 +9,7 @@ SGLang itself is not edited. It has extension points for hardware that it does n
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
   sequences in Python for each layer and token. This one uses one kernel (`paged.py`) for all.
-* `torchvision.py`: a stand-in for a package that SGLang imports and a text model never uses.
+* `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
 With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
 passes no flag that refers to it.
