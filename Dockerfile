@@ -22,7 +22,7 @@ COPY pyproject.toml README.md LICENSE ./
 ARG PIP_EXTRA_INDEX_URL=""
 RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
     && python3 -m pip install -e ".[cpu]" \
-    && python3 -m pip install --no-deps sglang==0.5.21
+    && python3 -m pip install --no-deps sglang==0.5.21 xgrammar==0.2.7
 
 FROM ${GPU_BASE} AS gpu-dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -1,40 +1,81 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh, tests/run.sh and tests/lint.sh.
 # Makes .venv in the checkout or reuses it, and activates it.
-# Needs Python 3.11 or newer with venv, and a C compiler. PYTHON=... picks an interpreter.
+#
+#   PYTHON=/path/to/python3          picks the interpreter
+#   AREAL_LITE_TORCH_INDEX=https://… picks the index of CPU builds of torch (a mirror)
 
+# Install the package with the extras `areal_lite_setup ROOT [EXTRA]`, unless that was done before.
 areal_lite_setup() {
-  local root=$1 stamp extra=cpu
+  local root=$1 extras=cpu stamp
   [ -x "$root/.venv/bin/python" ] || areal_lite_make_venv "$root" || return 1
   # shellcheck disable=SC1091 # the file does not exist before the first run
   . "$root/.venv/bin/activate"
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
-    extra=gpu
+    extras=gpu
   fi
-  stamp="$root/.venv/areal_lite-$(cksum <"$root/pyproject.toml" | cut -d' ' -f1)-$extra"
-  if [ ! -e "$stamp" ]; then
-    echo "setup: installing ($extra); a few minutes the first time" >&2
-    python -m pip install --quiet --disable-pip-version-check -e "${root}[$extra,test]" || return 1
-    if [ "$extra" = cpu ]; then
-      # Most dependencies of SGLang are CUDA kernels: gigabytes without use on this machine.
-      python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.21 || return 1
+  extras=$extras${2:+,$2}
+  stamp=$(cat "$root"/{pyproject.toml,constraints.txt} | cksum | cut -d' ' -f1)
+  stamp=$root/.venv/installed-$stamp
+  if [ ! -e "$stamp-$extras" ] && [ ! -e "$stamp-$extras,test" ]; then
+    areal_lite_install "$root" "$extras" || return 1
+    rm -f "$root"/.venv/installed-*
+    touch "$stamp-$extras"
+  fi
+}
+
+areal_lite_install() {
+  local root=$1 extras=$2
+  if [[ $extras = gpu* ]]; then
+    echo "setup: installing for GPUs: about 5 GB to download" >&2
+    areal_lite_pip -e "${root}[$extras]"
+    return
+  fi
+  echo "setup: installing for CPUs: 0.4 GB to download, 1.8 GB on disk, a few minutes" >&2
+  areal_lite_install_cpu_torch &&
+    areal_lite_pip -c "$root/constraints.txt" -e "${root}[$extras]" &&
+    areal_lite_pip --no-deps sglang==0.5.21 xgrammar==0.2.7
+}
+
+# Install the CPU build of torch. PyPI has only the CUDA build, gigabytes that no CPU uses, so the
+# index of torch's own project comes first. Where it does not answer, pip takes what it finds.
+areal_lite_install_cpu_torch() {
+  local index=${AREAL_LITE_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+  local pip=(python -m pip install -qq --disable-pip-version-check)
+  local answers='import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)'
+  if python -c "$answers" "$index/torch/" >/dev/null 2>&1; then
+    "${pip[@]}" --no-deps --index-url "$index" torch==2.13.0
+  else
+    "${pip[@]}" torch==2.13.0 || return 1
+    if [ "$(python -c 'import torch; print(torch.version.cuda or "")')" ]; then
+      echo "setup: $index does not answer, so this is torch's CUDA build: it works without a GPU," \
+        "and takes 4 GB more" >&2
     fi
-    rm -f "$root"/.venv/areal_lite-*
-    touch "$stamp"
   fi
+}
+
+# Install packages with uv where there is one, else (or if uv fails) with pip.
+areal_lite_pip() {
+  if command -v uv >/dev/null 2>&1; then
+    uv pip install --quiet "$@" && return
+    echo "setup: uv failed; trying pip" >&2
+  fi
+  python -m pip install -qq --disable-pip-version-check "$@"
 }
 
 areal_lite_make_venv() {
   local root=$1 python=${PYTHON:-} candidate
   for candidate in ${python:-python3 python3.12 python3.11 python3.13}; do
     python=$candidate
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null &&
+      break
     python=
   done
   if [ -z "$python" ]; then
-    echo "setup: no Python 3.11 or newer: install it, or set PYTHON=/path/to/python3" >&2
+    echo "setup: no Python 3.11, 3.12 or 3.13: install one, or set PYTHON=/path/to/python3" >&2
     return 1
   fi
+  "$python" "$root/areal_lite/system/machine.py" "$root" || return 1
   echo "setup: making $root/.venv with $("$python" --version)" >&2
   "$python" -m venv "$root/.venv" || {
     rm -rf "$root/.venv"

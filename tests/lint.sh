@@ -11,7 +11,7 @@ cd "$root"
 if [ -z "${VIRTUAL_ENV:-}" ] || [ ! -x "$VIRTUAL_ENV/bin/basedpyright" ]; then
   # shellcheck source=examples/setup.sh
   . "$root/examples/setup.sh"
-  areal_lite_setup "$root"
+  areal_lite_setup "$root" test
   stamp="$root/.venv/dev-tools-$(cksum <pyproject.toml | cut -d' ' -f1)"
   if [ ! -e "$stamp" ]; then
     echo "lint: installing the dev extra" >&2

@@ -7,7 +7,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/setup.sh
 . "$root/examples/setup.sh"
-areal_lite_setup "$root"
+areal_lite_setup "$root" test
 cd "$root"
 select=(-m "not slow")
 args=()

@@ -3,6 +3,7 @@
 A row's id is `<file name>:<line>` or `<split>:<number>`, counted from 1.
 """
 
+import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,12 +35,19 @@ def hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
         raise ValueError("data.source=hf needs data.path, the name or the folder of a data set")
     folder = Path(path, config.name or "")
     if not folder.is_dir():
-        import datasets
-
+        datasets = _library("datasets")
         return _numbered(name, datasets.load_dataset(path, config.name, split=name))
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         return _numbered(name, _saved_data_set(folder, name))
     return _folder(folder, name)
+
+
+def _library(name: str) -> Any:
+    """Import a module of the extra `hf`. Raises ValueError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise ValueError(f"{name} is not installed: pip install 'areal-lite[hf]'") from None
 
 
 def _jsonl_file(path: Path) -> Iterator[Row]:
@@ -59,8 +67,7 @@ def _jsonl_file(path: Path) -> Iterator[Row]:
 
 
 def _parquet_file(path: Path) -> Iterator[Row]:
-    from pyarrow import parquet
-
+    parquet = _library("pyarrow.parquet")
     batches = parquet.ParquetFile(path).iter_batches()
     return _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
 
@@ -77,8 +84,7 @@ def _folder(folder: Path, split: str) -> Iterator[Row]:
 
 
 def _saved_data_set(folder: Path, split: str) -> Any:
-    import datasets
-
+    datasets = _library("datasets")
     loaded = datasets.load_from_disk(str(folder))
     if not isinstance(loaded, datasets.DatasetDict):
         return loaded

@@ -11,6 +11,7 @@ import pytest
 
 from areal_lite.config import DataConfig, check_fields
 from areal_lite.data.prompts import load_prompts
+from areal_lite.data.rows import hf_rows
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
@@ -273,3 +274,13 @@ def test_prompts_need_no_torch(model: Path, tmp_path: Path) -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0
     )
+
+
+def test_a_missing_library_is_named_with_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    config = DataConfig(source="hf", path=str(tmp_path))
+    with pytest.raises(ValueError, match=r"pyarrow.parquet is not installed: pip install 'areal"):
+        list(hf_rows(config, "train"))
