@@ -1,7 +1,7 @@
 """Messages between a reward pool and its worker processes.
 
 A stream, either way, is a sequence of frames: a 4-byte little-endian length and that many bytes of
-msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order.
+msgpack. A worker sends one `Ready`, then one `Reply` per `Request`, in order and with its number.
 """
 
 import struct
@@ -19,18 +19,20 @@ class Ready(msgspec.Struct, array_like=True):
 
 
 class Request(msgspec.Struct, array_like=True):
-    """A completion to score against its answer."""
+    """A completion to score against its answer. `number` differs for each request of a pool."""
 
+    number: int
     completion: str
     answer: str
 
 
 class Reply(msgspec.Struct, array_like=True, kw_only=True):
-    """The result of a request after `seconds` of execution.
+    """The result of request `number` after `seconds` of execution.
 
     After a failure `reward` is None and `reason` is one of RewardError's.
     """
 
+    number: int
     seconds: float
     reward: float | None = None
     reason: str | None = None

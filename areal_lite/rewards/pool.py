@@ -4,14 +4,15 @@
   * `exception`: the function raised;
   * `timeout`: it ran for longer than `timeout_s`. Its process and everything that it started are
     killed;
-  * `died`: its process ended (out of memory, `os._exit`);
+  * `died`: its process ended (out of memory, `os._exit`), or wrote to the pool's pipe itself;
   * `bad_result`: it returned something other than a finite number.
 
 Invariants:
   * the time-out counts from the start of a sample's execution, however long the sample waited;
   * only the executing sample fails with its process; samples behind it are executed elsewhere,
     once;
-  * a process outlives neither the pool nor the process that owns the pool;
+  * a process outlives neither the pool nor the process that owns the pool, and nor does what it
+    started, nor its temporary files (keeper.py);
   * a killed or dead process is replaced. If a replacement cannot start, the pool shrinks; an empty
     pool raises RuntimeError;
   * nothing blocks the event loop.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from itertools import count
 
 from areal_lite.rewards.messages import Reply, Request, frame
 from areal_lite.rewards.worker_process import Sample, WorkerProcess
@@ -56,6 +58,7 @@ class RewardPool:
         self.workers: list[WorkerProcess] = []
         self._size = workers
         self._queue: deque[Sample] = deque()
+        self._numbers = count()
         self._replacements: set[asyncio.Task[None]] = set()
         self._unusable: str | None = "the reward pool has not been started"
         # Moving average of execution times; assume slow samples at first.
@@ -100,8 +103,13 @@ class RewardPool:
         """
         if self._unusable:
             raise RuntimeError(self._unusable)
+        number = next(self._numbers)
+        try:
+            data = frame(Request(number, completion, answer))
+        except UnicodeEncodeError as error:
+            raise RewardError("exception", f"the text cannot be encoded: {error}") from None
         result = asyncio.get_running_loop().create_future()
-        self._queue.append(Sample(frame(Request(completion, answer)), result))
+        self._queue.append(Sample(number, data, result))
         self.dispatch()
         return await result
 

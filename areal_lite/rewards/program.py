@@ -7,9 +7,9 @@ none. `answer` is JSON:
     {"tests": "assert add(1, 2) == 3\\n…"}                statements that run after it, in the same
     program
 
-Optional keys are "time_limit_s" (5, for all tests together) and "memory_mb" (512). An answer that
-is no JSON object is taken as such statements. White space at the ends of lines and of the text does
-not count.
+Optional keys are "time_limit_s" (5, for all tests together, less than reward.timeout_s) and
+"memory_mb" (512, at least 64). An answer that is no JSON object is taken as such statements. White
+space at the ends of lines and of the text does not count.
 
 The reward is 1.0 if all tests pass, else 0.0. A program that is too slow, too large or prints too
 much fails. A sandbox that cannot run is an error, never a 0. Programs share their process with
@@ -17,13 +17,17 @@ much fails. A sandbox that cannot run is an error, never a 0. Programs share the
 everything) can pass. `inputs` and `outputs` are compared outside the process.
 """
 
+import math
+import os
 import re
 import secrets
 import time
+from typing import Annotated
 
 import msgspec
 
 from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
+from areal_lite.rewards.worker_process import ENV_TIMEOUT_S
 
 _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
@@ -34,13 +38,13 @@ class Tests(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     inputs: list[str] = []
     outputs: list[str] = []
     tests: str = ""
-    time_limit_s: float = 5.0
-    memory_mb: int = 512
+    time_limit_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 5.0
+    memory_mb: Annotated[int, msgspec.Meta(ge=64, le=1 << 20)] = 512
 
 
 async def program_reward(completion: str, answer: str) -> float:
     """Return the reward. Raises ValueError if `answer` has no tests, or SandboxError."""
-    tests = parse_tests(answer)
+    tests = parse_tests(answer, float(os.environ.get(ENV_TIMEOUT_S, "inf")))
     program = extract_program(completion)
     deadline = time.monotonic() + tests.time_limit_s
 
@@ -69,8 +73,12 @@ def extract_program(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-def parse_tests(answer: str) -> Tests:
-    """Parse the tests of an answer. Raises ValueError if there are none."""
+def parse_tests(answer: str, timeout_s: float = math.inf) -> Tests:
+    """Parse the tests of an answer.
+
+    Raises ValueError if there are none, or if a limit makes no sense. A program that may run for
+    `timeout_s`, the pool's limit for one reward, would be dropped instead of failing.
+    """
     if answer.lstrip().startswith("{"):
         try:
             tests = msgspec.json.decode(answer, type=Tests)
@@ -80,6 +88,11 @@ def parse_tests(answer: str) -> Tests:
             ) from error
     else:
         tests = Tests(tests=answer)
+    if tests.time_limit_s >= timeout_s:
+        raise ValueError(
+            f"the answer's time_limit_s={tests.time_limit_s:g} must be less than"
+            f" reward.timeout_s={timeout_s:g}: {answer[:100]!r}"
+        )
     if len(tests.inputs) != len(tests.outputs) or not (tests.inputs or tests.tests.strip()):
         raise ValueError(
             f"the answer has {len(tests.inputs)} inputs, {len(tests.outputs)} outputs"

@@ -15,32 +15,51 @@ from numbers import Real
 import msgspec
 
 from areal_lite.rewards.function import RewardFunction, load_reward_function
+from areal_lite.rewards.keeper import fork_worker
 from areal_lite.rewards.messages import Ready, Reply, Request, frame, take_frames
-from areal_lite.system.processes import die_with_parent
 
 
 def execute(function: RewardFunction, request: Request, runner: asyncio.Runner) -> Reply:
-    """Call the function, which may be async; every exception becomes a reply."""
+    """Call the function, which may be async; whatever it raises becomes a reply."""
     started = time.perf_counter()
+    reply = Reply(number=request.number, seconds=0.0)
     try:
         reward = function(request.completion, request.answer)
         if inspect.iscoroutine(reward):
             reward = runner.run(reward)
-    except (Exception, SystemExit) as error:
-        seconds = time.perf_counter() - started
-        # The text may quote half a character, which cannot be encoded.
-        detail = f"{type(error).__name__}: {error}"[:500].encode(errors="replace").decode()
-        return Reply(seconds=seconds, reason="exception", detail=detail)
-    seconds = time.perf_counter() - started
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        detail = f"{reward!r:.100} is not a finite number"
-        return Reply(seconds=seconds, reason="bad_result", detail=detail)
-    return Reply(seconds=seconds, reward=float(reward))
+    except BaseException as error:  # KeyboardInterrupt and CancelledError too
+        reply.reason = "exception"
+        reply.detail = _text("{}: {}", type(error).__name__, error)
+    else:
+        reply.reward = _finite(reward)
+        if reply.reward is None:
+            reply.reason = "bad_result"
+            reply.detail = _text("{!r:.100} is not a finite number", reward)
+    reply.seconds = time.perf_counter() - started
+    return reply
+
+
+def _finite(reward: object) -> float | None:
+    """Return a finite real number as a float, or None."""
+    try:
+        value = float(reward) if isinstance(reward, Real) else math.nan
+    except Exception:  # too large for a float
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _text(template: str, *values: object) -> str:
+    """Format a short text that can be encoded: an object may describe itself in any way."""
+    try:
+        return template.format(*values)[:500].encode(errors="replace").decode()
+    except Exception as error:
+        return f"its description raises {type(error).__name__}"
 
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    die_with_parent()
+    fork_worker()
+    pid = os.getpid()
     # The duplicates are not inherited by processes that the function starts.
     requests = os.dup(0)
     replies = os.dup(1)
@@ -59,7 +78,10 @@ def main() -> None:
         while received := os.read(requests, 1 << 20):
             buffer += received
             for body in take_frames(buffer):
-                _write(replies, execute(function, decoder.decode(body), runner))
+                reply = execute(function, decoder.decode(body), runner)
+                if os.getpid() != pid:
+                    os._exit(0)  # the function forked, and this is the child
+                _write(replies, reply)
 
 
 def _write(fd: int, message: msgspec.Struct) -> None:

@@ -1,5 +1,7 @@
 """The pool's handle of one worker process: sends samples, enforces time-outs, notices death.
 
+The process that the pool starts is the worker's keeper (keeper.py).
+
 A worker process ends in two steps. First it is retired: it gets no more samples, and those that it
 has not begun go back to the pool. Then it is gone: the process has ended and its output has been
 read.
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections import deque
 from contextlib import suppress
@@ -21,6 +22,8 @@ import msgspec
 from areal_lite.rewards.messages import Ready, Reply, take_frames
 from areal_lite.system.processes import dying_with_me
 
+# Tells a reward function its own limit.
+ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"
 _START_TIMEOUT_S = 120.0
 # Replies may have come while the event loop was busy: they are read before a time-out is believed.
 _RECHECK_S = 0.02
@@ -28,8 +31,9 @@ _RECHECK_S = 0.02
 
 @dataclass(slots=True)
 class Sample:
-    """An encoded request and the future of its reward."""
+    """A request, encoded, and the future of its reward."""
 
+    number: int
     data: bytes
     result: asyncio.Future[float]
 
@@ -74,11 +78,11 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             lambda: self,
             *(sys.executable, "-m", "areal_lite.rewards.worker", self._owner.function),
             stderr=None,
-            # A process group of its own: it is killed whole, and Ctrl-C reaches its owner only.
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C reaches its owner only
             env={
                 **os.environ,
                 **dying_with_me(),
+                ENV_TIMEOUT_S: str(self._owner.timeout_s),
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )
@@ -98,7 +102,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def stop(self) -> None:
         """Kill the process and everything that it started; its samples go back to the pool."""
         self._retire()
-        self._kill_group()
+        self._kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._owner.workers.append(self)
@@ -111,17 +115,16 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if self._retired:
             return
         self._received += data
-        for body in take_frames(self._received):
-            if self.started:
-                self._waiting_since = self._loop.time()  # the next sample began when this one ended
-                self._owner.settle(self.samples.popleft(), msgspec.msgpack.decode(body, type=Reply))
-            else:
-                self._on_ready(msgspec.msgpack.decode(body, type=Ready))
+        try:
+            for body in take_frames(self._received):
+                self._on_message(body)
+            if self._received and self.started and not self.samples:
+                raise ValueError("it sent something without a request")
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            self._fail("died", f"its process did not keep to the protocol: {error}")
         self._owner.dispatch()
 
     def process_exited(self) -> None:
-        """Kill what the process started: it may hold the pipes and would outlive the process."""
-        self._kill_group()
         if not self._stdin.is_closing():
             self._stdin.abort()
 
@@ -136,7 +139,20 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._owner.workers.remove(self)
         self.gone.set_result(None)
 
+    def _on_message(self, body: bytes) -> None:
+        """Take one message. Raises ValueError if it is not the one that must come now."""
+        if not self.started:
+            self._on_ready(msgspec.msgpack.decode(body, type=Ready))
+            return
+        reply = msgspec.msgpack.decode(body, type=Reply)
+        if not self.samples or reply.number != self.samples[0].number:
+            raise ValueError(f"there is no request for its reply {reply.number}")
+        self._waiting_since = self._loop.time()  # the next sample began when this one ended
+        self._owner.settle(self.samples.popleft(), reply)
+
     def _on_ready(self, message: Ready) -> None:
+        if self.ready.done():
+            raise ValueError("it was ready before")
         if self._watchdog:
             self._watchdog.cancel()
             self._watchdog = None
@@ -159,15 +175,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         elif overdue_since != self._waiting_since:
             self._watchdog = self._loop.call_later(_RECHECK_S, self._watch, self._waiting_since)
         else:
-            self._time_out(limit_s)
+            self._fail("timeout", f"it ran for longer than {limit_s:g} s")
 
-    def _time_out(self, limit_s: float) -> None:
+    def _fail(self, reason: str, detail: str) -> None:
+        """End the process because of the sample that it executes, or of its start."""
         if not self.ready.done():
-            self.ready.set_result(
-                f"a worker could not load {self._owner.function} within {limit_s:g} s"
-            )
-        self._retire("timeout", f"it ran for longer than {limit_s:g} s")
-        self._kill_group()
+            self.ready.set_result(f"a worker could not load {self._owner.function}: {detail}")
+        self._retire(reason, detail)
+        self._kill()
 
     def _retire(self, reason: str | None = None, detail: str = "") -> None:
         """Take the worker out of service; with a `reason`, the executing sample fails for it."""
@@ -178,11 +193,12 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             self._watchdog.cancel()
         if reason and self.samples:
             seconds = self._loop.time() - self._waiting_since
-            reply = Reply(seconds=seconds, reason=reason, detail=detail)
-            self._owner.settle(self.samples.popleft(), reply)
+            sample = self.samples.popleft()
+            reply = Reply(number=sample.number, seconds=seconds, reason=reason, detail=detail)
+            self._owner.settle(sample, reply)
         self._owner.on_retired(self, list(self.samples))
         self.samples.clear()
 
-    def _kill_group(self) -> None:
-        with suppress(ProcessLookupError):  # the whole group has ended
-            os.killpg(self._transport.get_pid(), signal.SIGKILL)
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            self._transport.terminate()
