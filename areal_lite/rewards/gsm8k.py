@@ -5,6 +5,9 @@ A completion states its answer after `####`, in `\boxed{}`, after `answer is` or
 consists of one number states that number. Other numbers do not count: a model that lists numbers
 must not be paid for one of them.
 
+Time is linear in the length of the text. Only its last 10,000 characters are read, in them only the
+last 20 places, and of each place only the first 1,000 characters after its mark.
+
 Numbers are compared as fractions: 0.5, 1/2, \frac{1}{2} and 50% are equal, and 0.333 is not 1/3.
 A percentage equals both the number before the sign and its hundredth (the data set writes 50 where
 a person writes 50%).
@@ -18,12 +21,13 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+# Repetitions of more than one character class are possessive or bounded, and cannot overlap.
 _STATEMENT = re.compile(
     r"""
     \#\#\#\#                                            # the data set's mark
-    | \\boxed\s*\{
+    | \\boxed\s*+\{
     | \banswer\b [^.\n:=]{0,40}? (?: \bis\b | [:=] )    # The answer is, Final answer:
-    | ^[\s*]* A:
+    | ^[ \t*]*+ A:
     """,
     re.VERBOSE | re.IGNORECASE | re.MULTILINE,
 )
@@ -40,8 +44,21 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+# As LaTeX reads it: each of the two parts is in braces or is one digit.
+_FRACTION = re.compile(
+    r"""
+    \\[dt]?frac
+    \s*+ (?: \{ \s*+ (-?[0-9]++) \s*+ \} | ([0-9]) )
+    \s*+ (?: \{ \s*+ ([0-9]++) \s*+ \} | ([0-9]) )
+    (?= ([0-9]?) )
+    """,
+    re.VERBOSE,
+)
 # A longer number is not the answer to a school problem, and costs time.
 _MAX_CHARACTERS = 100
+_LAST_CHARACTERS = 10_000
+_LAST_STATEMENTS = 20
+_STATEMENT_CHARACTERS = 1_000
 
 
 @dataclass(frozen=True)
@@ -74,13 +91,14 @@ def gsm8k_reward(completion: str, answer: str) -> float:
 
 def stated_number(completion: str) -> Number | None:
     """Return the number that a completion states as its answer, None if there is none."""
-    text = _plain(completion)
-    for statement in reversed(list(_STATEMENT.finditer(text))):
+    text = _plain(completion[-_LAST_CHARACTERS:])
+    for statement in reversed(list(_STATEMENT.finditer(text))[-_LAST_STATEMENTS:]):
         number = first_number(_statement_text(text, statement))
         if number is not None:
             return number
-    bare = _NUMBER.fullmatch(text.strip().rstrip("."))
-    return _number(bare) if bare else None
+    bare = completion.strip()
+    match = _NUMBER.fullmatch(_plain(bare).rstrip(".")) if len(bare) <= _MAX_CHARACTERS else None
+    return _number(match) if match else None
 
 
 def first_number(text: str) -> Number | None:
@@ -94,12 +112,18 @@ def _plain(text: str) -> str:
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
     text = text.replace("\u2212", "-").replace("\u2013", "-")
     text = re.sub(r"(?<=[0-9])\\[dt]?frac", r" \\frac", text)  # 2\frac{1}{2} is two and a half
-    return re.sub(r"\\[dt]?frac\s*\{?\s*(-?[0-9]+)\s*\}?\s*\{?\s*([0-9]+)\s*\}?", r"\1/\2", text)
+    return _FRACTION.sub(_plain_fraction, text)
+
+
+def _plain_fraction(match: re.Match) -> str:
+    """Write a LaTeX fraction as 1/2, apart from a digit that follows it."""
+    above, above_digit, below, below_digit, next_digit = match.groups()
+    return f"{above or above_digit}/{below or below_digit}{' ' if next_digit else ''}"
 
 
 def _statement_text(text: str, statement: re.Match) -> str:
     """Return the text from a mark to the end of its sentence or braces, after the last `=`."""
-    rest = text[statement.end() :]
+    rest = text[statement.end() : statement.end() + _STATEMENT_CHARACTERS]
     if statement[0].endswith("{"):
         rest = rest[: _closing_brace(rest)]
     else:
