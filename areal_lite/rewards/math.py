@@ -152,7 +152,8 @@ def _compare(gold: list, result: str, sender: Connection) -> None:
     from math_verify import verify
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S,) * 2)
+    memory = used + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
     equal = verify(gold, _parse(result), timeout_seconds=None)
     sender.send_bytes(b"equal" if equal else b"different")
