@@ -55,7 +55,8 @@ function hideTip() {
   tip.hidden = true;
 }
 addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
-addEventListener("scroll", hideTip, { passive: true });
+// What the pointer is over changes when the page scrolls; what the keyboard chose does not.
+addEventListener("scroll", () => tip.dataset.by === "pointer" && hideTip(), { passive: true });
 
 // Draw into `box` now and whenever its width changes.
 function onWidth(box, draw) {
@@ -70,14 +71,16 @@ function onWidth(box, draw) {
   redraw();
 }
 
-// Let a drawing of `count` items be read by pointer and by arrow keys. `show(index)` marks an item
-// and returns its text and place, or null.
+// Let a drawing of `count` items be read by pointer and by arrow keys. `show(index, byKey)` marks
+// an item and returns its text and place.
 function readable(node, { count, find, show, leave, open }) {
   let at = -1;
   const point = (index, x, y) => {
     at = index;
-    const shown = show(index);
-    if (shown) showTip(shown.text, x ?? shown.x, y ?? shown.y);
+    const byKey = x === undefined;
+    const shown = show(index, byKey);
+    tip.dataset.by = byKey ? "key" : "pointer";
+    showTip(shown.text, x ?? shown.x, y ?? shown.y);
   };
   node.setAttribute("tabindex", "0");
   node.addEventListener("pointermove", (event) => {

@@ -130,9 +130,10 @@ function conversation(group, sample, coloring) {
   readable(body, {
     count: spans.length,
     find: (event) => (event.target.dataset.token === undefined ? -1 : +event.target.dataset.token),
-    show: (index) => {
+    show: (index, byKey) => {
       unmark();
       spans[index].classList.add("now");
+      if (byKey) spans[index].scrollIntoView({ block: "nearest" });
       const bounds = spans[index].getBoundingClientRect();
       return { text: tokenText(sample, kind, index, overdue, group), x: bounds.left, y: bounds.bottom };
     },

@@ -4,8 +4,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,12 +20,10 @@ from areal_lite.report.pieces import token_decoder, token_texts
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group
+from tests.unit.report.browser import BROWSER, Session, browse, load
 from tests.unit.report.synthetic_run import T0, hand_made, simulate, trajectory, write_group
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- \u2028 & \x00"
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
 
 
 class Page(HTMLParser):
@@ -172,24 +168,10 @@ def test_token_texts_join_to_the_text_and_wait_for_whole_characters() -> None:
     assert token_decoder(Path("nowhere"), None)([5, 7]) == "‹5›‹7›"
 
 
-def browse(page: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess:
-    """Open a page in headless Chromium."""
-    return subprocess.run(
-        [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-            "--no-first-run", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", "--hide-scrollbars", "--enable-logging=stderr",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--virtual-time-budget=8000", *flags, page.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-
-
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")
 def test_a_browser_draws_hostile_data_without_running_it(tmp_path: Path) -> None:
     page = write_page(hostile_run(tmp_path))
-    shown = browse(page, tmp_path, "--dump-dom")
+    shown = load(page, tmp_path / "profile", "--dump-dom")
     assert "CONSOLE" not in shown.stderr
     dom = Page(shown.stdout)
     assert [a for tag, a in dom.tags if tag == "html"][0].get("data-ready") == ""
@@ -208,9 +190,45 @@ def test_a_phone_in_the_dark_shows_the_demo_within_its_width(tmp_path: Path) -> 
     page = write_page(demo.unpack(parent=tmp_path))
     picture = tmp_path / "page.png"
     dark = "--blink-settings=preferredColorScheme=0"
-    shown = browse(page, tmp_path, f"--screenshot={picture}", "--window-size=500,7000", dark)
+    shown = load(
+        page, tmp_path / "profile", f"--screenshot={picture}", "--window-size=500,7000", dark
+    )
     assert "CONSOLE" not in shown.stderr
     pixels = imread(picture)[..., :3]
     assert np.median(pixels) < 0.2
     edge = pixels[:, -4:].reshape(-1, 3)
     assert np.abs(edge - pixels[0, 0]).max() < 0.05, "something is wider than the page"
+
+
+TIP = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent"
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_the_keyboard_reads_every_kind_of_chart(tmp_path: Path) -> None:
+    page = write_page(demo.unpack(parent=tmp_path))
+
+    async def use(session: Session) -> None:
+        async def read(selector: str, *keys: str) -> str:
+            await session.value(f"document.querySelector(`{selector}`).focus()")
+            for key in keys:
+                await session.press(key)
+            return await session.value(TIP)
+
+        chart = "[data-chart={}] svg[role=img]"
+        text = await read(chart.format("reward"), "ArrowRight", "ArrowRight")
+        assert text.startswith("training step 1\nreward of each step: ")
+        await session.press("Escape")
+        assert await session.value(TIP) == ""
+        assert "tokens" in await read(chart.format("staleness_histogram"), "ArrowRight")
+        lanes = await read("[data-lanes] svg[role=img]", "Home")
+        assert [line.partition(":")[0] for line in lanes.splitlines()[1:]] == [
+            "trainer",
+            "server-0",
+            "server-1",
+            "controller",
+        ]
+        assert (await read("[data-timeline] svg[role=img]", "End")).startswith("group ")
+        token = await read("[data-rollouts] [role=group][tabindex]", "End")
+        assert "log-prob" in token and "importance weight" in token and "in the loss" in token
+
+    browse(page.as_uri(), tmp_path / "profile", use)

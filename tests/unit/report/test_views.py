@@ -21,6 +21,7 @@ from areal_lite.report.page_data import read_run
 from areal_lite.report.trace import trace_events, write_trace
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
+from tests.unit.report.browser import BROWSER, Session, browse
 from tests.unit.report.synthetic_run import T0, hand_made, simulate, step_record
 from tests.unit.report.test_page import Page, hostile_run
 
@@ -75,6 +76,28 @@ def test_a_followed_page_has_the_steps_that_were_added(tmp_path: Path, monkeypat
     append_event(tmp_path, "metrics", {**step_record(2), "logged_at": T0 + 30, "step": 3})
     after, new_tag = live.read()
     assert new_tag != tag and b"3 of 2 training steps" in after
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_an_open_page_shows_new_steps_by_itself(tmp_path: Path) -> None:
+    hand_made(tmp_path)
+    with serving(tmp_path / ".") as (server, _):
+
+        async def use(session: Session) -> None:
+            rows = "document.querySelectorAll('#steps-table tbody tr').length"
+            assert await session.value(rows) == 2
+            await session.value("document.querySelector('.groups button:last-child').click()")
+            chosen = "document.querySelector('.groups [aria-current=true]').textContent"
+            before = await session.value(chosen)
+            line = {**step_record(2), "logged_at": T0 + 30, "step": 3}
+            append_event(tmp_path, "metrics", line)
+            await session.until(f"{rows} === 3")
+            assert "3 of 2" in await session.value(
+                "document.querySelector('.headline').textContent"
+            )
+            assert await session.value(chosen) == before
+
+        browse(f"http://127.0.0.1:{server.server_port}/", tmp_path / "profile", use)
 
 
 def test_a_comparison_subtracts_and_names_what_differs(tmp_path: Path) -> None:
