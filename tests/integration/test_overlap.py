@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -17,6 +19,7 @@ from areal_lite.servers.blocking import post, start_post
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
+from areal_lite.weights.broadcast import BroadcastGroup, flatten
 
 REQUESTS, TOKENS, PUSHES = 8, 600, 6
 PROMPTS = np.random.default_rng(0).integers(2, 90, (REQUESTS, 16)).tolist()
@@ -53,6 +56,14 @@ def models(tmp_path_factory) -> list[Path]:
     return folders
 
 
+@pytest.fixture
+def trainer(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def overlapping(models, current_entry_points, tmp_path_factory):
     """A server without a GPU that overlaps all the same."""
@@ -63,26 +74,49 @@ def overlapping(models, current_entry_points, tmp_path_factory):
         port=free_port(),
         seed=1,
         log_path=tmp_path_factory.mktemp("overlapping") / "server.log",
-        environment=current_entry_points,
+        environment=current_entry_points | {"GLOO_SOCKET_IFNAME": "lo"},
     )
     try:
         server.start()
         asyncio.run(server.wait_ready(240))
         yield server.info
+        log = server.log_path.read_text()
+        assert "init custom process group" not in log, "SGLang joined a group without the plugin"
     finally:
         server.stop()
 
 
-def generate_across_pushes(server: ServerInfo, models: list[Path]) -> list[dict]:
-    """Return answers that six pushes interrupted. Odd versions are those of the second model."""
+def push_disk(server: ServerInfo, model: Path, version: int) -> None:
+    body = {"model_path": str(model), "weight_version": str(version), "flush_cache": False}
+    post(server, "/update_weights_from_disk", body, 60)
+
+
+class Broadcasts:
+    """Pushes over a weight group, as the trainer's."""
+
+    def __init__(self):
+        self._group = BroadcastGroup("gloo", 60)
+
+    def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
+        bucket = flatten(list(load_file(model / "model.safetensors").items()))
+        post(server, "/begin_weight_update", {}, 60)
+        self._group.send(bucket, [server], version=str(version), flush_cache=False)
+        post(server, "/end_weight_update", {}, 60)
+        if version % 4 == 0:
+            self._group.leave([server])  # the next push makes a new group
+
+
+def generate_across_pushes(
+    server: ServerInfo, models: list[Path], push: Callable, versions: range
+) -> list[dict]:
+    """Return answers that pushes interrupted. Odd versions are those of the second model."""
     params = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
     body = {"sampling_params": params, "return_logprob": True}
     calls = [start_post(server, "/generate", {**body, "input_ids": p}, 120) for p in PROMPTS]
-    for version in range(1, PUSHES + 1):
+    for version in versions:
         time.sleep(0.3)
         post(server, "/pause_generation", {"mode": "in_place"}, 60)
-        update = {"model_path": str(models[version % 2]), "weight_version": str(version)}
-        post(server, "/update_weights_from_disk", {**update, "flush_cache": False}, 60)
+        push(server, models[version % 2], version)
         post(server, "/continue_generation", {"torch_empty_cache": False}, 60)
     return [call.result() for call in calls]
 
@@ -110,8 +144,13 @@ def wrong_tags(models: list[Path], answers: list[dict]) -> tuple[int, int]:
     return wrong, seams
 
 
-def test_each_token_is_tagged_with_the_version_that_sampled_it(overlapping, models) -> None:
-    answers = generate_across_pushes(overlapping, models)
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+def test_each_token_is_tagged_with_the_version_that_sampled_it(
+    trainer, overlapping, models, transport
+) -> None:
+    first = 1 if transport == "disk" else 7
+    push = push_disk if transport == "disk" else Broadcasts()
+    answers = generate_across_pushes(overlapping, models, push, range(first, first + PUSHES))
     wrong, seams = wrong_tags(models, answers)
     print(f"{wrong} tokens at {seams} seams carry the wrong version")
     assert seams >= REQUESTS and wrong == 0

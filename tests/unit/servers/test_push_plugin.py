@@ -1,0 +1,64 @@
+"""What the plugin changes in SGLang's pauses, and what it leaves alone."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from areal_lite.servers import push_plugin
+
+
+class Stream:
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def pause(mode: str, *, device: str = "cuda", overlap: bool = True) -> tuple[int, list[str]]:
+    """Return how often the pause waited for each of two streams, and what SGLang was asked."""
+    forward, schedule, asked = Stream(), Stream(), []
+    scheduler = SimpleNamespace(
+        device=device, enable_overlap=overlap, forward_stream=forward, schedule_stream=schedule
+    )
+
+    def original(self, request):
+        assert self is scheduler and forward.waits == 0, "it must not launch anything afterwards"
+        asked.append(request.mode)
+        return "result"
+
+    request = SimpleNamespace(mode=mode)
+    assert push_plugin._finish_forward_pass(original, scheduler, request) == "result"
+    assert forward.waits == schedule.waits
+    return forward.waits, asked
+
+
+def test_a_pause_in_place_waits_for_the_forward_pass_on_the_gpu() -> None:
+    assert pause("in_place") == (1, ["in_place"])
+
+
+@pytest.mark.parametrize(
+    "case", [dict(mode="retract"), dict(mode="in_place", device="cpu")], ids=str
+)
+def test_other_pauses_stay_as_they_are(case) -> None:
+    """A retraction processes the pending result itself."""
+    assert pause(**case) == (0, [case["mode"]])
+
+
+def test_groups_of_other_clients_stay_sglangs() -> None:
+    calls = []
+
+    def original(self, *args, **kwargs):
+        calls.append((args, kwargs))
+        return "SGLang's"
+
+    updater = SimpleNamespace(tp_rank=0, device="cpu", _model_update_group={"other": object()})
+    where = ("127.0.0.1", 1, 1, 2)
+    assert push_plugin._join_group(original, updater, *where, "other", "nccl") == "SGLang's"
+    assert push_plugin._leave_group(original, updater, "other") == "SGLang's"
+    assert push_plugin._receive_weights(original, updater, group_name="other") == "SGLang's"
+    assert calls == [
+        ((*where, "other", "nccl"), {}),
+        (("other",), {}),
+        ((), {"group_name": "other"}),
+    ]
