@@ -29,28 +29,29 @@ NAME = "nccl_double"
 
 
 class DoubleWork:
-    """A broadcast: polled, never waited for by anything else."""
+    """A broadcast along a ring: each rank passes the data on to the next."""
 
     def __init__(self, group: NcclDouble, tensor: torch.Tensor, root: int, sequence: int):
-        self.group, self.tensor, self.root, self.key = group, tensor, root, f"broadcast/{sequence}"
+        assert root == 0
+        self.group, self.tensor, self.key = group, tensor, f"broadcast/{sequence}"
         self.arrived = False
         self.error = os.environ.get("NCCL_DOUBLE_ASYNC_ERROR")
         if group.rank() == root:
-            group.store.set(self.key, tensor.numpy().tobytes())
+            group.store.set(f"{self.key}/0", tensor.numpy().tobytes())
 
     def is_completed(self) -> bool:
         return bool(self.error) or self.group.aborted or self._transferred()
 
     def _transferred(self) -> bool:
-        store, key = self.group.store, self.key
+        store, rank = self.group.store, self.group.rank()
         try:
-            if self.group.rank() == self.root:
-                return store.add(f"{key}/taken", 0) == self.group.size() - 1
-            if not self.arrived and store.check([key]):
-                data = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
-                self.tensor.copy_(data)
+            if rank == 0:
+                return store.check([f"{self.key}/1"])
+            if not self.arrived and store.check([f"{self.key}/{rank - 1}"]):
+                data = store.get(f"{self.key}/{rank - 1}")
+                self.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                store.set(f"{self.key}/{rank}", data)
                 self.arrived = True
-                store.add(f"{key}/taken", 1)
         except RuntimeError:  # the store has closed, of which a kernel knows nothing
             return False
         return self.arrived

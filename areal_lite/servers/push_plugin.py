@@ -24,12 +24,16 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _LIMIT = timedelta(minutes=30)
 # How often to ask the trainer's store whether the group still lives, in seconds.
 _ASK_EVERY_S = 0.05
+# Whether SGLang has found this plugin in this process.
+installed = False
 
 
 def install() -> None:
     """Register the hooks. Entry point of the group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    global installed
+    installed = True
     hooks = {
         f"{_UPDATER}.init_weights_update_group": _join_group,
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,

@@ -11,9 +11,11 @@ import logging
 import os
 import sys
 
+from areal_lite.servers import push_plugin
 from areal_lite.servers.cpu.stand_ins import install_stand_ins
 from areal_lite.system.processes import die_with_parent
 
+log = logging.getLogger(__name__)
 ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
 
 
@@ -32,6 +34,11 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if not push_plugin.installed:
+        log.warning(
+            "areal_lite's SGLang plugin is not installed here, and a push over NCCL would fail:"
+            " install areal_lite again (pip install -e .)"
+        )
     try:
         run_server(prepare_server_args(argv))
     finally:
