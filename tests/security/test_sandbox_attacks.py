@@ -146,6 +146,14 @@ def test_threads_that_end_make_room() -> None:
     assert sandboxed(code, threads=10).stdout == "done\n"
 
 
+def test_a_program_that_asks_too_often_is_killed() -> None:
+    """Each question takes time from the event loop that answers it."""
+    code = (
+        "number = 0\nwhile number < 100_000:\n    attempt(os.mkdir, f'{number}')\n    number += 1\n"
+    )
+    assert sandboxed(code, time_s=20).status == -9
+
+
 CREATIONS = {
     "files": "os.close(os.open(f'f{number}', os.O_CREAT | os.O_WRONLY))",
     "removed files": "open('f', 'w').close(), os.unlink('f')",

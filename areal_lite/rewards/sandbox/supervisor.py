@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import select
+import signal
 import struct
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _NOTIFICATION = struct.Struct("=QIIi60x")
 _RESPONSE = struct.Struct("=QqiI")  # the id, the value, minus the error, flags
 _CONTINUE = 1
+_MOST_ANSWERS = 5000  # 0.1 s of the event loop
 _CLONE = next(number_of(call, os.uname().machine) for call in CALLS if call.name == "clone")
 
 
@@ -31,11 +33,13 @@ class Supervisor:
     Of `threads`, which live at the same time, the bound is not sharp: threads that create others at
     the same moment can reach twice as many. `files` is the number of creations in all; a file that
     is removed still counts, and so does an opening that would create a file if there were none.
+    Answers take time from the event loop, so a program that asks too often is killed.
     """
 
     def __init__(self, listener: int, pid: int, *, threads: int, files: int) -> None:
         self._listener = listener
-        self._tasks = f"/proc/{pid}/task"
+        self._pid = pid
+        self._answers_left = _MOST_ANSWERS
         self._threads = threads
         self._files_left = files
         self._poll = select.poll()
@@ -57,6 +61,10 @@ class Supervisor:
         notification = bytearray(_NOTIFICATION.size)
         with suppress(FileNotFoundError):  # the call was interrupted
             fcntl.ioctl(self._listener, _RECEIVE, notification)
+            self._answers_left -= 1
+            if self._answers_left < 0:
+                os.kill(self._pid, signal.SIGKILL)  # it waits, so the number is still its own
+                return
             number, _, _, call = _NOTIFICATION.unpack(notification)
             error = self._refusal(call)
             flags = 0 if error else _CONTINUE
@@ -66,7 +74,7 @@ class Supervisor:
         """Return the error number for a creation, or 0 to allow it."""
         if call == _CLONE:
             with suppress(OSError):
-                if len(os.listdir(self._tasks)) < self._threads:
+                if len(os.listdir(f"/proc/{self._pid}/task")) < self._threads:
                     return 0
             return errno.EAGAIN
         self._files_left -= 1
