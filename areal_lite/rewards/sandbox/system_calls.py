@@ -12,7 +12,7 @@ low half, so nothing in the high half can turn a refused value into an allowed o
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections import namedtuple
 
 # Commands and flags of the kernel's interface, equal on both machines.
 _F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 1, 2, 3, 4, 1030
@@ -28,28 +28,18 @@ _THREAD_FLAGS = 0x3D0F00
 _NUM_CLOCKS = 12  # a larger number is the clock of another process
 
 
-class Check(NamedTuple):
-    """A condition on the low half of an argument: with `mask`, it is one of `values`."""
+# Each program starts by importing this module, and typing is slow to import.
+Check = namedtuple("Check", ("argument", "values", "mask", "high"), defaults=(0xFFFFFFFF, False))
+Check.__doc__ = """A condition on the low half of an argument: with `mask`, it is one of `values`.
 
-    argument: int
-    values: tuple[int, ...]
-    mask: int = 0xFFFFFFFF
-    high: bool = False  # the high half must be zero too
+If `high`, the high half must be zero too.
+"""
+Call = namedtuple("Call", ("name", "x86_64", "aarch64", "need", "rules"), defaults=((),))
+Call.__doc__ = """A system call and its numbers; None where a machine lacks it.
 
-
-class Call(NamedTuple):
-    """A system call and its numbers; None where a machine lacks it.
-
-    `rules` are alternatives, and all checks of one must hold. `OWN_PID` in a check stands for the
-    number of the process.
-    """
-
-    name: str
-    x86_64: int | None
-    aarch64: int | None
-    need: str
-    rules: tuple[tuple[Check, ...], ...] = ()
-
+`rules` are alternatives, and all checks of one must hold. `OWN_PID` in a check stands for the
+number of the process.
+"""
 
 OWN_PID = -1
 
