@@ -2,7 +2,7 @@
 # Set everything up and run the tests.
 #   bash tests/run.sh            the tests that take seconds
 #   bash tests/run.sh --slow     also the tests that take minutes
-# Other arguments go to pytest.
+# Other arguments go to pytest; `-n 0` runs all tests in one process.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/setup.sh
@@ -16,4 +16,5 @@ for arg in "$@"; do
 done
 # One thread per process: the tests start many processes.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
-exec python -m pytest "${select[@]}" "${args[@]}"
+# Two processes: one for the integration tests, the other for the unit tests (tests/conftest.py).
+exec python -m pytest -n 2 "${select[@]}" "${args[@]}"

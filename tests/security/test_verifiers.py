@@ -46,7 +46,7 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES | st.text(max_size=3), max_size=30).map("".join)
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS.keys() - {"math"})
+@pytest.mark.parametrize("verifier", sorted(VERIFIERS.keys() - {"math"}))
 def test_degenerate_texts_take_milliseconds(verifier: str) -> None:
     """A quadratic verifier takes minutes for 200,000 characters."""
     for pattern in PATTERNS:

@@ -236,7 +236,7 @@ def request(number: int = 1, **fields) -> bytes:
     return msgspec.msgpack.encode({"id": number, "request": evaluate, **fields})
 
 
-@pytest.mark.parametrize("key", ["", zmq.curve_keypair()[0].decode()])
+@pytest.mark.parametrize("key", ["", zmq.curve_keypair()[0].decode()], ids=["none", "another"])
 def test_without_the_key_nothing_comes_through(wire, client: ControllerClient, key: str) -> None:
     with dealer(wire[0], key) as stranger:
         for _ in range(10):

@@ -1,0 +1,21 @@
+"""How tests share the processes of `pytest -n`.
+
+Integration tests start servers and trainers of several processes, and some of them measure time.
+They stay in one process, one after another. The files of other tests go to whichever is free.
+"""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneIntegrationStream(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "integration" if "integration" in file.split("/") else file
+
+    return OneIntegrationStream(config, log)
