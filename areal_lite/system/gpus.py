@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 from pathlib import Path
 
+_DEVICES = Path("/dev")
+
 
 def resolve_device(device: str) -> str:
     """Return `cuda` or `cpu` for the setting `device`, which may be `auto`.
@@ -13,10 +15,8 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    # WSL shows its GPU as /dev/dxg.
-    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
     cpu_torch = importlib.metadata.version("torch").endswith("+cpu")
-    return "cuda" if present and not hidden and not cpu_torch else "cpu"
+    return "cuda" if _device_count() and not hidden and not cpu_torch else "cpu"
 
 
 def visible_gpus() -> list[str]:
@@ -24,7 +24,12 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return [str(i) for i in range(_device_count())]
+
+
+def _device_count() -> int:
+    """Count the device files of GPUs. WSL has one file, for what is usually one GPU."""
+    return len(list(_DEVICES.glob("nvidia[0-9]*"))) or int((_DEVICES / "dxg").exists())
 
 
 def gpu_environment(gpus: list[str]) -> dict[str, str]:

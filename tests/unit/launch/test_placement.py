@@ -4,7 +4,8 @@ import pytest
 
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.launch.placement import place
-from areal_lite.system.gpus import visible_gpus
+from areal_lite.system import gpus as module
+from areal_lite.system.gpus import resolve_device, visible_gpus
 
 
 def test_trainer_first_then_servers_without_overlap():
@@ -55,3 +56,18 @@ def test_too_few_gpus_are_refused():
 def test_visible_devices_are_respected(monkeypatch, visible, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [([], []), (["nvidia0", "nvidia1", "nvidiactl"], ["0", "1"]), (["dxg"], ["0"])],
+    ids=["none", "two", "wsl"],
+)
+def test_gpus_are_counted_by_their_device_files(tmp_path, monkeypatch, files, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(module, "_DEVICES", tmp_path)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
+    for name in files:
+        (tmp_path / name).touch()
+    assert visible_gpus() == expected
+    assert resolve_device("auto") == ("cuda" if expected else "cpu")
