@@ -1,0 +1,281 @@
+"""The parts of gpu.py that need no server: machine, attention, output layer, engine.
+
+Each part returns its numbers and its checks, both by name. `tiny` models also run without a GPU.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from areal_lite.config import TrainConfig, TrainerConfig
+from areal_lite.launch.gpu_memory import trainer_bytes
+from areal_lite.launch.memory import num_parameters
+from areal_lite.megatron import flash4
+from areal_lite.megatron.logprobs import lm_logprobs
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
+from areal_lite.system.cuda import check_cuda, gpu_memory
+from areal_lite.system.gpus import visible_gpus
+from areal_lite.trajectory import TrainBatch
+
+Result = tuple[dict[str, Any], dict[str, bool]]
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+GIB = 2**30
+TINY: dict[str, Any] = dict(
+    hidden_size=64,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+)
+SMALL: dict[str, Any] = dict(  # Qwen3-0.6B
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+)
+
+
+def now() -> float:
+    """Return seconds, after everything on the GPU is done."""
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(function: Callable[[], object], repeats: int = 5) -> float:
+    """Return the mean time of a call; the first two calls warm up."""
+    for _ in range(2):
+        function()
+    start = now()
+    for _ in range(repeats):
+        function()
+    return (now() - start) / repeats
+
+
+def peak() -> int:
+    """Return the most bytes that torch has held on the GPU."""
+    return torch.cuda.max_memory_reserved() if CUDA else 0
+
+
+def save_model(folder: Path, tiny: bool, tie: bool = True) -> Path:
+    """Write a random model in bfloat16 and return its folder."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        tie_word_embeddings=tie,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        initializer_range=0.04,
+        eos_token_id=None,
+        bos_token_id=None,
+        **(TINY if tiny else SMALL),
+    )
+    with DEVICE:
+        model = Qwen3ForCausalLM(config).bfloat16()
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def random_batch(lengths: np.ndarray, vocab: int) -> TrainBatch:
+    total, count = int(lengths.sum()), len(lengths)
+    mask = np.ones(total, bool)
+    mask[np.cumsum(lengths) - lengths] = False
+    return TrainBatch(
+        tokens=np.random.default_rng(0).integers(0, vocab, total).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.zeros(total, np.float32),
+        versions=np.zeros(total, np.int32),
+        rewards=np.zeros(count, np.float32),
+        group_ids=np.arange(count),
+        sample_indices=np.zeros(count, np.int32),
+        truncated=np.zeros(count, bool),
+        kv_versions=np.zeros(count, np.int32),
+        cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+    )
+
+
+def machine(tiny: bool) -> Result:
+    """Find the driver and the compiler, and import what a run imports."""
+    check_cuda()
+    start = time.perf_counter()
+    imports = "import areal_lite.megatron.policy, sgl_kernel, sglang"
+    status = subprocess.run([sys.executable, "-c", imports]).returncode
+    gpus = visible_gpus()
+    numbers = {
+        "GPUs": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "memory": gpu_memory(gpus[0]) if gpus else None,
+        "torch": torch.__version__,
+        "imports_s": round(time.perf_counter() - start, 1),
+    }
+    seen = torch.cuda.device_count() == len(gpus) > 0
+    return numbers, {"packages load": status == 0, "torch sees the visible GPUs": seen}
+
+
+def attention(tiny: bool) -> Result:
+    """Compare varlen attention with plain attention in float32, and measure its speed."""
+    numbers, checks = {}, {}
+    if not CUDA:
+        return numbers, checks
+    for heads, groups, dim in ((12, 2, 128), (16, 8, 128), (32, 4, 64)):
+        error = flash4._worst_error(flash4._attend, DEVICE, heads, groups, dim)
+        numbers[f"error {heads}/{groups} heads of {dim}"] = round(error, 4)
+        checks[f"right with {heads}/{groups} heads of {dim}"] = error < 0.02
+    lengths, heads, groups, dim = [8192] * 2, 28, 4, 128
+    query, key, value = (
+        torch.randn(sum(lengths), n, dim, device=DEVICE).bfloat16().requires_grad_()
+        for n in (heads, groups, groups)
+    )
+    bounds = torch.tensor((0, *lengths), device=DEVICE).cumsum(0).int()
+    operations = sum(2 * n * n * heads * dim for n in lengths)
+
+    def step() -> None:
+        flash4._attend(query, key, value, bounds, max(lengths)).sum().backward()
+
+    numbers["FlashAttention 2 TFLOP/s"] = round(3.5 * operations / seconds(step) / 1e12)
+    error = [float("nan")]
+
+    def check() -> float:
+        error[0] = flash4._worst_error(flash4._attend, DEVICE, heads, groups, dim)
+        return error[0]
+
+    attend4 = torch.nn.attention
+    if flash4.activate_if_right(
+        lambda: attend4.activate_flash_attention_impl("FA4"),
+        attend4.restore_flash_attention_impl,
+        check,
+    ):
+        numbers["FlashAttention 4 TFLOP/s"] = round(3.5 * operations / seconds(step) / 1e12)
+    numbers["FlashAttention 4 error"] = error[0]
+    return numbers, checks
+
+
+def head(tiny: bool) -> Result:
+    """Measure the output layer of a 7B model, with bfloat16 and with float32 logits."""
+    tokens, width, vocab = (300, 64, 1000) if tiny else (8192, 3584, 152064)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=DEVICE).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, width, device=DEVICE) * 2 / width**0.5
+    weight = weight.bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
+    few = min(tokens, 512)
+    logits = hidden[:few].detach().float() @ weight.detach().float().t()
+    exact = F.log_softmax(logits, -1).gather(1, targets[:few, None])[:, 0]
+    del logits
+    numbers, errors, times = {}, {}, {}
+    for name, fp32 in (("bfloat16", False), ("float32", True)):
+        error = lm_logprobs(hidden[:few], weight, targets[:few], fp32=fp32)[0].detach() - exact
+        errors[name] = error.abs().mean().item()
+
+        def step(fp32: bool = fp32) -> None:
+            hidden.grad = weight.grad = None
+            lm_logprobs(hidden, weight, targets, fp32=fp32)[0].sum().backward()
+
+        times[name] = seconds(step, 3)
+        numbers[f"{name} logits"] = f"error {errors[name]:.6f} nats, {1e3 * times[name]:.1f} ms"
+    operations = 6 * tokens * width * vocab
+    numbers["float32 TFLOP/s"] = round(operations / times["float32"] / 1e12)
+    checks = {"float32 logits are exact": errors["float32"] < 1e-4}
+    if CUDA:
+        checks["float32 logits cost at most a fifth more"] = (
+            times["float32"] < 1.2 * times["bfloat16"]
+        )
+    return numbers, checks
+
+
+def engine(tiny: bool) -> Result:
+    """Train a 0.6B model for six steps, move it off the GPU and back, save it and load it."""
+    folder = Path(tempfile.mkdtemp())
+    model = save_model(folder / "model", tiny)
+    settings = TrainerConfig(
+        lr=1e-4, tokens_per_microbatch=200 if tiny else 8192, dtype="bfloat16", fp32_head=True
+    )
+    policy = Policy(settings, model, 1)
+    hf = policy.hf_config
+    longest = 100 if tiny else 2048
+    lengths = np.random.default_rng(0).integers(longest // 8, longest, 8 if tiny else 32)
+    batch = random_batch(lengths, hf.vocab_size)
+    microbatches = policy.microbatches(batch)
+    numbers, checks = _compare(policy, model, batch, microbatches)
+    count, mask = float(batch.loss_mask.sum()), torch.from_numpy(batch.loss_mask).to(DEVICE)
+
+    def loss(logprobs, entropy, microbatch):
+        own = mask[microbatch.token_index]
+        return -(logprobs * own).sum() / count, {"entropy": entropy.detach().sum()}
+
+    def update() -> float:
+        return policy.update(microbatches, loss)["loss"]
+
+    losses = [update() for _ in range(3)]
+    start = now()
+    losses += [update() for _ in range(3)]
+    step_s = (now() - start) / 3
+    total = int(lengths.sum())
+    flops = 6 * num_parameters(hf) * total / step_s
+    numbers |= {
+        "losses": [round(value, 4) for value in losses],
+        "tokens a second": round(total / step_s),
+        "TFLOP/s of matrices": round(flops / 1e12),
+    }
+    checks["losses fall"] = bool(np.isfinite(losses).all()) and losses[-1] < losses[0]
+    plan = TrainConfig(model=str(model), trainer=settings)
+    plan.rollout.max_new_tokens = longest
+    planned = trainer_bytes(plan, hf)
+    numbers["peak and plan, GiB"] = [round(peak() / GIB, 2), round(planned / GIB, 2)]
+    if CUDA and not tiny:
+        checks["the peak is within the plan, and at least 0.8 of it"] = (
+            0.8 * planned < peak() <= planned
+        )
+    for name in ("offload", "onload"):
+        start = now()
+        getattr(policy, name)()
+        numbers[f"{name}_s"] = round(now() - start, 3)
+    start = now()
+    policy.save(folder / "step-6", {"step": 6})
+    numbers["save_s"] = round(now() - start, 2)
+    before = update()
+    policy.load(folder / "step-6")
+    checks["a loaded checkpoint goes on as before"] = abs(update() - before) < 1e-3
+    start = now()
+    size = sum(x.nbytes for bucket in policy.hf_weights(512 * 2**20) for _, x in bucket)
+    numbers["gather a push"] = f"{size / GIB:.2f} GiB in {1e3 * (now() - start):.0f} ms"
+    shutdown()
+    return numbers, checks
+
+
+def _compare(policy: Policy, model: Path, batch: TrainBatch, microbatches: list) -> Result:
+    """Compare log-probs with those of transformers in float32, relative to its bfloat16 error."""
+    ours = policy.logprobs(microbatches)
+    few = int(batch.cu_seqlens[2])
+    reference = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        network.to(DEVICE).eval()
+        parts = []
+        for start, end in zip(batch.cu_seqlens[:2], batch.cu_seqlens[1:3]):
+            ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64)).to(DEVICE)[None]
+            with torch.no_grad():
+                logits = network(ids).logits[0, :-1].float()
+            values = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            parts.append(torch.cat([values.new_zeros(1), values]))
+        reference[dtype] = torch.cat(parts)
+    exact = reference[torch.float32]
+    error = (ours[:few] - exact).abs().mean().item()
+    usual = (reference[torch.bfloat16] - exact).abs().mean().item()
+    numbers = {"log-prob error, ours and transformers', nats": [round(error, 5), round(usual, 5)]}
+    return numbers, {"log-probs are those of transformers": error < 1.5 * usual + 1e-3}

@@ -1,0 +1,222 @@
+"""The parts of gpu.py that start servers or whole runs.
+
+Each part returns its numbers and its checks, both by name.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_parts import CUDA, GIB, Result, random_batch, save_model
+
+from areal_lite.config import ServerConfig, TrainerConfig
+from areal_lite.launch.server_pool import fraction_of_free
+from areal_lite.megatron.parallel import shutdown
+from areal_lite.megatron.policy import Policy
+from areal_lite.servers.blocking import post
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo, announced_servers
+from areal_lite.system.cuda import gpu_memory
+from areal_lite.system.gpus import visible_gpus
+from areal_lite.system.network import free_port
+
+SHARED = ["+experiment=one_gpu"] if CUDA else []
+QUICKSTART = [
+    "trainer.steps=8",
+    "sft.trainer.steps=100",
+    "eval.problems=64",
+    "make_model.head_dim=64",
+]
+TRAIN = [
+    "trainer.steps=30",
+    "trainer.batch_groups=8",
+    "trainer.save_every=1",
+    "rollout.max_new_tokens=64",
+    "rollout.max_concurrent=64",
+    "eval.problems=0",
+]
+
+
+@contextlib.contextmanager
+def serving(model: Path, log: Path, **settings: Any) -> Iterator[ServerInfo]:
+    """Run one server; `settings` are fields of ServerConfig."""
+    server = ServerProcess(
+        ServerConfig(dtype="bfloat16", **settings),
+        str(model),
+        name="server",
+        port=free_port(),
+        seed=1,
+        log_path=log,
+        environment={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    server.start()
+    try:
+        asyncio.run(server.wait_ready(500))
+        yield server.info
+    finally:
+        server.stop()
+
+
+def generate(server: ServerInfo, count: int, length: int, vocab: int) -> list[dict]:
+    """Complete `count` random prompts of 32 tokens and return tokens and log-probs of each."""
+    prompts = np.random.default_rng(0).integers(0, vocab, (count, 32)).tolist()
+    sampling = {"max_new_tokens": length, "temperature": 1.0, "ignore_eos": True}
+
+    def one(prompt: list[int]) -> dict:
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        sampled = post(server, "/generate", body, 500)["meta_info"]["output_token_logprobs"]
+        logprobs, tokens = zip(*((p, t) for p, t, _ in sampled))
+        return {"tokens": [*prompt, *tokens], "logprobs": np.array(logprobs, np.float32)}
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, prompts))
+
+
+def agree(tiny: bool) -> Result:
+    """Compare the log-probs of what a server sampled with the trainer's."""
+    folder = Path(tempfile.mkdtemp())
+    model = save_model(folder / "model", tiny)
+    count, length, vocab = (4, 40, 500) if tiny else (256, 512, 150000)
+    numbers, checks = {}, {}
+    for fp32 in (False, True):
+        name = "float32 head" if fp32 else "bfloat16 head"
+        args = {"enable_fp32_lm_head": True} if fp32 else {}
+        start = time.perf_counter()
+        fraction = {"mem_fraction": 0.3} if CUDA else {}
+        with serving(model, folder / f"{name}.log", args=args, **fraction) as server:
+            numbers[f"{name}: start_s"] = round(time.perf_counter() - start)
+            generate(server, count, 16, vocab)
+            start = time.perf_counter()
+            done = generate(server, count, length, vocab)
+            numbers[f"{name}: tokens a second"] = round(
+                count * length / (time.perf_counter() - start)
+            )
+        differences = _difference(model, done[:16], fp32)
+        numbers[f"{name}: mean difference, nats"] = round(float(differences.mean()), 5)
+        checks[f"{name}: server and trainer agree"] = bool(differences.mean() < 0.02)
+    shutdown()
+    return numbers, checks
+
+
+def _difference(model: Path, done: list[dict], fp32: bool) -> np.ndarray:
+    """Return |log-prob of the server - of the trainer| of the sampled tokens, in nats."""
+    policy = Policy(TrainerConfig(dtype="bfloat16", fp32_head=fp32), model, 1)
+    batch = random_batch(np.array([len(one["tokens"]) for one in done]), 2)
+    batch.tokens[:] = np.concatenate([one["tokens"] for one in done])
+    own = policy.logprobs(policy.microbatches(batch)).float().cpu().numpy()
+    parts = np.split(own, batch.cu_seqlens[1:-1])
+    return np.concatenate([abs(x[32:] - one["logprobs"]) for x, one in zip(parts, done)])
+
+
+def order(tiny: bool) -> Result:
+    """Start a server beside an empty and beside a full GPU, and read the size of its cache."""
+    folder = Path(tempfile.mkdtemp())
+    model = save_model(folder / "model", tiny)
+    numbers: dict[str, Any] = {}
+    held: list[torch.Tensor] = []
+    for name, share in (("empty", 0.0), ("full", 0.55)):
+        memory = gpu_memory(visible_gpus()[0])
+        assert memory is not None, "nvidia-smi does not know the GPU"
+        if share:
+            held.append(torch.empty(int(share * memory.total), dtype=torch.uint8, device="cuda"))
+            memory = gpu_memory(visible_gpus()[0]) or memory
+        log = folder / f"{name}.log"
+        with serving(model, log, mem_fraction=fraction_of_free(0.2, memory)):
+            found = re.findall(r"max_total_num_tokens=(\d+)", log.read_text(errors="replace"))
+        numbers[f"KV tokens beside an {name} GPU"] = int(found[-1]) if found else 0
+        numbers[f"GiB free, {name}"] = round(memory.free / GIB, 1)
+    empty, full = (numbers[f"KV tokens beside an {name} GPU"] for name in ("empty", "full"))
+    return numbers, {"the same cache within 2 %": bool(abs(full - empty) < 0.02 * empty)}
+
+
+def command(name: str, *overrides: str) -> list[str]:
+    """Return the command line of a command of areal-lite."""
+    return [sys.executable, "-m", "areal_lite", name, *overrides]
+
+
+def quickstart(tiny: bool) -> Result:
+    """Run the quick start on one GPU, from its model to its last step."""
+    folder = Path(tempfile.mkdtemp()) / "run"
+    overrides = [*SHARED, *QUICKSTART, f"run_dir={folder}"]
+    return _summary(folder, subprocess.run(command("quickstart", *overrides)).returncode)
+
+
+def _summary(folder: Path, status: int) -> Result:
+    """Return the numbers of a run, and whether it did its steps and server and trainer agree."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    pauses = [step["pause_s"] for step in steps if step.get("pause_s")]
+    differences = [step["logprob_diff"] for step in steps if step.get("logprob_diff")]
+    numbers = {
+        "steps": len(steps),
+        "first and later pause, ms": [
+            round(1e3 * pauses[0]),
+            round(1e3 * statistics.median(pauses[1:])),
+        ],
+        "logprob_diff": round(max(differences), 5) if differences else None,
+    }
+    checks = {"the run ends well": status == 0, "all steps": len(steps) == 8}
+    checks["server and trainer agree"] = bool(differences) and max(differences) < 0.05
+    return numbers, checks
+
+
+def killed(tiny: bool) -> Result:
+    """Kill the server, then the supervisor with its trainer, and resume the run."""
+    folder = Path(tempfile.mkdtemp())
+    model = folder / "model"
+    subprocess.run(command("make-model", f"out={model}", "head_dim=64"), check=True)
+    run = folder / "run"
+    train = command("train", *SHARED, *TRAIN, f"model={model}", f"run_dir={run}")
+    process = subprocess.Popen(train)
+    _wait_for_steps(run, 3, process)
+    server = announced_servers(run)[0]
+    os.kill(server.pid, signal.SIGKILL)
+    _wait_for_steps(run, 8, process)
+    again = announced_servers(run)
+    process.kill()
+    process.wait()
+    before = _steps(run)
+    status = subprocess.run([*train, "resume=auto"]).returncode
+    numbers = {"steps before the kill": before, "steps in the end": _steps(run)}
+    return numbers, {
+        "the server came back": bool(again) and again[0].pid != server.pid,
+        "the run resumes and ends": status == 0 and _steps(run) == 30,
+    }
+
+
+def _steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def _wait_for_steps(folder: Path, steps: int, process: subprocess.Popen) -> None:
+    while _steps(folder) < steps:
+        assert process.poll() is None, f"the run ended with status {process.returncode}"
+        time.sleep(0.5)
+
+
+def broadcast(tiny: bool) -> Result:
+    """Push by NCCL between two GPUs of a node."""
+    folder = Path(tempfile.mkdtemp()) / "run"
+    overrides = [*QUICKSTART, "sync.transport=distributed", f"run_dir={folder}"]
+    environment = os.environ | {"NCCL_DEBUG": "INFO"}
+    status = subprocess.run(command("quickstart", *overrides), env=environment).returncode
+    numbers, checks = _summary(folder, status)
+    log = (folder / "logs" / "trainer.log").read_text(errors="replace")
+    ways = sorted(set(re.findall(r"via (\S+)", log)))
+    numbers["NCCL connects via"] = ways
+    return numbers, checks | {"by P2P": any(way.startswith("P2P") for way in ways)}
