@@ -60,6 +60,8 @@ def answer(length: int, rng: random.Random) -> bytes:
     """
     version = VERSION.decode()
     logprobs = [[-rng.random() * 3, 2 + rng.randrange(90), None] for _ in range(length)]
+    if length < MAX_TOKENS:
+        logprobs[-1][1] = 1  # the end token
     meta = {
         "id": "0",
         "finish_reason": {"type": "stop", "matched": 1}

@@ -80,7 +80,7 @@ class Controller:
             if self.mode == "abort":
                 self.fleet.pause_dispatch()
             servers = list(self.fleet.router.servers.values())
-            self.fleet.begin_push(servers)
+            self.fleet.begin_push(version, servers)
             return servers
 
         return PushTargets(asyncio.run_coroutine_threadsafe(begin(), self.loop).result())

@@ -84,7 +84,7 @@ class FakeSGLang:
         app = web.Application(middlewares=[self._perhaps_die])
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._model_info)
-        app.router.add_get("/server_info", self._health)
+        app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/pause_generation", self._pause)
@@ -124,6 +124,9 @@ class FakeSGLang:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"version": "0.5.21"})
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response(

@@ -81,7 +81,6 @@ class Controller:
         self._dependencies = dependencies
         self._store = dependencies.store
         self._clock = dependencies.clock
-        self._client = client
         self.version = 0
         # Set, and replaced by a new one, when a batch may have become ready.
         self._changed = asyncio.Event()
@@ -124,7 +123,7 @@ class Controller:
             tasks.create_task(self.fleet.watch())
             tasks.create_task(self._lag.watch())
             if self.config.rollout.adapt_concurrency:
-                tasks.create_task(self.dispatcher.adapt(self._client))
+                tasks.create_task(self.dispatcher.adapt())
             tasks.create_task(self._log_status())
 
     async def handle(self, request: Request) -> Answer:
@@ -252,7 +251,7 @@ class Controller:
             self.drained += drained
         router = self.fleet.router
         servers = list(router.servers.values()) if is_new else router.stale
-        self.fleet.begin_push(servers)
+        self.fleet.begin_push(version, servers)
         self._pushing = True
         return PushTargets(servers, drained)
 

@@ -26,7 +26,6 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.store import Store
-from areal_lite.servers.client import Client, ServerFailed
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group, GroupState
 
@@ -126,22 +125,13 @@ class Dispatcher:
                 self._wake.clear()
                 await self._wake.wait()
 
-    async def adapt(self, client: Client) -> None:
+    async def adapt(self) -> None:
         """Adjust the concurrency limit to the servers' loads. Runs until cancelled."""
         while True:
             await asyncio.sleep(_LOAD_INTERVAL_S)
-            router = self._fleet.router
-            servers = [server for server in router.servers.values() if router.is_ready(server)]
-            loads = await asyncio.gather(*map(client.load, servers), return_exceptions=True)
-            known = []
-            for load in loads:
-                if not isinstance(load, BaseException):
-                    known.append(load)
-                elif not isinstance(load, ServerFailed):
-                    raise load
-            # The fleet decides whether a silent server has failed. Until then nothing changes.
-            if len(known) == len(loads):
-                self.concurrency.observe(known, self.in_flight)
+            # Nothing changes while a server is silent.
+            if (loads := await self._fleet.loads()) is not None:
+                self.concurrency.observe(loads, self.in_flight)
                 self._wake.set()
 
     def on_version(self, version: int) -> None:

@@ -16,7 +16,7 @@ from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
 from areal_lite.rollout.runner import run_workflow
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
@@ -209,9 +209,7 @@ class _Evaluator:
         self._prompts = prompts
         self._name = name
         self._limit = asyncio.Semaphore(rollout.max_concurrent)
-        self._params = SamplingParams(
-            rollout.max_new_tokens, rollout.temperature, self._tokenizer.eos_ids
-        )
+        self._params = sampling_params(rollout, self._tokenizer)
 
     async def score(self, index: int, sample: int) -> _Result:
         """Sample one completion of problem `index` and score it."""

@@ -18,7 +18,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
 from areal_lite.rollout.runner import run_workflow
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
@@ -72,9 +72,7 @@ class GroupPlayer:
         self._workflow = workflow
         self._counts = counts
         self._on_end = on_end
-        self._params = SamplingParams(
-            config.rollout.max_new_tokens, config.rollout.temperature, self._tokenizer.eos_ids
-        )
+        self._params = sampling_params(config.rollout, self._tokenizer)
 
     async def play(self, group_id: int, prompt: Prompt) -> list[Rollout | RolloutFailure]:
         """Wait for a ready server, then for all rollouts of the group."""

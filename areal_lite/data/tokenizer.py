@@ -20,13 +20,16 @@ from tokenizers import Tokenizer as FastTokenizer
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 _ANSWER = "(the-answer-goes-here)"
+# SGLang stops at this token of Llama 3 wherever a tokenizer has it.
+_END_OF_MESSAGE = "<|eom_id|>"
 
 
 class Tokenizer:
     """The tokenizer of a Hugging Face checkpoint folder.
 
-    `eos_ids` are the ids that end a completion: those of generation_config.json (or else
-    config.json) first, then the tokenizer's own. Raises ValueError if the folder has no usable
+    `eos_ids` are the ids that end a completion, which are those at which a server stops: of
+    generation_config.json first, then of config.json and of the tokenizer. Every id that the model
+    can sample is below `vocab_size`. Raises ValueError if the folder has no usable
     tokenizer.
     """
 
@@ -49,6 +52,9 @@ class Tokenizer:
                 self._special_tokens[key] = text
         self._chat_template = self._find_chat_template(settings)
         self.eos_ids = self._find_eos_ids()
+        self.vocab_size: int = self._read("config.json").get("vocab_size") or (
+            self._fast.get_vocab_size()
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that the tokenizer puts around every text."""
@@ -116,10 +122,10 @@ class Tokenizer:
         return template
 
     def _find_eos_ids(self) -> tuple[int, ...]:
-        ids = self._read("generation_config.json").get("eos_token_id")
-        if ids is None:
-            ids = self._read("config.json").get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [ids]
-        token = self._special_tokens.get("eos_token")
-        own = None if token is None else self._fast.token_to_id(token)
-        return tuple(dict.fromkeys(i for i in (*ids, own) if i is not None))
+        ids = []
+        for name in ("generation_config.json", "config.json"):
+            given = self._read(name).get("eos_token_id")
+            ids += given if isinstance(given, list) else [given]
+        for text in (self._special_tokens.get("eos_token"), _END_OF_MESSAGE):
+            ids.append(None if text is None else self._fast.token_to_id(text))
+        return tuple(dict.fromkeys(i for i in ids if i is not None))

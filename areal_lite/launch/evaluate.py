@@ -23,7 +23,7 @@ from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
 from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
@@ -123,7 +123,7 @@ async def _generate(config: GenerateConfig, run_dir: Path) -> None:
     """Print each prompt with its completions."""
     tokenizer = Tokenizer(config.model)
     rollout = config.rollout
-    params = SamplingParams(rollout.max_new_tokens, rollout.temperature, tokenizer.eos_ids)
+    params = sampling_params(rollout, tokenizer)
     async with _open_fleet(config, run_dir) as fleet:
 
         async def sample(prompt: Prompt, number: int) -> str:

@@ -1,25 +1,42 @@
-"""The JSON answers of an SGLang server, checked and decoded."""
+"""The JSON answers of an SGLang server: checked against what was asked for, and decoded.
 
-from typing import Any
+A server may be wrong: out of step, broken, or not ours. Nothing in its answers is taken on trust.
+The parsers raise for whatever is not exactly the expected answer: mostly ValueError, and whatever
+else a decoder raises (RecursionError, OverflowError). `SGLangClient` makes a ServerFailed of it.
+"""
+
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from areal_lite.servers.completion import GenerationChunk
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+
+# Room for a token's id, twice, its log-prob, and its text escaped as JSON.
+_BYTES_PER_TOKEN = 1 << 10
+_OTHER_BYTES = 1 << 16
+MAX_ANSWER_BYTES = 64 << 20
+"""The limit of answers that are no completions, in bytes."""
+
+# A server may round a log-prob of 0 to a value slightly above.
+_LOGPROB_SLACK = 1e-4
+
+_Int32 = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Version = Annotated[str, msgspec.Meta(max_length=20)]
 
 
 class ServerLoad(msgspec.Struct, frozen=True):
     """Running requests, waiting requests, and the used share of the KV cache of a server."""
 
-    running: int = msgspec.field(name="num_running_reqs")
-    waiting: int = msgspec.field(name="num_waiting_reqs")
-    cache_used: float = msgspec.field(name="token_usage")
+    running: _Int32 = msgspec.field(name="num_running_reqs")
+    waiting: _Int32 = msgspec.field(name="num_waiting_reqs")
+    cache_used: Annotated[float, msgspec.Meta(ge=0, le=2)] = msgspec.field(name="token_usage")
 
 
 class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    version: _Version
+    start: _Int32
+    end: _Int32
 
 
 class _Finish(msgspec.Struct):
@@ -28,12 +45,13 @@ class _Finish(msgspec.Struct):
 
 class _Meta(msgspec.Struct):
     finish_reason: _Finish
-    weight_version: str
-    output_token_logprobs: list[tuple[float | None, int, Any]] = []
+    weight_version: _Version
+    output_token_logprobs: list[tuple[float | None, _Int32, None]] = []
     weight_versions: list[_Span] | None = None
 
 
 class _Generation(msgspec.Struct):
+    output_ids: list[int]
     meta_info: _Meta
 
 
@@ -41,23 +59,78 @@ class _Loads(msgspec.Struct):
     loads: list[ServerLoad]
 
 
+class _ModelInfo(msgspec.Struct):
+    weight_version: _Version
+
+
 _GENERATION = msgspec.json.Decoder(_Generation)
 _LOADS = msgspec.json.Decoder(_Loads)
+_MODEL_INFO = msgspec.json.Decoder(_ModelInfo)
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def parse_generation(raw: bytes) -> GenerationChunk:
-    """Decode the answer to POST /generate with `return_logprob`."""
-    meta = _GENERATION.decode(raw).meta_info
-    logprobs = meta.output_token_logprobs
-    if meta.finish_reason.type not in ("stop", "length", "abort"):
-        raise ValueError(f"unknown finish reason {meta.finish_reason.type!r}")
-    return GenerationChunk(
-        tokens=np.array([token for _, token, _ in logprobs], np.int32),
+def max_generation_bytes(params: SamplingParams) -> int:
+    """Return the number of bytes that an answer to a request with `params` cannot exceed."""
+    return _OTHER_BYTES + _BYTES_PER_TOKEN * params.max_new_tokens
+
+
+def parse_generation(raw: bytes, params: SamplingParams) -> GenerationChunk:
+    """Decode the answer to POST /generate with `return_logprob` and the sampling of `params`."""
+    answer = _GENERATION.decode(raw)
+    meta = answer.meta_info
+    ids = [token for _, token, _ in meta.output_token_logprobs]
+    if answer.output_ids != ids:
+        raise ValueError("output_ids differ from the tokens of output_token_logprobs")
+    chunk = GenerationChunk(
+        tokens=np.array(ids, np.int32),
         # JSON has no NaN: the server sends null.
-        logprobs=np.array([np.nan if p is None else p for p, _, _ in logprobs], np.float32),
+        logprobs=np.array(
+            [np.nan if p is None else p for p, _, _ in meta.output_token_logprobs], np.float32
+        ),
         versions=_token_versions(meta),
         finish_reason=meta.finish_reason.type,
     )
+    _check_tokens(chunk, params)
+    _check_end(chunk, params)
+    return chunk
+
+
+def _check_tokens(chunk: GenerationChunk, params: SamplingParams) -> None:
+    """Raise ValueError for tokens, log-probs or versions that no sampling can give."""
+    count = len(chunk.tokens)
+    if count > params.max_new_tokens:
+        raise ValueError(f"{count} tokens, and at most {params.max_new_tokens} were asked for")
+    if not count:
+        return
+    if (largest := chunk.tokens.max()) >= params.vocab_size:
+        raise ValueError(f"token {largest} is outside of the vocabulary of {params.vocab_size}")
+    above = chunk.logprobs > _LOGPROB_SLACK
+    if np.count_nonzero(above | np.isinf(chunk.logprobs)):
+        raise ValueError(f"log-probs above zero or infinite: {chunk.logprobs[:20]}")
+    if np.count_nonzero(chunk.versions[1:] < chunk.versions[:-1]):
+        raise ValueError(f"weight versions go backwards: {sorted(set(chunk.versions.tolist()))}")
+
+
+def _check_end(chunk: GenerationChunk, params: SamplingParams) -> None:
+    """Raise ValueError if the finish reason and the tokens contradict each other."""
+    count = len(chunk.tokens)
+    match chunk.finish_reason:
+        case "stop":
+            if not count or chunk.tokens[-1] not in params.stop_token_ids:
+                raise ValueError(
+                    f"stop without an end token: {chunk.tokens[-1:]}, not in "
+                    f"{params.stop_token_ids}"
+                )
+        case "length":
+            if count < params.max_new_tokens:
+                raise ValueError(
+                    f"length after {count} of {params.max_new_tokens} tokens: if the server's "
+                    "context is too short for prompt and answer, raise server.context_length"
+                )
+        case "abort":
+            pass
+        case other:
+            raise ValueError(f"unknown finish reason {other!r:.100}")
 
 
 def _token_versions(meta: _Meta) -> np.ndarray:
@@ -71,18 +144,19 @@ def _token_versions(meta: _Meta) -> np.ndarray:
     end = 0
     for span in spans:
         if span.start != end or span.end < span.start:
-            found = [(s.version, s.start, s.end) for s in spans]
+            found = [(s.version, s.start, s.end) for s in spans[:20]]
             raise ValueError(f"weight version spans with a gap or overlap: {found}")
-        versions[span.start : span.end] = parse_version(span.version)
+        versions[span.start : span.end] = _parse_version(span.version)
         end = span.end
     if end != count:
         raise ValueError(f"{count} log-probs but weight version spans over {end} tokens")
     return versions
 
 
-def parse_version(version: str) -> int:
-    """Return a server's weight version as a step number. Raises ValueError if it is not one."""
-    if not version.isdecimal():
+def _parse_version(version: str) -> int:
+    """Return a server's weight version as a step number below 2**31."""
+    # Without isascii, digits of every script would do.
+    if not (version.isascii() and version.isdecimal() and int(version) < 2**31):
         raise ValueError(
             f"weight version {version!r} is not a step number:"
             " start the server with --weight-version 0"
@@ -90,7 +164,37 @@ def parse_version(version: str) -> int:
     return int(version)
 
 
+def check_versions(chunk: GenerationChunk, oldest: int, newest: int) -> None:
+    """Raise ValueError if a token's version is not in [oldest, newest].
+
+    `oldest` is the version when the request was sent, `newest` the last that was pushed.
+    """
+    wrong = chunk.versions[(chunk.versions < oldest) | (chunk.versions > newest)]
+    if len(wrong):
+        raise ValueError(
+            f"tokens of weight version {wrong[0]}, and only {oldest} to {newest} are possible"
+        )
+
+
+def parse_model_info(raw: bytes) -> int:
+    """Return the weight version in the answer to GET /model_info."""
+    return _parse_version(_MODEL_INFO.decode(raw).weight_version)
+
+
 def parse_load(raw: bytes) -> ServerLoad:
     """Decode the answer to GET /v1/loads of a server with one data-parallel rank."""
     (load,) = _LOADS.decode(raw).loads
     return load
+
+
+def parse_server_info(raw: bytes) -> None:
+    """Check the answer to GET /server_info, which is any JSON object."""
+    _OBJECT.decode(raw)
+
+
+def parse_reply(raw: bytes) -> Any:
+    """Decode the answer to a POST that changes something; None if it is empty."""
+    answer = msgspec.json.decode(raw) if raw else None
+    if isinstance(answer, dict) and not isinstance(answer.get("success", True), bool):
+        raise ValueError(f"success is {answer['success']!r:.100}, neither true nor false")
+    return answer

@@ -14,16 +14,28 @@ calls to threads that have no event loop.
 
 from __future__ import annotations
 
-import json
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
 
-from areal_lite.servers.answers import ServerLoad, parse_generation, parse_load, parse_version
+from areal_lite.servers.answers import (
+    MAX_ANSWER_BYTES,
+    ServerLoad,
+    max_generation_bytes,
+    parse_generation,
+    parse_load,
+    parse_model_info,
+    parse_reply,
+    parse_server_info,
+)
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
+
+T = TypeVar("T")
 
 
 class ServerError(RuntimeError):
@@ -43,7 +55,10 @@ class ServerRefused(ServerError):
 
 
 class ServerFailed(ServerError):
-    """The server cannot go on. The request can continue on another server."""
+    """The server cannot go on, or gave an answer that it should not.
+
+    The request can continue on another server.
+    """
 
 
 class ServerUnreachable(ServerFailed):
@@ -71,8 +86,7 @@ class Client(Protocol):
     ) -> GenerationChunk:
         """Continue `input_ids` (int32 [n]) and return the new tokens.
 
-        Requests share cached prefixes only with requests of the same `cache_key`. Raises also
-        ValueError, for an answer that breaks the contract.
+        Requests share cached prefixes only with requests of the same `cache_key`.
         """
         ...
 
@@ -94,8 +108,10 @@ class Client(Protocol):
 class SGLangClient:
     """The client of all SGLang servers, over one aiohttp session: close it after use.
 
-    A completion may take any time. Other calls end within `timeout_s`, unless they are given
-    another time-out.
+    * A completion may take any time to begin. Other calls end within `timeout_s`, unless they are
+      given another time-out.
+    * An answer has a limited size, comes from the server itself (no redirects), and is as it was
+      sent (not compressed). Anything but the expected answer is a ServerFailed.
     """
 
     def __init__(self, timeout_s: float):
@@ -106,6 +122,8 @@ class SGLangClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,  # proxies in the environment are for other traffic
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
         )
 
     async def __aenter__(self) -> SGLangClient:
@@ -139,27 +157,12 @@ class SGLangClient:
             "extra_key": cache_key,
         }
         unbounded = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
-        raw = await self._send(server, "/generate", body, unbounded)
-        try:
-            chunk = parse_generation(raw)
-        except (ValueError, msgspec.MsgspecError) as error:
-            raise ValueError(
-                f"{server}: the answer to request {rid} is invalid: {error};"
-                f" it begins with {raw[:200]!r}"
-            ) from error
-        if len(chunk.tokens) > params.max_new_tokens:
-            raise ValueError(
-                f"{server}: {len(chunk.tokens)} tokens for request {rid},"
-                f" which asked for at most {params.max_new_tokens}"
-            )
-        return chunk
+        raw = await self._send(server, "/generate", body, unbounded, max_generation_bytes(params))
+        return _parsed(server, f"/generate ({rid})", raw, lambda r: parse_generation(r, params))
 
     async def weight_version(self, server: ServerInfo) -> int:
-        answer = msgspec.json.decode(await self._send(server, "/model_info"))
-        try:
-            return parse_version(answer["weight_version"])
-        except ValueError as error:
-            raise ValueError(f"{server}: {error}") from error
+        raw = await self._send(server, "/model_info")
+        return _parsed(server, "/model_info", raw, parse_model_info)
 
     async def check_reachable(self, server: ServerInfo, timeout_s: float | None = None) -> None:
         """Return if the HTTP process of the server works."""
@@ -168,10 +171,12 @@ class SGLangClient:
     async def check_health(self, server: ServerInfo) -> None:
         # /health and /model_info are answered even when the scheduler hangs. /server_info is the
         # only call without side effects that the scheduler answers between any two steps.
-        await self._send(server, "/server_info")
+        raw = await self._send(server, "/server_info")
+        _parsed(server, "/server_info", raw, parse_server_info)
 
     async def load(self, server: ServerInfo) -> ServerLoad:
-        return parse_load(await self._send(server, "/v1/loads?include=core"))
+        raw = await self._send(server, "/v1/loads?include=core")
+        return _parsed(server, "/v1/loads", raw, parse_load)
 
     async def abort_all(self, server: ServerInfo) -> None:
         await self.post(server, "/abort_request", {"abort_all": True})
@@ -181,12 +186,9 @@ class SGLangClient:
     ) -> Any:
         """POST `body` as JSON and return the decoded answer (None if it is empty)."""
         raw = await self._send(server, path, body, self._bounded(timeout_s))
-        try:
-            answer = json.loads(raw) if raw else None
-        except ValueError:
-            return raw.decode(errors="replace")
+        answer = _parsed(server, path, raw, parse_reply)
         if isinstance(answer, dict) and answer.get("success") is False:
-            raise ServerRefused(server, f"{path}: {answer.get('message')}")
+            raise ServerRefused(server, f"{path}: {answer.get('message')!s:.500}")
         return answer
 
     def _bounded(self, timeout_s: float | None) -> aiohttp.ClientTimeout:
@@ -198,10 +200,12 @@ class SGLangClient:
         path: str,
         body: dict[str, Any] | None = None,
         timeout: aiohttp.ClientTimeout | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """POST `body`, or GET without one, and return the body of a 200."""
         headers = {"Content-Type": "application/json"}
         timeout = timeout or self._bounded(None)
+        limit_s = timeout.total or self._timeout_s
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
         try:
@@ -211,16 +215,52 @@ class SGLangClient:
                 data=None if body is None else msgspec.json.encode(body),
                 headers=headers,
                 timeout=timeout,
+                allow_redirects=False,
             ) as response:
-                raw = await response.read()
+                # The rest of an answer that has begun does not depend on the scheduler.
+                async with asyncio.timeout(limit_s):
+                    raw = await _read(response, max_bytes)
         except TimeoutError as error:
-            limit_s = timeout.total or timeout.sock_connect
             reason = f"no answer to {path} within {limit_s:g} s"
             raise ServerUnreachable(server, reason) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{path}: {type(error).__name__} {error}"
             raise ServerUnreachable(server, reason) from error
+        except ValueError as error:
+            raise ServerFailed(server, f"{path}: {error}") from error
         if response.status == 200:
             return raw
-        reason = f"{path} answered {response.status}: {raw[:500].decode(errors='replace')}"
-        raise (ServerFailed if response.status >= 500 else ServerRefused)(server, reason)
+        reason = f"{path} answered {response.status}: {raw.decode(errors='replace')}"
+        refused = 400 <= response.status < 500
+        raise (ServerRefused if refused else ServerFailed)(server, reason)
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Read the body of a 200, or the beginning of another one.
+
+    Raises ValueError if it is too large or is not said to be JSON.
+    """
+    if response.status != 200:
+        return await response.content.read(500)
+    chunks: list[bytes] = []
+    left = max_bytes
+    async for chunk in response.content.iter_any():
+        left -= len(chunk)
+        if left < 0:
+            raise ValueError(f"the answer has more than {max_bytes} bytes")
+        chunks.append(chunk)
+    # aiohttp's own word for an answer that does not say what it is.
+    expected = ("application/json", "application/octet-stream")
+    if chunks and response.content_type not in expected:
+        raise ValueError(f"the answer is {response.content_type!r:.100}, not JSON")
+    return b"".join(chunks)
+
+
+def _parsed(server: ServerInfo, what: str, raw: bytes, parse: Callable[[bytes], T]) -> T:
+    """Return the parsed answer. Raises ServerFailed for whatever is not the expected one."""
+    try:
+        return parse(raw)
+    except Exception as error:  # decoders raise more than ValueError, such as RecursionError
+        kind = type(error).__name__
+        reason = f"{what}: not the expected answer: {kind}: {error}; it begins with {raw[:200]!r}"
+        raise ServerFailed(server, reason) from error

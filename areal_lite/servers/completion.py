@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from areal_lite.config import RolloutConfig
+from areal_lite.data.tokenizer import Tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -13,11 +16,13 @@ class SamplingParams:
         temperature: 0 is greedy.
         stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
             sequence and has a log-probability.
+        vocab_size: every token id is below it.
     """
 
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
+    vocab_size: int = 2**31
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -28,6 +33,13 @@ class SamplingParams:
             raise ValueError(
                 f"rollout.temperature is {self.temperature}: it must be 0 (greedy) or more"
             )
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters with which training samples."""
+    return SamplingParams(
+        rollout.max_new_tokens, rollout.temperature, tokenizer.eos_ids, tokenizer.vocab_size
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

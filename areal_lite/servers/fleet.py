@@ -6,6 +6,8 @@
   after its last known token.
 * A server has failed when its health check says so, which the server's own scheduler must answer,
   or when its connection breaks. A slow completion alone says nothing.
+* A server whose answer is not exactly the expected one has failed, too (answers.py). So has one
+  that refuses what another server accepts.
 * A server that failed is marked unhealthy, so that the process that started it replaces it.
 """
 
@@ -13,12 +15,20 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
-from areal_lite.servers.client import Client, ServerFailed, ServerNotReady
+from areal_lite.servers.answers import ServerLoad
+from areal_lite.servers.client import (
+    Client,
+    ServerError,
+    ServerFailed,
+    ServerNotReady,
+    ServerRefused,
+    ServerUnreachable,
+)
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
@@ -87,7 +97,7 @@ class Fleet:
             while self.router.servers.get(server.name) == server or self.gate.in_flight_on(server):
                 await asyncio.sleep(self._health_interval_s)
                 await self._check_health(server)
-        except ServerFailed as error:
+        except ServerError as error:
             self._fail(error)
 
     async def _join(self, server: ServerInfo) -> None:
@@ -110,7 +120,7 @@ class Fleet:
         try:
             if server not in self._pushing:
                 await self._client.check_health(server)
-        except ServerFailed:
+        except ServerError:
             if changes == self._push_changes:
                 raise
 
@@ -140,19 +150,39 @@ class Fleet:
         """
         completion = Completion()
         prefix = prompt.tobytes()
+        refusals: dict[ServerInfo, ServerRefused] = {}
         while True:
             with self._placed(server, prefix):
                 try:
                     rid_of_run = f"{self._run_id}-{rid}"
                     await generate(self.gate, server, prompt, params, rid_of_run, completion)
-                    return completion
+                    break
                 except ServerNotReady:
-                    self.counts["retries"] += 1
+                    pass
+                except ServerRefused as error:
+                    refusals[server] = error
                 except ServerFailed as error:
-                    self.counts["retries"] += 1
                     self._fail(error)
+            self.counts["retries"] += 1
             holders = [s for s in self.router.servers.values() if self._prefixes[s, prefix]]
-            server = await self.reserve(1, holders)
+            server = await self._next_server(refusals, holders)
+        for error in refusals.values():
+            self._fail(error)
+        return completion
+
+    async def _next_server(
+        self, refusals: Mapping[ServerInfo, ServerRefused], holders: list[ServerInfo]
+    ) -> ServerInfo:
+        """Reserve another server for a completion, with `holders` of its prefix first.
+
+        Raises the first of `refusals` if every ready server refused it.
+        """
+        if not refusals:
+            return await self.reserve(1, holders)
+        others = [s for s in self.router.servers.values() if s not in refusals]
+        if not any(map(self.router.is_ready, others)):
+            raise next(iter(refusals.values()))
+        return await self.reserve(1, others)
 
     @contextmanager
     def _placed(self, server: ServerInfo, prefix: bytes) -> Iterator[None]:
@@ -167,7 +197,7 @@ class Fleet:
             if not self._prefixes[key]:
                 del self._prefixes[key]
 
-    def _fail(self, error: ServerFailed) -> None:
+    def _fail(self, error: ServerError) -> None:
         """Leave the server of `error` out, move its requests, and have it replaced."""
         was_in_use = self.router.mark_failed(error.server)
         if not was_in_use and not self.gate.in_flight_on(error.server):
@@ -185,8 +215,9 @@ class Fleet:
         """Send no requests until `finish_push`."""
         self.gate.close()
 
-    def begin_push(self, servers: list[ServerInfo]) -> None:
-        """Record that `servers` take weights from now on. `finish_push` ends it."""
+    def begin_push(self, version: int, servers: list[ServerInfo]) -> None:
+        """Record that `servers` take `version` from now on. `finish_push` ends it."""
+        self.router.pushing = version
         self._pushing = servers
         self._push_changes += 1
 
@@ -208,5 +239,20 @@ class Fleet:
         """End all requests on the servers. A server that is already gone is no error."""
         calls = (self._client.abort_all(server) for server in self.router.servers.values())
         for error in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(error, BaseException) and not isinstance(error, ServerFailed):
+            if isinstance(error, BaseException) and not isinstance(error, ServerError):
                 raise error
+
+    async def loads(self) -> list[ServerLoad] | None:
+        """Ask every ready server for its load; None if one of them gives none now."""
+        servers = filter(self.router.is_ready, self.router.servers.values())
+        loads = []
+        for load in await asyncio.gather(*map(self._client.load, servers), return_exceptions=True):
+            if isinstance(load, ServerFailed) and not isinstance(load, ServerUnreachable):
+                self._fail(load)  # silence is for the health check to judge
+            if not isinstance(load, BaseException):
+                loads.append(load)
+            elif not isinstance(load, ServerError):
+                raise load
+            else:
+                return None
+        return loads

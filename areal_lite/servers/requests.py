@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.servers.client import Client, ServerFailed, ServerNotReady
+from areal_lite.servers.answers import check_versions
+from areal_lite.servers.client import Client, ServerError, ServerFailed, ServerNotReady
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.router import Router
@@ -29,7 +30,7 @@ class RequestGate:
         self._router = router
         self._counts = counts
         self.in_flight = 0
-        self.last_failure: ServerFailed | None = None
+        self.last_failure: ServerError | None = None
         self._calls: dict[ServerInfo, set[asyncio.Future]] = defaultdict(set)
         self._open = asyncio.Event()
         self._open.set()
@@ -58,7 +59,8 @@ class RequestGate:
     ) -> GenerationChunk:
         """Send one request when the gate is open, and return the tokens that it generated.
 
-        Raises ServerNotReady if `server` is not ready by then, and what Client.generate raises.
+        Raises ServerNotReady if `server` is not ready by then, ServerFailed for tokens of a version
+        that it cannot have, and what Client.generate raises.
         """
         # In a loop: the gate may close again between the wake-up of this task and its turn.
         while not self._open.is_set():
@@ -75,6 +77,9 @@ class RequestGate:
         try:
             call = self._client.generate(server, input_ids, params, rid, str(version))
             chunk = await self._unless_failed(server, call)
+            check_versions(chunk, version, self._router.newest_version)
+        except ValueError as error:
+            raise ServerFailed(server, f"/generate ({rid}): {error}") from error
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -103,7 +108,7 @@ class RequestGate:
     def in_flight_on(self, server: ServerInfo) -> int:
         return len(self._calls.get(server, ()))
 
-    def cancel(self, error: ServerFailed) -> None:
+    def cancel(self, error: ServerError) -> None:
         """End all requests on the server of `error`."""
         self.last_failure = error
         for request in self._calls.pop(error.server, ()):

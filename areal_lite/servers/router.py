@@ -26,12 +26,13 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
 class Router:
     """The announced servers, the versions that they hold, and their trajectories in flight.
 
-    `version` is the trainer's. `servers` and `load` (trajectories in flight) are keyed by name,
-    `ready` holds names, `stale` is sorted by name.
+    `version` is the trainer's, `pushing` the last whose push has begun. `servers` and `load`
+    (trajectories in flight) are keyed by name, `ready` holds names, `stale` is sorted by name.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.pushing = 0
         self.servers: dict[str, ServerInfo] = {}
         self.load: Counter[str] = Counter()
         # Only of servers that reported their version or took a push.
@@ -64,6 +65,11 @@ class Router:
         del self.servers[server.name]
         self._versions.pop(server, None)
         return True
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version that a server can have."""
+        return max(self.version, self.pushing)
 
     @property
     def ready(self) -> set[str]:

@@ -406,12 +406,18 @@ def test_replay_never_waits_and_uses_each_group_up_once(run) -> None:
     assert set(steps) == set(range(5)) and len(steps) <= 5 * GROUPS
 
 
-def test_a_server_with_a_version_that_is_no_number_is_refused(run) -> None:
+def test_a_server_with_a_version_that_is_no_number_is_left_out(run) -> None:
     r = run()
-    r.start_server(version="default")
-    r.start("controller", "-m", "areal_lite.controller.service", str(r.path))
-    assert r.processes["controller"].wait(20) == 1
-    assert "start the server with --weight-version 0" in r.log().splitlines()[-1]
+    r.start_server("s0", version="default"), r.start_server("s1")
+    while len(announced_servers(r.path)) < 2:
+        time.sleep(0.02)
+    client = r.start_controller()
+    assert_exact(client.batch(0, 0, 1)[0])
+    assert "start the server with --weight-version 0" in r.log()
+    assert (
+        "weight version 'default'"
+        in json.loads((r.path / "servers" / "s0.unhealthy").read_text())["reason"]
+    )
 
 
 def test_sigterm_ends_it_and_leaves_the_store_whole(run) -> None:

@@ -130,7 +130,9 @@ def test_a_conversation_is_one_trajectory(tokenizer_only) -> None:
                     {"role": "assistant", "content": message.content.strip()},
                     user(f"Why? {turn}"),
                 ]
+                policy.fleet.begin_push(turn + 1, [*policy.fleet.router.servers.values()])
                 fake.weight_version = str(turn + 1)
+                policy.fleet.finish_push(turn + 1, [])
         trajectory = conversation.trajectory(0.5)
         assert_exact(trajectory, [20] * 4)
         assert trajectory.reward == 0.5 and [s.version for s in trajectory.segments] == [0, 1, 2, 3]

@@ -177,7 +177,7 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
     for parameter in other.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     other.save_pretrained(tmp_path)
-    prompt, params = np.arange(2, 66, dtype=np.int32), SamplingParams(8, 1.0, ())
+    prompt, params = np.arange(2, 66, dtype=np.int32), SamplingParams(8, 1.0, (1,))
 
     async def push(http: Http, model: str, version: int, mode: str) -> None:
         await http.post("/pause_generation", mode=mode)
@@ -226,7 +226,7 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
 
 
 def test_the_load_counts_running_requests(sglang_server) -> None:
-    params = SamplingParams(LONG, 1.0, ())
+    params = SamplingParams(LONG, 1.0, (1,))
 
     async def run() -> tuple[list[ServerLoad], float]:
         client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)

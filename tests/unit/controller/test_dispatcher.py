@@ -97,7 +97,7 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
         Dependencies(
             prompts=Prompts(),
             eval_prompts=None,
-            tokenizer=SimpleNamespace(eos_ids=(1,), decode=lambda tokens: "text"),
+            tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text"),
             rewards=FakeRewards(rng),
             store=thread,
             clock=lambda: 0.0,

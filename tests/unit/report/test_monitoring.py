@@ -36,7 +36,7 @@ def keys_of_a_batch_reply() -> set[str]:
     async def answer() -> dict:
         config = TrainConfig(model="model")
         config.trainer.batch_groups = 1
-        tokenizer = SimpleNamespace(eos_ids=(1,))
+        tokenizer = SimpleNamespace(eos_ids=(1,), vocab_size=98)
         parts = Dependencies(
             prompts=SimpleNamespace(num_prompts=1),
             eval_prompts=None,

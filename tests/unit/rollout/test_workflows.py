@@ -228,7 +228,9 @@ def test_turns_stay_on_their_server_and_versions_move_forward(tokenizer) -> None
                 await transcript.sample_text()
                 transcript.add_messages([{"role": "user", "content": "?"}])
                 servers.append(client.seen[-1][0])
+                fleet.begin_push(turn + 1, SERVERS)
                 client.version += 1
+                fleet.finish_push(turn + 1, [])
                 fleet.router.load[servers[0].name] += 5  # though others are less loaded
                 if turn == 1:
                     client.dead.add(servers[0])

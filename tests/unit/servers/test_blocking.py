@@ -64,7 +64,7 @@ def server():
 
 def test_answers_are_decoded(server):
     assert post(server, "/fine", {}, 5) == {"success": True, "n": 1}
-    assert post(server, "/empty", {}, 5) is None and post(server, "/text", {}, 5) == "no JSON"
+    assert post(server, "/empty", {}, 5) is None
     assert Handler.headers_seen[-1] == "Bearer key"
 
 
@@ -72,6 +72,7 @@ def test_answers_are_decoded(server):
     ("path", "error", "message"),
     [
         ("/no", ServerRefused, "server a .*: /no: not now"),
+        ("/text", ServerFailed, "/text: not the expected answer: .*'no JSON'"),
         ("/odd", ServerRefused, "/odd answered 404: no such thing"),
         ("/broken", ServerFailed, "/broken answered 503: out of order"),
         ("/slow", ServerUnreachable, "no answer to /slow within 0.3 s"),

@@ -80,16 +80,16 @@ def test_a_late_server_waits_for_the_push_that_it_is_part_of() -> None:
         client, servers = OneToken(), [A]
         fleet = Fleet(client, lambda: servers, lambda: None)
         await watched_once(fleet)
-        fleet.begin_push(list(fleet.router.servers.values()))
+        fleet.begin_push(1, list(fleet.router.servers.values()))
         servers.append(B)  # joins while the push of version 1 to A alone goes on
         await watched_once(fleet)
         assert fleet.router.ready == {"a", "b"}
         fleet.finish_push(1, [])
         assert fleet.router.ready == {"a"} and fleet.router.stale == [B]
-        fleet.begin_push([B])  # version 1 again
+        fleet.begin_push(1, [B])  # version 1 again
         fleet.finish_push(1, [])
         assert fleet.router.ready == {"a", "b"}
-        fleet.begin_push([A, B])
+        fleet.begin_push(2, [A, B])
         fleet.finish_push(2, ["a"])
         assert fleet.router.ready == {"b"} and "did not take version 2" in str(
             fleet.gate.last_failure
@@ -115,7 +115,8 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
         fleet = Fleet(client, lambda: [A], lambda: None)
         await watched_once(fleet)
         await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
-        fleet.begin_push([A])
+        fleet.begin_push(1, [A])
+        client.versions[A] = 1
         fleet.finish_push(1, [])
         await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))
         assert client.cache_keys == ["0", "1"]
@@ -131,7 +132,7 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
         client.slow.add(A)
         queued = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
         await asyncio.sleep(0.01)
-        fleet.begin_push([A])
+        fleet.begin_push(1, [A])
         client.versions[A] = 1
         client.slow.clear()  # the server turns to it under the new weights
         fleet.finish_push(1, [])
@@ -199,7 +200,7 @@ def test_no_ready_server_while_something_waits() -> None:
         await watched_once(fleet)
         await moving
         assert not fleet.no_ready_server
-        fleet.begin_push([C])
+        fleet.begin_push(1, [C])
         fleet.finish_push(1, ["c"])
         assert not fleet.no_ready_server, "nothing waits"
         waiting = asyncio.create_task(fleet.reserve(1))
@@ -212,7 +213,8 @@ def test_no_ready_server_while_something_waits() -> None:
 
 def test_drain_waits_for_what_is_in_flight() -> None:
     async def run() -> None:
-        fleet = Fleet(OneToken(), lambda: [A], lambda: None)
+        client = OneToken()
+        fleet = Fleet(client, lambda: [A], lambda: None)
         await watched_once(fleet)
         tasks = [
             asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1)))
@@ -224,7 +226,8 @@ def test_drain_waits_for_what_is_in_flight() -> None:
         held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "2", await fleet.reserve(1)))
         await asyncio.sleep(0.01)
         assert fleet.gate.in_flight == 0 and not held.done()
-        fleet.begin_push([A])
+        fleet.begin_push(1, [A])
+        client.versions[A] = 1
         fleet.finish_push(1, [])
         await asyncio.gather(held, *tasks)
 
@@ -304,7 +307,7 @@ def test_a_server_that_takes_weights_is_not_judged_by_its_silence() -> None:
     async def run() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B], unhealthy) as fleet:
-            fleet.begin_push([A])
+            fleet.begin_push(1, [A])
             client.hung.add(A)
             before = client.checks
             await until(lambda: client.checks > before + 3)  # B's go on
@@ -322,7 +325,7 @@ def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
             client.silence = asyncio.Event()
             before = client.checks
             await until(lambda: client.checks > before)
-            fleet.begin_push([A])
+            fleet.begin_push(1, [A])
             fleet.finish_push(1, [])
             client.silence.set()  # no answer in time
             client.silence = None
@@ -379,7 +382,7 @@ def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_waited() -
             held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
             await asyncio.sleep(0.005)
             client.versions[B] = 1
-            fleet.begin_push([B])
+            fleet.begin_push(1, [B])
             fleet.finish_push(1, [])
             assert (
                 (await held).versions.tolist() == [1]

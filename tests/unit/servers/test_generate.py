@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import json
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from areal_lite.servers.answers import parse_generation
 from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.servers.generate import generate
@@ -27,6 +25,7 @@ def gate_to(client, *servers: ServerInfo) -> RequestGate:
     router.update_servers(servers)
     for server in servers:
         router.record_version(server, 0)
+    router.pushing = 99
     return RequestGate(client, router, Counter())
 
 
@@ -223,48 +222,6 @@ def test_an_abort_on_the_last_token_is_an_end(tokens: list[int], finish: str) ->
         assert so_far.finish_reason == finish and so_far.tokens.tolist() == tokens
 
     asyncio.run(run())
-
-
-def answer(logprobs=((-0.5, 3, None), (-0.25, 4, None)), finish="stop", **meta) -> bytes:
-    meta = {
-        "weight_version": "7",
-        "finish_reason": {"type": finish},
-        "output_token_logprobs": logprobs,
-        **meta,
-    }
-    return json.dumps({"output_ids": [], "meta_info": meta}).encode()
-
-
-def span(version: str, start: int, end: int) -> dict:
-    return {"version": version, "start": start, "end": end}
-
-
-def test_versions_come_from_the_spans() -> None:
-    chunk = parse_generation(answer(weight_versions=[span("6", 0, 1), span("7", 1, 2)]))
-    assert chunk.versions.tolist() == [6, 7] and chunk.tokens.tolist() == [3, 4]
-    assert parse_generation(answer()).versions.tolist() == [7, 7]  # a server without spans
-    assert len(parse_generation(answer([], "abort", weight_versions=[span("6", 0, 0)])).tokens) == 0
-
-
-def test_a_logprob_that_json_cannot_carry_is_nan() -> None:
-    assert np.isnan(parse_generation(answer([(None, 3, None)])).logprobs).tolist() == [True]
-
-
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        ({"weight_versions": [span("6", 0, 1)]}, "spans over 1"),
-        ({"weight_versions": [span("6", 0, 1), span("7", 0, 2)]}, "gap or overlap"),
-        ({"weight_versions": [span("5", 1, 2)]}, "gap or overlap"),
-        ({"weight_versions": [span("default", 0, 2)]}, "--weight-version 0"),
-        ({"weight_version": "default"}, "--weight-version 0"),
-        ({"finish": "tired"}, "unknown finish reason"),
-        ({"output_token_logprobs": [["x", 3, None]]}, "Expected"),
-    ],
-)
-def test_an_answer_that_breaks_the_contract_is_refused(meta: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_generation(answer(**meta))
 
 
 def test_a_request_that_the_server_refuses_is_not_a_server_failure() -> None:

@@ -1,0 +1,459 @@
+"""A server that lies, stalls or sends rubbish is left out; the others and the run go on."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from areal_lite.servers.client import (
+    ServerError,
+    ServerFailed,
+    ServerRefused,
+    ServerUnreachable,
+    SGLangClient,
+)
+from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import ServerInfo
+from tests.fake_sglang import EOS, FakeSGLang
+
+PROMPT = np.array([5, 6, 7], np.int32)
+PARAMS = SamplingParams(4, 1.0, (EOS,), vocab_size=98)
+DEEP = b"[" * 100_000
+
+
+def generation(tokens=(5, EOS), finish="stop", version="0", spans=None, **changes) -> dict:
+    """An answer as a real server gives it, with `changes` of its meta information."""
+    meta = {
+        "id": "r",
+        "finish_reason": {"type": finish},
+        "weight_version": version,
+        "weight_versions": spans or [{"version": version, "start": 0, "end": len(tokens)}],
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        "completion_tokens": len(tokens),
+    }
+    return {"output_ids": list(tokens), "meta_info": meta | changes}
+
+
+def span(version: str, start: int, end: int) -> dict:
+    return {"version": version, "start": start, "end": end}
+
+
+def logprobs(*values: object) -> dict:
+    """Log-probs of the tokens before the end token."""
+    return {"output_token_logprobs": [*([value, 5, None] for value in values), [-1.0, EOS, None]]}
+
+
+HONEST = {
+    "stop": generation(),
+    "length": generation((5, 5, 5, 5), "length"),
+    "an abort without tokens": generation((), "abort", spans=[span("0", 0, 0)]),
+    "a log-prob that JSON cannot carry": generation(**logprobs(None)),
+    "two versions": generation(spans=[span("0", 0, 1), span("3", 1, 2)]),
+    "no spans": generation(weight_versions=None),
+    "new fields": {**generation(e2e_latency=0.1, cached=[1, {"a": None}]), "text": "x"},
+}
+
+LIES = {
+    "a token outside of the vocabulary": generation((98, EOS)),
+    "a token that no model has": generation((10**9, EOS)),
+    "a negative token": generation((-7, EOS)),
+    "a token of 2**31": generation((2**31, EOS)),
+    "a token of 2**70": generation((2**70, EOS)),
+    "half a token": generation((1.5, EOS)),
+    "a token as text": generation(("5", EOS)),
+    "more tokens than asked for": generation((5,) * 50, "length"),
+    "stop without an end token": generation((5, 6)),
+    "stop without a token": generation(()),
+    "length while short": generation((5, 6), "length"),
+    "an unknown end": generation(finish="tired"),
+    "no end": generation(finish_reason=None),
+    "other ids": {**generation(), "output_ids": [9, 9]},
+    "no ids": {"meta_info": generation()["meta_info"]},
+    "ids of null": {**generation(), "output_ids": None},
+    "a log-prob above zero": generation(**logprobs(5.0)),
+    "a log-prob as text": generation(**logprobs("x")),
+    "a log-prob of true": generation(**logprobs(True)),
+    "a version of 2**31": generation(version=str(2**31)),
+    "a version of 2**40": generation(version=str(2**40)),
+    "a version below zero": generation(version="-1"),
+    "a version of nothing": generation(version=""),
+    "a version with a space": generation(version=" 0"),
+    "a version with an underscore": generation(version="0_0"),
+    "an Arabic version": generation(version="\u0663"),
+    "a superscript version": generation(version="\u00b2"),
+    "a version with 5000 digits": generation(version="0" * 5000),
+    "a version that was never pushed": generation(version="99"),
+    "a version as number": generation(version=0),
+    "versions that go backwards": generation(spans=[span("3", 0, 1), span("0", 1, 2)]),
+    "spans with a gap": generation(spans=[span("0", 0, 0), span("0", 1, 2)]),
+    "spans that overlap": generation(spans=[span("0", 0, 2), span("0", 1, 2)]),
+    "spans over too much": generation(spans=[span("0", 0, 7)]),
+    "spans over too little": generation(spans=[span("0", 0, 1)]),
+    "a negative span": generation(spans=[span("0", 0, -1)]),
+    "a span of 2**62": generation(spans=[span("0", 0, 2**62)]),
+    "null": None,
+    "a list": [],
+    "a number": 7,
+    "a text": "stop",
+    "nothing": {},
+    "no meta": {"output_ids": []},
+}
+
+BODIES = {
+    "empty": b"",
+    "HTML": b"<html>",
+    "deep": DEEP,
+    "deep in an unknown field": b'{"x": ' + DEEP + b"]" * 100_000 + b"}",
+    "NaN": json.dumps(generation(**logprobs(float("nan")))).encode(),
+    "infinity": json.dumps(generation(**logprobs(-1))).replace("-1,", "-1e400,").encode(),
+    "not UTF-8": json.dumps(generation(finish="\u00e9")).encode("latin-1", "replace"),
+    "half": json.dumps(generation()).encode()[:-9],
+    "two answers": 2 * json.dumps(generation()).encode(),
+    "a number of 5000 digits": b'{"output_ids": [' + b"9" * 5000 + b"]}",
+}
+
+
+class Liar(FakeSGLang):
+    """A fake server whose answers to some paths are replaced: {path: a response, or a function}."""
+
+    def __init__(self, lies: dict[str, object] | None = None):
+        super().__init__(weight_version="0")
+        self.lies = lies or {}
+
+    @web.middleware
+    async def _perhaps_die(self, request: web.Request, handler) -> web.StreamResponse:
+        lie = self.lies.get(request.path)
+        if lie is None:
+            return await handler(request)
+        await request.read()
+        return await lie(request)
+
+
+def body(content: bytes, status: int = 200, kind: str = "application/json", **headers: str):
+    """A handler that answers with `content`."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=content, status=status, content_type=kind, headers=headers)
+
+    return answer
+
+
+def as_json(value: object):
+    return body(json.dumps(value).encode())
+
+
+@contextlib.asynccontextmanager
+async def server_of(liar: FakeSGLang, name: str = "liar") -> AsyncIterator[ServerInfo]:
+    url = await liar.start()
+    try:
+        yield ServerInfo(name=name, url=url, api_key="k", tensor_parallel=1, pid=os.getpid())
+    finally:
+        await liar.stop()
+
+
+async def ask(client: SGLangClient, server: ServerInfo, params: SamplingParams = PARAMS):
+    return await client.generate(server, PROMPT, params, "r", "0")
+
+
+def with_liar(test: Callable, timeout_s: float = 5.0) -> None:
+    async def main() -> None:
+        liar = Liar()
+        async with server_of(liar) as server, SGLangClient(timeout_s) as client:
+            await test(liar, server, client)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("case", HONEST)
+def test_what_a_real_server_answers_is_accepted(case: str) -> None:
+    async def test(liar, server, client) -> None:
+        liar.lies = {"/generate": as_json(HONEST[case])}
+        chunk = await ask(client, server)
+        assert chunk.tokens.tolist() == HONEST[case]["output_ids"]
+
+    with_liar(test)
+
+
+def test_every_lie_about_a_completion_is_the_servers_failure() -> None:
+    async def test(liar, server, client) -> None:
+        bodies = {**{k: json.dumps(v).encode() for k, v in LIES.items()}, **BODIES}
+        # The parser does not know what was pushed; the next test asks the fleet.
+        del bodies["a version that was never pushed"]
+        for case, content in bodies.items():
+            liar.lies = {"/generate": body(content)}
+            with pytest.raises(ServerFailed, match="server liar .*") as failed:
+                await ask(client, server)
+            assert type(failed.value) is ServerFailed and len(str(failed.value)) < 4000, case
+
+    with_liar(test)
+
+
+def failing_transports() -> dict[str, tuple[object, type[ServerError]]]:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b"{")
+        request.transport.abort()
+        return response
+
+    good = json.dumps(generation()).encode()
+    return {
+        "500": (body(good, 500), ServerFailed),
+        "201": (body(good, 201), ServerFailed),
+        "a redirect": (body(b"", 307, Location="/model_info"), ServerFailed),
+        "404": (body(b"x" * 10**6, 404), ServerRefused),
+        "HTML": (body(good, kind="text/html"), ServerFailed),
+        "compressed": (body(gzip.compress(good), **{"Content-Encoding": "gzip"}), ServerFailed),
+        "cut": (cut, ServerUnreachable),
+    }
+
+
+def test_transports_that_fail() -> None:
+    async def test(liar, server, client) -> None:
+        for case, (lie, error) in failing_transports().items():
+            for path, call in (("/generate", ask), ("/model_info", SGLangClient.weight_version)):
+                liar.lies = {path: lie}
+                with pytest.raises(error) as failed:
+                    await call(client, server)
+                assert type(failed.value) is error and len(str(failed.value)) < 4000, case
+
+    with_liar(test)
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    """An answer that never ends, as fast as it is read."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await response.write(b" " * (1 << 16))
+    return response
+
+
+async def dripping(request: web.Request) -> web.StreamResponse:
+    """An answer that never ends, and comes slowly."""
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.02)
+    return response
+
+
+def test_an_answer_that_never_ends_takes_neither_memory_nor_time() -> None:
+    async def test(liar, server, client) -> None:
+        before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+        liar.lies = {"/generate": endless, "/model_info": endless}
+        with pytest.raises(ServerFailed, match="more than 69632 bytes"):
+            await ask(client, server)
+        with pytest.raises(ServerFailed, match="more than 67108864 bytes"):
+            await client.post(server, "/generate", {}, timeout_s=20)
+        liar.lies = {"/generate": dripping, "/server_info": dripping}
+        with pytest.raises(ServerUnreachable, match="no answer to /generate within 1 s"):
+            await ask(client, server)
+        with pytest.raises(ServerUnreachable, match="no answer to /server_info within 1 s"):
+            await client.check_health(server)
+        assert time.monotonic() - started < 10
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+    with_liar(test, timeout_s=1.0)
+
+
+def test_the_limit_has_room_for_the_longest_honest_answer() -> None:
+    async def test(liar, server, client) -> None:
+        params = SamplingParams(2000, 1.0, (EOS,))
+        tokens = [2**31 - 1] * 2000
+        answer = generation(tokens, "length", spans=[span("0", i, i + 1) for i in range(2000)])
+        answer["meta_info"]["output_token_logprobs"] = [
+            [-0.12345678901234567, t, None] for t in tokens
+        ]
+        answer["text"] = 2000 * 60 * "\u0001"
+        liar.lies = {"/generate": as_json(answer)}
+        assert len((await ask(client, server, params)).tokens) == 2000
+
+    with_liar(test)
+
+
+JOINS = [
+    b'{"weight_version": 0}',
+    b'{"weight_version": null}',
+    b'{"weight_version": "default"}',
+    b'{"weight_version": "\xc2\xb2"}',
+    b'{"weight_version": "\xd9\xa3"}',
+    b'{"weight_version": "-1"}',
+    b'{"weight_version": "99999999999999999999"}',
+    b"{}",
+    b"[]",
+    b"null",
+    b"xx",
+    b'"xx"',
+    b"",
+    b"\xff",
+    DEEP,
+]
+FLEET_LIES = [
+    *({"/model_info": body(content)} for content in JOINS),
+    {"/model_info": body(b"{}", 404)},
+    {"/model_info": body(b"{}", 401)},
+    {"/server_info": body(b"[]")},
+    {"/server_info": body(b"", 403)},
+    {"/server_info": body(DEEP)},
+    {"/generate": body(b"{}", 400)},
+    {"/generate": body(b"{}", 429)},
+    *({"/generate": as_json(LIES[case])} for case in ("null", "a version that was never pushed")),
+    {"/v1/loads": body(b'{"loads": []}')},
+    {"/v1/loads": as_json({"loads": [{"num_running_reqs": -1}]})},
+    {
+        "/v1/loads": as_json(
+            {"loads": [{"num_running_reqs": 2**70, "num_waiting_reqs": 0, "token_usage": 0}]}
+        )
+    },
+]
+
+
+@pytest.mark.parametrize("lies", FLEET_LIES, ids=range(len(FLEET_LIES)))
+def test_the_fleet_leaves_the_liar_out_and_goes_on(lies: dict) -> None:
+    async def main() -> None:
+        unhealthy: list[str] = []
+        async with (
+            server_of(Liar(lies), "a-liar") as liar,
+            server_of(FakeSGLang(), "honest") as honest,
+            SGLangClient(5) as client,
+        ):
+            fleet = Fleet(
+                client,
+                lambda: [liar, honest],
+                lambda: None,
+                lambda server, reason: unhealthy.append(server.name),
+                health_interval_s=0.01,
+            )
+            watching = asyncio.create_task(fleet.watch())
+            async with asyncio.timeout(10):
+                for number in range(3):
+                    server = await fleet.reserve(1)
+                    done = await fleet.complete(PROMPT, PARAMS, str(number), server)
+                    assert done.finish_reason in ("stop", "length")
+                    await fleet.loads()
+                while not unhealthy:
+                    await asyncio.sleep(0.01)
+            assert unhealthy == ["a-liar"] and fleet.router.ready == {"honest"}
+            assert not watching.done() and not any(fleet.router.load.values())
+            watching.cancel()
+
+    asyncio.run(main())
+
+
+def test_what_every_server_refuses_is_no_failure_of_theirs() -> None:
+    async def main() -> None:
+        unhealthy: list[str] = []
+        lies = {"/generate": body(b'{"error": "too long"}', 400)}
+        async with (
+            server_of(Liar(lies), "a") as first,
+            server_of(Liar(lies), "b") as second,
+            SGLangClient(5) as client,
+        ):
+            fleet = Fleet(
+                client,
+                lambda: [first, second],
+                lambda: None,
+                lambda server, reason: unhealthy.append(server.name),
+            )
+            watching = asyncio.create_task(fleet.watch())
+            with pytest.raises(ServerRefused, match="too long"):
+                await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
+            assert not unhealthy and not any(fleet.router.load.values())
+            watching.cancel()
+
+    asyncio.run(main())
+
+
+def mutated(rng: random.Random, raw: bytes) -> bytes:
+    """Change an honest answer at one to three places."""
+    data = bytearray(raw)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(data))
+        match rng.randrange(6):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randint(1, 20)]
+            case 2:
+                data[at:at] = rng.choice([b"null", b"[[[", b"1e999", b"-", b'"', b"{}", b"\xff"])
+            case 3:
+                data[at:at] = bytes(data[at : at + rng.randint(1, 30)])
+            case 4:
+                data[at:at] = b"9" * rng.choice([1, 10, 400, 5000])
+            case 5:
+                data[at:at] = b"[" * rng.choice([10, 2000, 100_000])
+        if not data:
+            break
+    return bytes(data)
+
+
+def fuzz(cases: int, seed: int) -> None:
+    """Each mutated answer is a ServerFailed, or a chunk that keeps every promise."""
+    from areal_lite.servers import client
+    from areal_lite.servers.answers import (
+        parse_generation,
+        parse_load,
+        parse_model_info,
+        parse_reply,
+        parse_server_info,
+    )
+
+    rng = random.Random(seed)
+    server = ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1)
+    honest = [json.dumps(answer).encode() for answer in HONEST.values()]
+    load = {"num_running_reqs": 3, "num_waiting_reqs": 0, "token_usage": 0.5}
+    others = [
+        (parse_model_info, b'{"weight_version": "12", "model": "x"}'),
+        (parse_load, json.dumps({"loads": [load]}).encode()),
+        (parse_server_info, b'{"version": "0.5.21", "internal": [{"a": 1}]}'),
+        (parse_reply, b'{"success": true, "message": ""}'),
+    ]
+    slowest, accepted = 0.0, 0
+    for _ in range(cases):
+        parse, raw = rng.choice([*others, *((None, raw) for raw in honest)])
+        raw = mutated(rng, raw)
+        started = time.perf_counter()
+        with contextlib.suppress(ServerFailed):
+            if parse:
+                client._parsed(server, "x", raw, parse)
+            else:
+                chunk = client._parsed(server, "x", raw, lambda r: parse_generation(r, PARAMS))
+                assert_promises(chunk)
+                accepted += 1
+        slowest = max(slowest, time.perf_counter() - started)
+    assert accepted and slowest < 2
+
+
+def assert_promises(chunk) -> None:
+    count = len(chunk.tokens)
+    assert count == len(chunk.logprobs) == len(chunk.versions) <= PARAMS.max_new_tokens
+    assert all(0 <= token < PARAMS.vocab_size for token in chunk.tokens.tolist())
+    assert not np.isinf(chunk.logprobs).any() and not (chunk.logprobs > 1e-3).any()
+    assert (chunk.versions >= 0).all() and (np.diff(chunk.versions) >= 0).all()
+    assert chunk.finish_reason in ("stop", "length", "abort")
+    assert chunk.finish_reason != "stop" or chunk.tokens[-1] == EOS
+    assert chunk.finish_reason != "length" or count == PARAMS.max_new_tokens
+
+
+def test_mutated_answers() -> None:
+    fuzz(6_000, seed=1)
+
+
+@pytest.mark.slow
+def test_many_mutated_answers() -> None:
+    for seed in range(2, 52):
+        fuzz(6_000, seed)
