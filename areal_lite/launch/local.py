@@ -33,6 +33,7 @@ from areal_lite.run_dir.resume import (
     clear_stop_request,
     lock_run_dir,
     remove_stale_files,
+    set_aside_damaged,
     start_version,
     stop_requested,
 )
@@ -55,6 +56,7 @@ def run_locked(config: TrainConfig) -> int:
     """Train as `run` does, while the caller holds the lock of the run directory."""
     run_dir = Path(config.run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr)
+    set_aside_damaged(run_dir)
     if start_version(run_dir) >= config.trainer.steps:
         return _already_complete(config, run_dir)
     return _train_and_report(config, run_dir)

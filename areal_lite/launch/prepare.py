@@ -23,7 +23,12 @@ from pathlib import Path
 from areal_lite.config import TrainConfig, load_config, save_config
 from areal_lite.run_dir.metrics import forget_after
 from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR
-from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files, start_version
+from areal_lite.run_dir.resume import (
+    lock_run_dir,
+    remove_stale_files,
+    set_aside_damaged,
+    start_version,
+)
 
 # The exit status of `begin` when the run has no steps left.
 COMPLETE = 10
@@ -61,6 +66,7 @@ def begin(run_dir: Path) -> int:
 
 
 def _begin(run_dir: Path) -> int:
+    set_aside_damaged(run_dir)
     version = start_version(run_dir)
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)

@@ -17,6 +17,7 @@ The folder must be on a file system that all ranks see.
 """
 
 import shutil
+from collections import ChainMap
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -35,6 +36,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.parallel import on_every_rank
+from areal_lite.megatron.safe_loading import only_data
+from areal_lite.run_dir.manifest import checksum, write_manifest
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
 from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
@@ -71,11 +74,13 @@ class PendingCheckpoint:
             content_metadata=_FORMAT,
         )
         self.request: AsyncRequest = request
+        # Of the files that this rank writes. Only its thread changes them.
+        self.checksums: dict[str, int] = {}
         self.thread: Thread | None = None
         if request.async_fn is not None:  # this rank has something to write
             _, _, results = request.async_fn_args
             transforms, _ = request.async_fn.args
-            args = (transforms, _host_copy(request, parts), results)
+            args = (transforms, _host_copy(request, parts), results, self.checksums)
             self.thread = Thread(target=_write, args=args, daemon=True)
             self.thread.start()
 
@@ -98,7 +103,10 @@ class PendingCheckpoint:
             raise RuntimeError(
                 f"{self.folder}: this checkpoint could not be written; {error}"
             ) from error
+        checksums: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(checksums, self.checksums)
         if dist.get_rank() == 0:
+            write_manifest(self.scratch, dict(ChainMap(*checksums)))
             publish_folder(self.scratch, self.folder)
         dist.barrier()
 
@@ -170,12 +178,12 @@ def obsolete(steps: list[int], keep: int, milestone_every: int) -> list[int]:
 def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
     """Restore the state in `folder`; return its `extra`. Every rank calls it.
 
-    Raises ValueError when the folder is not a checkpoint of these parts.
+    Raises ValueError when the folder is not a checkpoint of these parts, or holds more than data.
     """
     marker = folder / CHECKPOINT_MARKER
     if not marker.is_file():
         raise ValueError(f"{folder}: not a trainer checkpoint")
-    with reading(marker):
+    with reading(marker), only_data(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         if missing := parts.keys() - common.keys():
             raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")
@@ -247,8 +255,8 @@ def _host_copy(request: AsyncRequest, parts: Mapping[str, Part]) -> list:
     ]
 
 
-def _write(transforms: list, buckets: list, results: Queue) -> None:
-    """Write and flush `buckets`.
+def _write(transforms: list, buckets: list, results: Queue, checksums: dict[str, int]) -> None:
+    """Write and flush `buckets`, and put the checksum of each file into `checksums`.
 
     `results` receives what Megatron expects of its writer processes, or the exception of a write.
     """
@@ -264,4 +272,9 @@ def _write(transforms: list, buckets: list, results: Queue) -> None:
         _, written[index] = outcome.get()
         if isinstance(written[index], Exception):
             return results.put(written[index])
+        file = Path(bucket[0])
+        try:
+            checksums[file.name] = checksum(file)
+        except OSError as error:
+            return results.put(error)
     results.put(written)

@@ -8,7 +8,7 @@ run_dir/
     trajectories.sqlite       rollout groups and their trajectories
     summary.json              written at the end, with report.png and report.html
     trace.json                written by `areal-lite trace`
-    checkpoints/              step-N/ (complete once it has a metadata.json), hf/ (last weights)
+    checkpoints/              step-N/ (complete once it has a manifest.json), hf/ (last weights)
     weights/                  what `sync.transport=disk` hands to the servers
     bad_batches/              batches whose update was skipped
     logs/                     one file per process
@@ -35,8 +35,8 @@ PROXIMAL_FILE = "proximal.jsonl"
 TOTALS_FILE = "controller_totals.json"
 
 CHECKPOINTS_DIR = "checkpoints"
-CHECKPOINT_MARKER = "metadata.json"
-"""Megatron writes this file last: a checkpoint folder that has it is complete."""
+CHECKPOINT_MARKER = "manifest.json"
+"""The manifest of a checkpoint is written last: a folder that has one is complete."""
 HF_DIR = "hf"
 WEIGHTS_DIR = "weights"
 BAD_BATCHES_DIR = "bad_batches"

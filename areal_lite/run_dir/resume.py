@@ -1,6 +1,6 @@
 """Resuming and stopping a run.
 
-`resume=auto` on a run directory continues at step S, the step of the newest complete checkpoint
+`resume=auto` on a run directory continues at step S, the step of the newest whole checkpoint
 (0 without one). S is also a version of the weights. What is recovered:
 
 * Trainer: weights, optimizer, schedule and random state come from the checkpoint. Metrics and
@@ -21,12 +21,15 @@ No torch here: supervisor and controller use this module.
 import fcntl
 import os
 import re
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from areal_lite.run_dir.manifest import damage
 from areal_lite.run_dir.paths import (
     CHECKPOINT_MARKER,
     CHECKPOINTS_DIR,
@@ -69,6 +72,30 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in `folder`, or None."""
     steps = checkpoint_steps(folder)
     return folder / f"step-{steps[-1]}" if steps else None
+
+
+def set_aside_damaged(run_dir: Path) -> None:
+    """Rename the newest checkpoints that are damaged: the run continues from one that is whole.
+
+    Call it before any role starts, so that all of them see the same checkpoints. Raises ValueError,
+    and renames nothing, when there are checkpoints and none is whole.
+    """
+    folder = run_dir / CHECKPOINTS_DIR
+    steps = checkpoint_steps(folder)
+    reasons: dict[Path, str] = {}
+    while steps and (reason := damage(folder / f"step-{steps[-1]}")):
+        reasons[folder / f"step-{steps.pop()}"] = reason
+    if reasons and not steps:
+        found = "; ".join(f"{path.name}: {reason}" for path, reason in reasons.items())
+        raise ValueError(
+            f"{folder} has no checkpoint that is whole ({found}): restore one from a copy, or "
+            "start anew in another run_dir"
+        )
+    for path, reason in reasons.items():
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        print(f"{path} is damaged: {reason}; it is now {aside.name}", file=sys.stderr)
 
 
 def start_version(run_dir: Path) -> int:

@@ -193,13 +193,7 @@ class Store(StoreFile):
             "WHERE state = 'used' AND step >= :version",
             values,
         )
-        for row in list(self._rows("SELECT * FROM groups WHERE state = 'finished'")):
-            try:
-                self._group(row)
-            except DamagedGroup as error:
-                log.warning("dropped group %d: %s", row["group_id"], error)
-                only = f"group_id = {row['group_id']}"
-                self._execute(f"{drop} 'resume: damaged' WHERE {only}", values)
+        self._drop_damaged(f"{drop} 'resume: damaged'", values)
         self.commit()
         counts = self.counts()
         drawn, put_back, draws = self._sampler_state()
@@ -214,6 +208,16 @@ class Store(StoreFile):
             draws=draws,
             filtered=Counter(dict(filtered)),
         )
+
+    def _drop_damaged(self, drop: str, values: dict[str, Any]) -> None:
+        """Run the statement `drop` on each group that waits and is damaged."""
+        for row in list(self._rows("SELECT * FROM groups WHERE state = 'finished'")):
+            try:
+                self._group(row)
+            except DamagedGroup as error:
+                log.warning("dropped group %d: %s", row["group_id"], error)
+                only = f"group_id = {row['group_id']}"
+                self._execute(f"{drop} WHERE {only}", values)
 
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -36,7 +37,7 @@ def kill(r: Run, saved: int) -> None:
     """
     checkpoint = r.path / "checkpoints" / f"step-{saved}"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "metadata.json").touch()
+    (checkpoint / "manifest.json").touch()
     for process in r.processes.values():
         process.kill()
         process.wait()
@@ -246,6 +247,14 @@ def wait_for(process: subprocess.Popen, folder: Path, steps: int, saved: int) ->
         time.sleep(0.05)
 
 
+def damage_weights(checkpoint: Path) -> None:
+    """Flip one bit in the middle of the tensors."""
+    path = checkpoint / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def check_whole_run(folder: Path) -> None:
     """Check that each of the seven steps, and each trajectory, counts once."""
     summary = json.loads((folder / "summary.json").read_text())
@@ -288,6 +297,8 @@ def check_whole_run(folder: Path) -> None:
 @pytest.mark.timeout(900)
 def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
     """Kill a run after a checkpoint, stop the resumed run, and resume it to the end.
+
+    A flipped bit in the newest checkpoint makes the last start continue from the one before.
 
     Another start finds nothing left to do.
     """
@@ -338,8 +349,14 @@ def test_killed_stopped_and_complete(model, tmp_path) -> None:  # noqa: F811
             and not (folder / "checkpoints" / "hf").exists()
             and (folder / "summary.json").exists()
         )
+        damage_weights(folder / "checkpoints" / f"step-{stopped}")
         process = start()
         assert process.wait(300) == 0, (tmp_path / "output").read_text()
+        output = (tmp_path / "output").read_text()
+        assert f"step-{stopped} is damaged: __0_0.distcp has a wrong checksum" in output
+        before = re.search(r"the run resumes from step (\d+)", output)
+        assert before and 0 < int(before[1]) < stopped
+        assert (folder / "checkpoints" / f"step-{stopped}.damaged").is_dir()
         check_whole_run(folder)
         assert (folder / "checkpoints" / "hf" / "model.safetensors").exists() and not (
             folder / "stop"

@@ -281,7 +281,7 @@ def test_a_run_dir_is_locked_and_cleaned(tmp_path) -> None:
         "config.yaml",
         "metrics.jsonl",
         "trajectories.sqlite",
-        "checkpoints/step-12/metadata.json",
+        "checkpoints/step-12/manifest.json",
     ]
     for name in stale + kept:
         (run_dir / name).touch()

@@ -18,7 +18,7 @@ from areal_lite.trajectory import TrainBatch
 def checkpoint(folder: Path) -> Path:
     scratch = scratch_folder(folder)
     (scratch / "weights").write_text(folder.name)
-    (scratch / "metadata.json").write_text("{}")
+    (scratch / "manifest.json").write_text("{}")
     publish_folder(scratch, folder)
     return folder
 
@@ -54,10 +54,10 @@ def test_obsolete_checkpoints(steps, keep, milestone_every, gone):
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     checkpoint(tmp_path / "step-1")
     scratch = scratch_folder(tmp_path / "step-1")
-    (scratch / "metadata.json").write_text("new")
+    (scratch / "manifest.json").write_text("new")
     publish_folder(scratch, tmp_path / "step-1")
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
-    assert [path.name for path in (tmp_path / "step-1").iterdir()] == ["metadata.json"]
+    assert [path.name for path in (tmp_path / "step-1").iterdir()] == ["manifest.json"]
 
 
 def test_a_copy_of_the_model_is_written():
@@ -87,7 +87,7 @@ def _read(marker: Path, inside, leave) -> None:
 
 
 def test_a_checkpoint_that_another_process_reads_is_not_removed(tmp_path):
-    marker = checkpoint(tmp_path / "step-1") / "metadata.json"
+    marker = checkpoint(tmp_path / "step-1") / "manifest.json"
     context = multiprocessing.get_context("fork")
     inside, leave = context.Event(), context.Event()
     reader = context.Process(target=_read, args=(marker, inside, leave))
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_another_process_reads_is_not_removed(tmp_path):
 
 
 def test_two_may_read_at_once(tmp_path):
-    marker = checkpoint(tmp_path / "step-1") / "metadata.json"
+    marker = checkpoint(tmp_path / "step-1") / "manifest.json"
     with reading(marker):
         with reading(marker):
             pass

@@ -1,0 +1,79 @@
+"""A checkpoint is data: reading one never runs code that somebody put into it.
+
+torch unpickles two parts of a distributed checkpoint: its `.metadata`, and small objects beside the
+tensors. Only the classes that `torch.distributed.checkpoint` itself writes are allowed here.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.checkpoint import metadata, planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+_METADATA_FILE = ".metadata"
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    (allowed.__module__, allowed.__qualname__): allowed
+    for allowed in (
+        PosixPath,  # where the checkpoint was written
+        torch.Size,
+        torch.serialization._get_layout,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        planner.SavePlan,
+        planner.TensorWriteData,
+        planner.WriteItem,
+        planner.WriteItemType,
+        _StorageInfo,
+    )
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        try:
+            return _CLASSES[module, name]
+        except KeyError:
+            raise ValueError(f"it names {module}.{name}, which no checkpoint does") from None
+
+
+@contextmanager
+def only_data(folder: Path) -> Iterator[None]:
+    """Let torch read the checkpoint in `folder` inside the block, as data only.
+
+    Raises ValueError if the checkpoint holds anything else, or if its `.metadata` cannot be read.
+    """
+    try:
+        with open(folder / _METADATA_FILE, "rb") as file:
+            _MetadataUnpickler(file).load()
+    except Exception as error:  # a damaged pickle raises errors of many kinds
+        raise ValueError(f"{folder}: {_METADATA_FILE} is damaged or forged: {error}") from error
+    try:
+        with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+            yield
+    except CheckpointException as error:  # it is not an Exception
+        cause, _ = next(iter(error.failures.values()))
+        raise ValueError(f"{folder} cannot be loaded: {_first_line(cause)}") from error
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the name of an error, and the first line of what it says: torch says much."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
