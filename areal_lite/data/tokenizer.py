@@ -9,14 +9,15 @@ Invariants:
   * nothing is downloaded, and no code of a checkpoint runs except its sandboxed chat template.
 """
 
-import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
+
+from areal_lite.system.files import read_json
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 _ANSWER = "(the-answer-goes-here)"
@@ -40,10 +41,15 @@ class Tokenizer:
             raise ValueError(
                 f"{file} does not exist: model must be a checkpoint folder with a fast tokenizer"
             )
-        self._fast = FastTokenizer.from_file(str(file))
+        try:
+            self._fast = FastTokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises no narrower class
+            raise ValueError(
+                f"{file}: not a fast tokenizer ({error}); copy the checkpoint again"
+            ) from None
         self._fast.no_truncation()
         self._fast.no_padding()
-        settings = self._read("tokenizer_config.json")
+        settings = read_json(self.path / "tokenizer_config.json")
         # A special token is saved as a string or as the fields of an added token.
         self._special_tokens: dict[str, Any] = {}
         for key, value in settings.items():
@@ -51,10 +57,13 @@ class Tokenizer:
             if key.endswith("_token") and isinstance(text, str):
                 self._special_tokens[key] = text
         self._chat_template = self._find_chat_template(settings)
+        self.vocab_size = self._find_vocab_size()
         self.eos_ids = self._find_eos_ids()
-        self.vocab_size: int = self._read("config.json").get("vocab_size") or (
-            self._fast.get_vocab_size()
-        )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The characters of the longest token."""
+        return max(map(len, self._fast.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that the tokenizer puts around every text."""
@@ -87,7 +96,7 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # the template is a program of the checkpoint
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return texts[0]
 
@@ -108,24 +117,47 @@ class Tokenizer:
         )
         return self.encode(text.partition(_ANSWER)[2], add_special_tokens=False)
 
-    def _read(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: not UTF-8: {error}; copy the checkpoint again") from None
         template = settings.get("chat_template")
-        if isinstance(template, list):  # several templates, by name
-            return {t["name"]: t["template"] for t in template}.get("default")
+        try:
+            if isinstance(template, list):  # several templates, by name
+                template = {t["name"]: t["template"] for t in template}.get("default")
+        except (KeyError, TypeError):
+            template = False
+        if template is not None and not isinstance(template, str):
+            raise ValueError(
+                f"{self.path / 'tokenizer_config.json'}: chat_template is neither a text nor a list"
+                " of names and templates; copy the checkpoint again"
+            )
         return template
 
     def _find_eos_ids(self) -> tuple[int, ...]:
         ids = []
         for name in ("generation_config.json", "config.json"):
-            given = self._read(name).get("eos_token_id")
-            ids += given if isinstance(given, list) else [given]
+            given = read_json(self.path / name).get("eos_token_id")
+            for i in given if isinstance(given, list) else [given]:
+                if i is not None and not (type(i) is int and 0 <= i < self.vocab_size):
+                    raise ValueError(
+                        f"{self.path / name}: eos_token_id={i!r} is not a token id below"
+                        f" {self.vocab_size}; correct it or remove it"
+                    )
+                ids.append(i)
         for text in (self._special_tokens.get("eos_token"), _END_OF_MESSAGE):
             ids.append(None if text is None else self._fast.token_to_id(text))
         return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    def _find_vocab_size(self) -> int:
+        """Return the rows of the model's embedding, which may be more than there are tokens."""
+        file = self.path / "config.json"
+        size = read_json(file).get("vocab_size") or self._fast.get_vocab_size()
+        if type(size) is not int or size < 1:
+            raise ValueError(
+                f"{file}: vocab_size={size!r} is not a positive integer; copy the checkpoint again"
+            )
+        return size

@@ -14,6 +14,7 @@ import numpy as np
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.evaluation import Scores, score_problems
+from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import RoleFailed
@@ -42,6 +43,7 @@ def run(config: EvalCommandConfig | GenerateConfig) -> int:
 
 
 def _run(config: EvalCommandConfig | GenerateConfig, run_dir: Path) -> int:
+    check_model_folder(Path(config.model))
     save_config(config, run_dir)
     pool = server_pool(
         config.server,

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from areal_lite.config import TrainConfig, save_config
+from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import Placement, place
 from areal_lite.launch.roles import RoleFailed, Roles
@@ -59,6 +60,8 @@ def run_locked(config: TrainConfig) -> int:
     set_aside_damaged(run_dir)
     if start_version(run_dir) >= config.trainer.steps:
         return _already_complete(config, run_dir)
+    for model in filter(None, (config.model, config.algo.reference)):
+        check_model_folder(Path(model))
     return _train_and_report(config, run_dir)
 
 

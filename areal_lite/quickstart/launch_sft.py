@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from areal_lite.config import SftConfig, save_config
+from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.report.progress import FollowedProgress
 from areal_lite.run_dir.resume import lock_run_dir
@@ -21,6 +22,7 @@ def run(config: SftConfig) -> int:
 
 
 def _warm_up(config: SftConfig, run_dir: Path) -> int:
+    check_model_folder(Path(config.model))
     save_config(config, run_dir)
     progress = FollowedProgress(
         run_dir,

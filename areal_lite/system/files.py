@@ -43,6 +43,22 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(to_plain(value), indent=2, allow_nan=False) + "\n")
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file with one JSON object; return an empty one if there is no file.
+
+    Raises ValueError of one line, which names the file.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_bytes().decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON: {error}; restore the file") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{file}: a {type(value).__name__}, not an object; restore the file")
+    return value
+
+
 def to_plain(value: Any) -> Any:
     """Return `value` in types that JSON has; NaN and infinities become None."""
     if isinstance(value, Mapping):

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
+from areal_lite.data.model_folder import weight_files
 from areal_lite.megatron.architectures import layout
 from areal_lite.megatron.model import Backbone
 
@@ -50,7 +51,7 @@ def split_rank(name: str) -> tuple[int, int]:
 def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> None:
     """Set this rank's parameters from the safetensors files in `folder`.
 
-    Raises ValueError for a missing file or tensor, or a wrong shape.
+    Raises ValueError for a missing or damaged file, a missing tensor, or a wrong shape.
     """
     index = weight_files(folder)
     readers = {path: safe_open(path, "pt") for path in set(index.values())}
@@ -68,15 +69,3 @@ def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> N
                 f"{folder}: {plan.names[0]} does not have the shape that config.json implies"
             )
         parameter.copy_(shard)
-
-
-def weight_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor name to its safetensors file. Raises ValueError when there is no file."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: no safetensors files; is it a Hugging Face checkpoint folder?")
-    index: dict[str, Path] = {}
-    for path in files:
-        with safe_open(path, "pt") as reader:
-            index.update(dict.fromkeys(reader.keys(), path))
-    return index

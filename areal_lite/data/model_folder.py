@@ -1,0 +1,147 @@
+"""The files of a Hugging Face checkpoint folder, checked before anything starts, without torch.
+
+Each problem is a ValueError of one line that names the file, the place in it and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.system.files import read_json
+
+_INDEX = "model.safetensors.index.json"
+# Those of `megatron.architectures`, which imports torch.
+MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "num_experts",
+    "head_dim",
+)
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def check_model_folder(folder: Path) -> None:
+    """Check a folder's tokenizer, its JSON files and its weights. Raises ValueError."""
+    Tokenizer(folder)
+    check_weights(folder)
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Map each tensor name to its safetensors file.
+
+    Raises ValueError without a file, for a file that is damaged, or for one that the index names
+    and that is not there.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: no safetensors files; is it a Hugging Face checkpoint folder?")
+    tensors: dict[str, Path] = {}
+    for path in files:
+        try:
+            with safe_open(path, "numpy") as reader:
+                tensors.update(dict.fromkeys(reader.keys(), path))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path}: not a complete safetensors file ({error}); copy the checkpoint again"
+            ) from None
+    named = read_json(folder / _INDEX).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ValueError(f"{folder / _INDEX}: weight_map is not an object of file names")
+    for tensor, file in named.items():
+        if tensors.get(tensor) != folder / file:
+            raise ValueError(
+                f"{folder / _INDEX}: {tensor} should be in {file}, which does not have it;"
+                " copy the checkpoint again"
+            )
+    return tensors
+
+
+def check_weights(folder: Path) -> None:
+    """Check that the files are complete and that the tensors are those of config.json.
+
+    Raises ValueError. Tensors of other architectures than MODEL_TYPES are not looked at.
+    """
+    tensors = weight_files(folder)
+    config = read_json(folder / "config.json")
+    if config.get("model_type") not in MODEL_TYPES:
+        return
+    for key in _SIZES:
+        size = config.get(key, 1)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(
+                f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
+                " copy the checkpoint again"
+            )
+    for layer in range(config.get("num_hidden_layers") or 0):
+        if (name := f"model.layers.{layer}.input_layernorm.weight") not in tensors:
+            raise ValueError(
+                f"{folder}: no tensor {name} in its safetensors files; copy the checkpoint again"
+            )
+    for path in sorted(set(tensors.values())):
+        with safe_open(path, "numpy") as reader:
+            for name in reader.keys():
+                part = reader.get_slice(name)
+                _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
+
+
+def _check_tensor(
+    where: str, shape: list[int], dtype: str, name: str, config: Mapping[str, Any]
+) -> None:
+    expected = expected_shape(name, config)
+    if expected is None:
+        return
+    if shape != expected:
+        raise ValueError(
+            f"{where} has the shape {shape}, but config.json implies {expected};"
+            " copy both from the same checkpoint"
+        )
+    if dtype not in _DTYPES and "quantization_config" not in config:
+        raise ValueError(
+            f"{where} has the dtype {dtype}, not one of {', '.join(_DTYPES)}; use a checkpoint in"
+            " floating point"
+        )
+
+
+def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
+    """Return the shape of a tensor that `config` implies, None if it does not say.
+
+    config: a config.json of one of MODEL_TYPES. Matrices are [out, in].
+    """
+    module, kind = name.split(".")[-2:] if "." in name else (name, "")
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        # Qwen3 has a default, which is not of this form.
+        qwen3 = config["model_type"].startswith("qwen3")
+        dim = config["head_dim"] if qwen3 else config.get("head_dim") or hidden // heads
+        queries, keys = heads * dim, config["num_key_value_heads"] * dim
+        width = config["moe_intermediate_size" if ".experts." in name else "intermediate_size"]
+        shape = {
+            "embed_tokens": [config["vocab_size"], hidden],
+            "lm_head": [config["vocab_size"], hidden],
+            "norm": [hidden],
+            "input_layernorm": [hidden],
+            "post_attention_layernorm": [hidden],
+            "q_norm": [dim],
+            "k_norm": [dim],
+            "q_proj": [queries, hidden],
+            "k_proj": [keys, hidden],
+            "v_proj": [keys, hidden],
+            "o_proj": [hidden, queries],
+            "gate_proj": [width, hidden],
+            "up_proj": [width, hidden],
+            "down_proj": [hidden, width],
+        }[module]
+    except (KeyError, TypeError):
+        return None
+    return shape[:1] if kind == "bias" else shape

@@ -1,0 +1,175 @@
+"""A damaged checkpoint folder is refused in one line with the file, before anything starts."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from areal_lite.config import MakeModelConfig
+from areal_lite.data.model_folder import MODEL_TYPES, check_model_folder
+from areal_lite.quickstart import make_model
+
+TINY = dict(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_size=16)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def make(folder: Path, architecture: str = "qwen3") -> Path:
+    tie = architecture != "qwen3_moe"
+    make_model.run(
+        MakeModelConfig(out=str(folder), architecture=architecture, tie_embeddings=tie, **TINY)
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("made") / "model")
+
+
+@pytest.fixture
+def model(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "model"))
+
+
+def refusal(model: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        check_model_folder(model)
+    message = str(error.value)
+    assert "\n" not in message and str(model) in message
+    return message
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_every_architecture_passes_and_a_wrong_size_does_not(
+    architecture: str, tmp_path: Path
+) -> None:
+    from areal_lite.megatron.architectures import ARCHITECTURES
+
+    assert sorted(ARCHITECTURES) == sorted(MODEL_TYPES)
+    model = make(tmp_path / "model", architecture)
+    check_model_folder(model)
+    config = json.loads((model / "config.json").read_text())
+    width = "moe_intermediate_size" if architecture == "qwen3_moe" else "intermediate_size"
+    for key in ("vocab_size", "hidden_size", "num_key_value_heads", width):
+        (model / "config.json").write_text(json.dumps(config | {key: config[key] * 2}))
+        assert "but config.json implies" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        (file, content)
+        for file in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+            "config.json",
+        )
+        for content in (b"", b"nope", b"[]", b"null", b"\xff", b'{"a": ', b"[" * 100_000)
+    ],
+)
+def test_json_that_is_damaged(file: str, content: bytes, model: Path) -> None:
+    (model / file).write_bytes(content)
+    assert file in refusal(model)
+
+
+@pytest.mark.parametrize("eos", ['"x"', "99999999999999", "-1", "true", "1.5", "[1, 98]", "[[1]]"])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_tokens_outside_the_vocabulary(file: str, eos: str, model: Path) -> None:
+    content = json.loads((model / file).read_text()) | {"eos_token_id": json.loads(eos)}
+    (model / "generation_config.json").unlink()
+    (model / file).write_text(json.dumps(content))
+    assert f"{file}: eos_token_id" in refusal(model)
+
+
+@pytest.mark.parametrize("template", [5, {}, [5], [{"name": "default"}]])
+def test_chat_templates_of_another_type(template: object, model: Path) -> None:
+    file = model / "tokenizer_config.json"
+    (model / "chat_template.jinja").unlink()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    assert "chat_template" in refusal(model)
+    (model / "chat_template.jinja").write_bytes(b"\xff")
+    assert "chat_template.jinja" in refusal(model)
+
+
+@pytest.mark.parametrize("damage", ["empty", "header", "truncated", "garbage", "missing"])
+def test_weights_that_are_damaged(damage: str, model: Path) -> None:
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    contents = {
+        "empty": b"",
+        "header": content[:100],
+        "truncated": content[:-1],
+        "garbage": b"\xff" * len(content),
+    }
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(contents[damage])
+    assert "safetensors" in refusal(model)
+
+
+def test_shapes_and_dtypes_are_those_of_the_configuration(model: Path) -> None:
+    file = model / "model.safetensors"
+    good = load_file(file)
+    wrong = {
+        "shape [16, 8]": good[Q_PROJ][:, :8].contiguous(),
+        "shape []": torch.zeros(()),
+        "dtype I64": good[Q_PROJ].long(),
+    }
+    for complaint, tensor in wrong.items():
+        save_file(good | {Q_PROJ: tensor}, file)
+        assert f"{Q_PROJ} has the {complaint}" in refusal(model)
+    save_file(good | {Q_PROJ: good[Q_PROJ].bfloat16()}, file)
+    check_model_folder(model)
+    del good["model.layers.1.input_layernorm.weight"]
+    save_file(good, file)
+    assert "no tensor model.layers.1.input_layernorm.weight" in refusal(model)
+
+
+@pytest.mark.parametrize("size", ["x", 0, -1, 1.5, True, [16]])
+def test_sizes_are_positive_integers(size: object, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": size}))
+    assert "config.json: hidden_size=" in refusal(model)
+
+
+def test_shards_that_the_index_names(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = ["model-1.safetensors", "model-2.safetensors"]
+    shards = dict(zip(names, [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]))
+    for name, shard in shards.items():
+        save_file(shard, model / name)
+    index = model / "model.safetensors.index.json"
+    weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    check_model_folder(model)
+    (model / names[1]).unlink()
+    assert f"should be in {names[1]}, which does not have it" in refusal(model)
+    for damaged in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": null}'):
+        index.write_text(damaged)
+        assert index.name in refusal(model)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_files_pass_or_are_refused(seed: int, made: Path, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    for number in range(100):
+        model = Path(shutil.copytree(made, tmp_path / str(number)))
+        file = generator.choice(sorted(model.iterdir()))
+        content = bytearray(file.read_bytes())
+        for _ in range(generator.randint(1, 4)):
+            at = generator.randrange(min(len(content), 3000))
+            content[at : at + generator.randint(0, 3)] = generator.choice(
+                [b"", b"\xff", b"[", b"{", b"null", b"-1", b"9" * 30, b'"', b"\0"]
+            )
+        file.write_bytes(content)
+        try:
+            check_model_folder(model)
+        except ValueError as error:
+            assert str(model) in str(error) and "\n" not in str(error), file
