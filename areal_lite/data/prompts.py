@@ -12,7 +12,8 @@ number, or an object or list, which is kept as JSON.
 Invariants:
   * every row is checked at loading, and an error names the file, the row and the key;
   * prompts of more than `data.max_prompt_tokens` tokens are left out, with a warning, and counted
-    in `num_too_long`;
+    in `num_too_long`. So are prompts with more characters than that many tokens of the longest
+    kind, which are not tokenized: that could take minutes;
   * a `prompt_id` depends on the row's place in its source only, so it is the same in every run;
   * a set keeps text and tokenizes on access.
 """
@@ -32,6 +33,7 @@ from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.system.imports import load_object
 
 log = logging.getLogger(__name__)
+_KEYS_SHOWN = 20
 
 # data.source -> the import path of its opener, called as f(config, tokenizer, split) -> PromptSet.
 SOURCES = {
@@ -115,13 +117,12 @@ class TextPrompts:
         self._tokenizer = tokenizer
         self._chat = config.chat
         self._prompts: list[Prompt] = []  # without their tokens
-        too_long = []
+        too_long = []  # their characters
         for row_id, row in rows:
             text, messages = self._text(row_id, row, config)
             answer = _answer(row_id, row, config.answer_key)
-            length = len(self._encode(text))
-            if length > config.max_prompt_tokens:
-                too_long.append(length)
+            if self._is_too_long(row_id, text, config.max_prompt_tokens):
+                too_long.append(len(text))
             else:
                 self._prompts.append(
                     Prompt(prompt_id=row_id, tokens=[], answer=answer, text=text, messages=messages)
@@ -130,7 +131,7 @@ class TextPrompts:
         if too_long:
             log.warning(
                 "left out %d of %d prompts: they are longer than data.max_prompt_tokens=%d"
-                " (the longest has %d tokens)",
+                " (the longest has %d characters)",
                 len(too_long),
                 len(too_long) + len(self._prompts),
                 config.max_prompt_tokens,
@@ -152,6 +153,14 @@ class TextPrompts:
         prompt = self._prompts[index]
         return replace(prompt, tokens=self._encode(prompt.text))
 
+    def _is_too_long(self, row_id: str, text: str, max_tokens: int) -> bool:
+        if len(text) > max_tokens * self._tokenizer.longest_token:
+            return True
+        length = len(self._encode(text))
+        if not length:
+            raise ValueError(f"{row_id}: the prompt has no tokens: remove the row")
+        return length > max_tokens
+
     def _encode(self, text: str) -> list[int]:
         # A chat template has written the special tokens.
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
@@ -161,6 +170,8 @@ class TextPrompts:
     ) -> tuple[str, list[Message]]:
         """Return a row's prompt as text, and the messages of a chat."""
         prompt = _value(row_id, row, config.prompt_key)
+        if prompt == "":
+            raise ValueError(f"{row_id}: {config.prompt_key!r} is empty: remove the row")
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         elif _is_messages(prompt):
@@ -179,15 +190,24 @@ class TextPrompts:
             return prompt, []
         if config.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        return self._tokenizer.render(messages), messages
+        try:
+            return self._tokenizer.render(messages), messages
+        except ValueError as error:
+            raise ValueError(f"{row_id}: {error}") from error
 
 
 def _value(row_id: str, row: dict[str, Any], key: str) -> Any:
+    """Return the value of a key. Raises ValueError unless it is JSON that can be sent as UTF-8."""
     if key not in row:
         raise ValueError(
-            f"{row_id} has no key {key!r}, only {sorted(row)}:"
+            f"{row_id} has no key {key!r}, only {sorted(row)[:_KEYS_SHOWN]}:"
             " set data.prompt_key and data.answer_key"
         )
+    try:
+        # Half a surrogate pair cannot be encoded. NaN and infinities are not JSON.
+        json.dumps(row[key], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{row_id}: {key!r} cannot be used: {error}; correct the row") from None
     return row[key]
 
 

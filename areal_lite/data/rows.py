@@ -51,14 +51,18 @@ def _library(name: str) -> Any:
 
 
 def _jsonl_file(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8: {error}; convert the file") from None
+            except ValueError as error:
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            except RecursionError:
+                raise ValueError(f"{path}:{number}: not JSON: nested too deep") from None
             if not isinstance(row, dict):
                 raise ValueError(
                     f"{path}:{number}: a {type(row).__name__}, not an object of keys and values"
@@ -68,8 +72,11 @@ def _jsonl_file(path: Path) -> Iterator[Row]:
 
 def _parquet_file(path: Path) -> Iterator[Row]:
     parquet = _library("pyarrow.parquet")
-    batches = parquet.ParquetFile(path).iter_batches()
-    return _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+        yield from _numbered(path.name, (row for batch in batches for row in batch.to_pylist()))
+    except (_library("pyarrow").ArrowException, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path}: not a Parquet file that can be read: {error}") from None
 
 
 def _folder(folder: Path, split: str) -> Iterator[Row]:
