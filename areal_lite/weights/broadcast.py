@@ -235,19 +235,9 @@ def wait_together(
     wait([collective, *calls], _GRACE_S)
     errors = server_errors(call for call in calls if call.done())
     late = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
-    unresponsive = [
-        ServerUnreachable(server, f"{what}: does not answer")
-        for server in late
-        if not is_reachable(server, _GRACE_S)
-    ]
 
-    # Step 3: blame the servers that gave no answer, else those that refused, else the late. A
-    # server that only saw the collective fail is not to blame.
-    culprits = (
-        [*_unreachable(errors), *unresponsive]
-        or [error for error in errors if not is_collective_error(error)]
-        or [ServerFailed(server, f"{what} does not end") for server in late]
-    )
+    # Step 3: blame.
+    culprits = _culprits(errors, late, what)
     if culprits:
         if reason is not None:
             log.warning("%s failed on the trainer's side too: %s", what, reason)
@@ -255,6 +245,23 @@ def wait_together(
     seen = [error for error in errors if GIVEN_UP not in str(error)]
     cause = reason or next(iter(seen), f"it took longer than sync.timeout_s={timeout_s:g}")
     raise CollectiveError(f"{what}, while every server answers: {cause}") from reason
+
+
+def _culprits(errors: list[ServerError], late: list[ServerInfo], what: str) -> list[ServerError]:
+    """Return the servers that gave no answer, else those that refused, else the late.
+
+    A server that only saw the collective fail is not to blame.
+    """
+    unresponsive = [
+        ServerUnreachable(server, f"{what}: does not answer")
+        for server in late
+        if not is_reachable(server, _GRACE_S)
+    ]
+    return (
+        [*_unreachable(errors), *unresponsive]
+        or [error for error in errors if not is_collective_error(error)]
+        or [ServerFailed(server, f"{what} does not end") for server in late]
+    )
 
 
 def _unreachable(errors: list[ServerError]) -> list[ServerError]:
