@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_lite.run_dir.store_file import REMEDY
 from areal_lite.run_dir.store_schema import SCHEMA
 
 # Rows that are read at once.
@@ -82,17 +83,19 @@ class Columns:
 def open_store(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a store for reading, also while its run writes to it.
 
-    Raises ValueError if there is none, or if an older version of the package wrote it.
+    Raises ValueError if there is none, if it is damaged, or if an older version of the package
+    wrote it.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: give the directory of a training run")
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-        names = {row[1] for row in db.execute("PRAGMA table_info(trajectories)")}
-        if "server" not in names:
-            raise ValueError(
-                f"{path} has no column trajectories.server: read it with the version that wrote it"
-            )
-        yield db
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+            names = {row[1] for row in db.execute("PRAGMA table_info(trajectories)")}
+            if "server" not in names:
+                raise ValueError(f"{path} is empty, or another version of the package wrote it")
+            yield db
+    except sqlite3.Error as error:
+        raise ValueError(f"{path}: {error}: {REMEDY}") from error
 
 
 def read_columns(path: Path) -> Columns:

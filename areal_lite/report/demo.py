@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import lzma
 import shutil
-import sqlite3
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
+import msgspec
+import numpy as np
 from omegaconf import OmegaConf
 
+from areal_lite.report.columns import open_store
 from areal_lite.run_dir.paths import (
     CONFIG_FILE,
     EVALS_FILE,
@@ -26,10 +28,38 @@ from areal_lite.run_dir.paths import (
     SUMMARY_FILE,
     TOTALS_FILE,
 )
+from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_schema import ADMISSION
 from areal_lite.system.files import publish_folder, scratch_folder, write_json
+from areal_lite.trajectory import Group, Trajectory
 
 _FOLDER = Path(__file__).with_name("demo_runs")
+_GROUPS = "groups.msgpack"
 _FILES = (METRICS_FILE, EVALS_FILE, PROXIMAL_FILE, SUMMARY_FILE, TOTALS_FILE)
+
+
+class _Trajectory(msgspec.Struct, array_like=True):
+    """A packed trajectory; its fields are columns of the store."""
+
+    reward: float | None
+    finish_reason: str
+    started_at: float
+    finished_at: float
+    server: str
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes
+    prompt: str | None
+    completion: str | None
+
+
+class _Group(msgspec.Struct, array_like=True):
+    """A packed group; `admission` has the columns of that name."""
+
+    admission: tuple[int, str, int, int, int, float]
+    finished_at: float
+    step: int
+    trajectories: list[_Trajectory]
 
 
 def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
@@ -42,12 +72,55 @@ def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
         config = OmegaConf.load(scratch / CONFIG_FILE)
         config.model, config.run_dir = str(folder / "model"), str(folder)
         OmegaConf.save(config, scratch / CONFIG_FILE)
+        _write_store(scratch / STORE_FILE, (scratch / _GROUPS).read_bytes())
+        (scratch / _GROUPS).unlink()
         publish_folder(scratch, folder)
     return folder
 
 
+def _write_store(path: Path, packed: bytes) -> None:
+    """Write the packed groups, all of them used, to a new store."""
+    store = Store(path)
+    store.begin()
+    for group in msgspec.msgpack.decode(packed, type=list[_Group]):
+        store.admit(*group.admission)
+        trajectories = [
+            Trajectory(
+                group_id=group.admission[0],
+                prompt_id=group.admission[1],
+                sample_index=number,
+                tokens=np.frombuffer(one.tokens, np.int32),
+                loss_mask=np.frombuffer(one.versions, np.int32) >= 0,
+                behavior_logprobs=np.frombuffer(one.logprobs, np.float32),
+                versions=np.frombuffer(one.versions, np.int32),
+                finish_reason=one.finish_reason,
+                reward=one.reward,
+                started_at=one.started_at,
+                finished_at=one.finished_at,
+                server=one.server,
+            )
+            for number, one in enumerate(group.trajectories)
+        ]
+        group_id, prompt_id, prompt_index, _, size, _ = group.admission
+        whole = Group(
+            group_id=group_id,
+            prompt_id=prompt_id,
+            size=size,
+            trajectories=trajectories,
+            prompt_index=prompt_index,
+        )
+        texts = [(one.prompt, one.completion) for one in group.trajectories]
+        store.finish(whole, texts, None, group.finished_at)
+        store.use([group_id], group.step)
+    store.commit()
+    store.close()
+
+
 def pack(run_dir: Path, name: str) -> Path:
-    """Pack a run and the tokenizer of its model, and return the archive."""
+    """Pack a run whose groups were all used, and its tokenizer, and return the archive.
+
+    The groups are packed without SQLite: an archive outlives changes of the store's tables.
+    """
     archive = _FOLDER / f"{name}.tar.xz"
     archive.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,14 +134,35 @@ def pack(run_dir: Path, name: str) -> Path:
         shutil.copy(Path(config.model) / "tokenizer.json", folder / "model")
         config.model = config.run_dir = "?"
         OmegaConf.save(config, folder / CONFIG_FILE)
-        source = sqlite3.connect(f"file:{run_dir / STORE_FILE}?mode=ro", uri=True)
-        source.execute("VACUUM INTO ?", (str(folder / STORE_FILE),))
-        source.close()
+        (folder / _GROUPS).write_bytes(msgspec.msgpack.encode(_read_groups(run_dir / STORE_FILE)))
         with lzma.open(archive, "wb", preset=9 | lzma.PRESET_EXTREME) as packed:
             with tarfile.open(fileobj=packed, mode="w") as tar:
                 for file in sorted(folder.iterdir()):
                     tar.add(file, file.name, filter=_without_owner)
     return archive
+
+
+def _read_groups(path: Path) -> list[_Group]:
+    members = ", ".join(_Trajectory.__struct_fields__)
+    with open_store(path) as db:
+        return [
+            _Group(
+                admission=tuple(admission),
+                finished_at=finished_at,
+                step=step,
+                trajectories=[
+                    _Trajectory(*row)
+                    for row in db.execute(
+                        f"SELECT {members} FROM trajectories WHERE group_id = ? "
+                        "ORDER BY sample_index",
+                        admission[:1],
+                    )
+                ],
+            )
+            for *admission, finished_at, step in db.execute(
+                f"SELECT {', '.join(ADMISSION)}, finished_at, step FROM groups ORDER BY group_id"
+            ).fetchall()
+        ]
 
 
 def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from areal_lite.report.measures import mean_open
 from areal_lite.report.run_data import RunData, load_run
 from areal_lite.report.style import (
     BLUE,
@@ -177,8 +178,7 @@ def generation_rate(
     sampled = np.array([t["sampled"] for t in trajectories], np.float64)
     edges = np.linspace(0.0, max(ends, default=1.0), 61)
     life = np.maximum(ends - starts, 1e-6)
-    done = np.array([(sampled * np.clip((edge - starts) / life, 0, 1)).sum() for edge in edges])
-    return edges, np.diff(done) / np.diff(edges)
+    return edges, mean_open(starts, starts + life, edges, sampled / life)
 
 
 def _marker(points: Sequence[float] | np.ndarray) -> str:

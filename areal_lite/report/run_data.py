@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from areal_lite.report.windows import pushes_of
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
@@ -60,8 +61,7 @@ class RunData:
     @property
     def pushes(self) -> dict[int, tuple[float, float]]:
         """By version, the pause of its push: (wall-clock seconds of the start, seconds)."""
-        lines = [m for m in self.metrics if m.get("paused_at") and m["pause_s"] is not None]
-        return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
+        return pushes_of(self.metrics)
 
     @property
     def training_started_at(self) -> float | None:

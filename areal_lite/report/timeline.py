@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 
 from areal_lite.report.run_data import RunData
 from areal_lite.report.style import GREY, show_empty
+from areal_lite.report.windows import Pauses, segment_spans
 
 _ROWS = 90
 # Neighbors are far apart in hue, so that a change of version is visible. The cycle is eight long.
@@ -28,8 +29,6 @@ _VERSION_COLORS = (
 # Shares of the width that a label in the strip needs: "version 25", "v25".
 _LONG_LABEL = 0.06
 _SHORT_LABEL = 0.025
-
-Spans = dict[int, tuple[float, float]]
 
 
 def draw_timeline(axes: Axes, run: RunData) -> None:
@@ -70,14 +69,14 @@ def _draw_bars(axes: Axes, trajectories: list[dict[str, Any]], run: RunData, ori
             axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
 
 
-def _draw_pauses(axes: Axes, pauses: Spans) -> None:
+def _draw_pauses(axes: Axes, pauses: Pauses) -> None:
     """Cover the bars where no server samples. The line marks pauses shorter than a pixel, too."""
     for start, end in pauses.values():
         axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
         axes.axvline(start, color="black", linewidth=0.9, zorder=3)
 
 
-def _label_versions(axes: Axes, pauses: Spans, left: float, right: float) -> None:
+def _label_versions(axes: Axes, pauses: Pauses, left: float, right: float) -> None:
     """Draw a strip above the bars: the version that the servers have, in its color."""
     if not pauses:
         return
@@ -107,37 +106,6 @@ def middle_trajectories(run: RunData, count: int) -> list[dict[str, Any]]:
     span = min(len(ordered), max(count, 4 * len(ordered) // max(1, len(run.pushes))))
     first = (len(ordered) - span) // 2
     return [ordered[first + i * span // count] for i in range(count)] if span >= count else ordered
-
-
-def segment_spans(trajectory: dict[str, Any], pushes: Spans) -> list[tuple[int, float, float]]:
-    """Return (version, start, end) for each weight version of a trajectory.
-
-    Times are wall-clock seconds, and the spans cover the trajectory's life without a gap.
-    Version v starts with the pause of its push. If that push is unknown, it starts where the
-    version's share of the sampled tokens puts it.
-
-    Args:
-        trajectory: a row of RunData.trajectories.
-        pushes: version -> (wall-clock seconds of the pause's start, its length in seconds).
-    """
-    born = trajectory["started_at"]
-    died = trajectory["finished_at"]
-    tokens: dict[int, int] = {}
-    for version, start, end in trajectory["segments"]:
-        tokens[version] = tokens.get(version, 0) + end - start
-    spans: list[tuple[int, float, float]] = []
-    earlier_tokens = 0
-    begin = born
-    for version, count in tokens.items():
-        if spans:
-            share = earlier_tokens / trajectory["sampled"]
-            at = pushes[version][0] if version in pushes else born + (died - born) * share
-            at = min(max(at, begin), died)
-            spans[-1] = (*spans[-1][:2], at)
-            begin = at
-        spans.append((version, begin, died))
-        earlier_tokens += count
-    return spans
 
 
 def _color(version: int) -> str:

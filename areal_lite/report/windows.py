@@ -10,7 +10,9 @@ import numpy as np
 
 from areal_lite.report.columns import Columns
 from areal_lite.report.measures import trainer_spans
-from areal_lite.report.timeline import segment_spans
+
+Pauses = dict[int, tuple[float, float]]
+"""By version, the wall-clock start of the pause of its push, and its seconds."""
 
 # Bars and pushes of a window, at most.
 BARS = 160
@@ -43,8 +45,8 @@ def build_windows(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> lis
     ]
 
 
-def pushes_of(metrics: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Return, by version, the wall-clock start of the pause of its push, and its seconds."""
+def pushes_of(metrics: Sequence[Mapping[str, Any]]) -> Pauses:
+    """Return the pauses of the pushes whose end was logged."""
     lines = [m for m in metrics if m.get("paused_at") and m.get("pause_s") is not None]
     return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
 
@@ -77,7 +79,9 @@ def _steps(
     ]
 
 
-def _bars(columns: Columns, paused: Any, start: float, end: float, origin: float) -> dict[str, Any]:
+def _bars(
+    columns: Columns, paused: Pauses, start: float, end: float, origin: float
+) -> dict[str, Any]:
     """Return the bars of a window, evenly thinned to BARS, and the number there would be."""
     inside = np.flatnonzero((columns.started < end) & (columns.finished > start))
     inside = inside[np.argsort(columns.started[inside], kind="stable")]
@@ -116,6 +120,37 @@ def as_dict(columns: Columns, index: int) -> dict[str, Any]:
         "sampled": int(columns.sampled[index]),
         "segments": list(zip(versions, starts, ends)),
     }
+
+
+def segment_spans(trajectory: dict[str, Any], pushes: Pauses) -> list[tuple[int, float, float]]:
+    """Return (version, start, end) for each weight version of a trajectory.
+
+    Times are wall-clock seconds, and the spans cover the trajectory's life without a gap.
+    Version v starts with the pause of its push. If that push is unknown, it starts where the
+    version's share of the sampled tokens puts it.
+
+    Args:
+        trajectory: a row of RunData.trajectories.
+        pushes: version -> (wall-clock seconds of the pause's start, its length in seconds).
+    """
+    born = trajectory["started_at"]
+    died = trajectory["finished_at"]
+    tokens: dict[int, int] = {}
+    for version, start, end in trajectory["segments"]:
+        tokens[version] = tokens.get(version, 0) + end - start
+    spans: list[tuple[int, float, float]] = []
+    earlier_tokens = 0
+    begin = born
+    for version, count in tokens.items():
+        if spans:
+            share = earlier_tokens / trajectory["sampled"]
+            at = pushes[version][0] if version in pushes else born + (died - born) * share
+            at = min(max(at, begin), died)
+            spans[-1] = (*spans[-1][:2], at)
+            begin = at
+        spans.append((version, begin, died))
+        earlier_tokens += count
+    return spans
 
 
 def pack(lanes: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> list[int]:

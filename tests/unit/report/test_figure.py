@@ -9,7 +9,8 @@ from matplotlib.image import imread
 
 from areal_lite.report.figure import generation_rate, write_report
 from areal_lite.report.run_data import RunData, load_run
-from areal_lite.report.timeline import middle_trajectories, segment_spans
+from areal_lite.report.timeline import middle_trajectories
+from areal_lite.report.windows import segment_spans
 from tests.unit.report.synthetic_run import T0, hand_made, simulate
 
 PUSHES = {1: (10.0, 0.5), 2: (20.0, 0.5), 3: (30.0, 0.5)}

@@ -72,6 +72,17 @@ def test_a_run_without_a_store_has_no_trajectories(tmp_path: Path) -> None:
     assert count_facts([], [], columns)["trajectories"] == 0
 
 
+def test_a_damaged_store_is_one_line_that_says_what_to_do(run: Path, tmp_path: Path) -> None:
+    content = (run / "trajectories.sqlite").read_bytes()
+    damaged = tmp_path / "trajectories.sqlite"
+    damaged.write_bytes(content[:8192] + bytes([255]) * (len(content) - 8192))
+    with pytest.raises(ValueError, match="trajectories.sqlite: .*: restore the file from a copy"):
+        read_columns(damaged)
+    damaged.write_bytes(b"")
+    with pytest.raises(ValueError, match="is empty, or another version of the package wrote it"):
+        read_columns(damaged)
+
+
 def test_staleness_counts_every_token_of_used_trajectories(run: Path, columns: Columns) -> None:
     expected: dict[int, int] = {}
     for row in stored(run):
