@@ -192,11 +192,6 @@ def check_sampling(config: TrainConfig) -> None:
             "rollout.active_sampling=true would filter every group of rollout.group_size=1: "
             "one reward has no variance"
         )
-    if rollout.retire_above is not None and config.data.source == "addition":
-        raise ValueError(
-            f"rollout.retire_above={rollout.retire_above} needs prompts that come again: "
-            "data.source=addition always makes new ones"
-        )
 
 
 def check_replay(config: TrainConfig) -> None:
@@ -298,11 +293,6 @@ def check_push(config: TrainConfig) -> None:
 def check_sft(config: SftConfig, prefix: str = "") -> None:
     """Check the supervised warm-up, whose keys begin with `prefix`."""
     check_trainer(config.trainer, f"{prefix}trainer")
-    if config.data.source != "addition":
-        raise ValueError(
-            f"{prefix}data.source={config.data.source}: `sft` generates demonstrations of the "
-            "addition task only"
-        )
     if config.batch_size % config.trainer.data_parallel:
         raise ValueError(
             f"{prefix}batch_size={config.batch_size} is not a multiple of "

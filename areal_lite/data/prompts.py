@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,13 +74,23 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    name = SOURCES.get(config.source, config.source)
+    return prompt_source(config.source)(config, Tokenizer(model_path), split)
+
+
+def prompt_source(source: str) -> Callable[..., PromptSet]:
+    """Import the opener of `data.source`. Raises ValueError if there is none.
+
+    An opener that is a class can say more about its prompts before they are loaded:
+    `num_prompts = None`: there is no end, and no prompt comes again. `chat = False`: they are plain
+    text. `has_demonstrations = True`: `sft` can warm a model up on them.
+    """
+    name = SOURCES.get(source, source)
     if ":" not in name:
         raise ValueError(
-            f"data.source={config.source}: choose one of {', '.join(SOURCES)}, or name your own"
+            f"data.source={source}: choose one of {', '.join(SOURCES)}, or name your own"
             " as module:name"
         )
-    return load_object("data.source", name)(config, Tokenizer(model_path), split)
+    return load_object("data.source", name)
 
 
 def load_eval_sets(

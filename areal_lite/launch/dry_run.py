@@ -38,6 +38,7 @@ def run(config: TrainConfig) -> int:
     trains_on_gpu = select_device(trainer).type == "cuda"
     sections = {
         f"model {config.model}": model_lines(hf),
+        "what is trained": objective_lines(config),
         "processes": process_lines(config, placement),
         "a training step, at most": batch_lines(config),
         f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype, gpu=trains_on_gpu),
@@ -61,6 +62,20 @@ def model_lines(hf: PretrainedConfig) -> list[str]:
     return [f"{hf.model_type}, {hf.num_hidden_layers} layers, {parameters:,} parameters"]
 
 
+def objective_lines(config: TrainConfig) -> list[str]:
+    """Name the objective, the reward, the workflow and the prompts."""
+    algo = config.algo
+    decoupled = ", decoupled" if algo.decoupled and algo.loss != "tb" else ""
+    advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
+    return [
+        f"objective: {algo.loss}{decoupled}{advantages}, "
+        f"tokens at most {_count(config.buffer.max_staleness, 'version')} stale",
+        f"reward: {config.reward.function}",
+        f"workflow: {config.rollout.workflow}",
+        f"prompts: {config.data.source}" + (f", {config.data.path}" if config.data.path else ""),
+    ]
+
+
 def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
     """List the processes and their GPUs."""
     trainer = config.trainer
@@ -71,9 +86,9 @@ def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
             f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
             for i, gpus in enumerate(placement.servers)
         ),
-        f"controller: no GPU, {config.reward.workers} reward workers, "
+        f"controller: no GPU, {_count(config.reward.workers, 'reward worker')}, "
         f"up to {config.rollout.max_concurrent} trajectories in flight",
-        f"trainer: {trainer.world_size} ranks ({sizes}), {_gpus(placement.trainer)}",
+        f"trainer: {_count(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
     ]
 
 
@@ -92,12 +107,13 @@ def batch_lines(config: TrainConfig) -> list[str]:
     share = sequences // (replicas * trainer.minibatches)
     microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
     return [
-        f"{groups} groups x {size} = {sequences} sequences of {longest:,} tokens "
+        f"{_count(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
         f"= {sequences * longest:,} tokens",
-        f"{sequences // replicas} sequences for each of {replicas} data-parallel ranks",
-        f"{trainer.minibatches} minibatches (updates) of {share} sequences a rank, "
-        f"in {microbatches} microbatches of {trainer.tokens_per_microbatch:,} tokens",
-        f"{trainer.steps} steps: {trainer.steps * trainer.minibatches:,} updates, "
+        f"{sequences // replicas} sequences for each of {_count(replicas, 'data-parallel rank')}",
+        f"{_count(trainer.minibatches, 'update')}, each of {share} sequences a rank in "
+        f"{_count(microbatches, 'microbatch', 'es')} of {trainer.tokens_per_microbatch:,} tokens",
+        f"{_count(trainer.steps, 'step')}: "
+        f"{_count(trainer.steps * trainer.minibatches, 'update')}, "
         f"{trainer.steps * sequences:,} sequences",
     ]
 
@@ -156,8 +172,9 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     """Show the size of a push; `itemsize` is that of the trainer's weights, in bytes."""
     buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
     return [
-        f"{_size(sum(buckets))} in {len(buckets)} buckets, the largest {_size(max(buckets))}, "
-        f"to each server (sync.transport={config.sync.transport})"
+        f"{_size(sum(buckets))} in {_count(len(buckets), 'bucket')}, "
+        f"the largest {_size(max(buckets))}, to each server "
+        f"(sync.transport={config.sync.transport})"
     ]
 
 
@@ -181,6 +198,11 @@ def _shared_line(gpu: SharedGpu) -> str:
 def _line(name: str, count: float, note: str = "") -> str:
     """Align a name and a number of bytes; put the note behind them."""
     return f"{name:<12}{_size(count):>12}" + (f"   {note}" if note else "")
+
+
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    """Write a number with its noun."""
+    return f"{count:,} {noun}{plural if count != 1 else ''}"
 
 
 def _size(count: float) -> str:

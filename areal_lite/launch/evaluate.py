@@ -15,7 +15,7 @@ from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, s
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.evaluation import Scores, score_problems
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.data.prompts import Prompt, load_prompts
+from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
@@ -148,7 +148,7 @@ def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
     if not config.prompts:
         held_out = load_prompts(config.data, config.model, "eval")
         return [held_out[i] for i in range(min(_EXAMPLES, held_out.num_prompts or _EXAMPLES))]
-    chat = config.data.chat and config.data.source != "addition"
+    chat = config.data.chat and getattr(prompt_source(config.data.source), "chat", True)
 
     def encode(text: str) -> list[int]:
         return (

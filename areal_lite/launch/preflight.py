@@ -20,6 +20,7 @@ from areal_lite.config import (
     GenerateConfig,
     QuickstartConfig,
     ServerConfig,
+    SftConfig,
     SlurmConfig,
     TrainConfig,
     check_fields,
@@ -29,6 +30,7 @@ from areal_lite.config.report import VIEWS
 from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import stored_max_staleness
+from areal_lite.data.prompts import prompt_source
 from areal_lite.launch.placement import place
 from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
@@ -36,7 +38,6 @@ from areal_lite.rollout.runner import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import resolve_device, visible_gpus
-from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
 
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
@@ -62,6 +63,10 @@ def check_config(config: Any) -> None:
         _training(config)
     if isinstance(config, SlurmConfig):
         layout(config)
+    if isinstance(config, SftConfig):
+        _demonstrations(config, "data.source")
+    if isinstance(config, QuickstartConfig):
+        _demonstrations(config.sft, "sft.data.source")
     run_dir = Path(getattr(config, "run_dir", os.devnull))
     if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
         if isinstance(config, TrainConfig):
@@ -74,6 +79,12 @@ def _training(config: TrainConfig) -> None:
     if config.algo.reference not in (None, config.model):
         _model_folder("algo.reference", config.algo.reference)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
+    source, above = config.data.source, config.rollout.retire_above
+    if above is not None and getattr(prompt_source(source), "num_prompts", 0) is None:
+        raise ValueError(
+            f"rollout.retire_above={above} needs prompts that come again: data.source={source} "
+            "always makes new ones"
+        )
     _eval_files(config)
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
         gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
@@ -92,9 +103,16 @@ def _model_folder(key: str, model: str) -> None:
             )
 
 
+def _demonstrations(sft: SftConfig, key: str) -> None:
+    source = prompt_source(sft.data.source)
+    if not getattr(source, "has_demonstrations", False):
+        raise ValueError(
+            f"{key}={sft.data.source} has no demonstrations to warm up on: use addition"
+        )
+
+
 def _data_source(data: DataConfig) -> None:
-    if ":" in data.source:
-        load_object("data.source", data.source)
+    prompt_source(data.source)
     if data.source == "jsonl" and not os.path.exists(data.path or ""):
         raise ValueError(f"data.path={data.path}: no such file")
 

@@ -13,6 +13,8 @@ class AdditionPrompts:
     """Addition problems by index, without end; addition.py has the task."""
 
     num_prompts = None
+    chat = False
+    has_demonstrations = True
     num_too_long = 0
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:

@@ -145,6 +145,8 @@ def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsy
     assert (
         "sft.trainer.batch_groups=32 cannot be dealt equally to sft.trainer.data_parallel=3" in line
     )
+    line = complaint(capsys, "quickstart", where, "sft.data.source=hf", "sft.data.path=x")
+    assert "sft.data.source=hf has no demonstrations to warm up on" in line
     line = complaint(capsys, "quickstart", where, "sft.batch_size=0")
     assert "sft.batch_size=0: must be at least 1" in line
 
