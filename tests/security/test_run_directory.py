@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal_lite import cli
+from areal_lite.config import MakeModelConfig
 from areal_lite.launch import prepare
+from areal_lite.quickstart import make_model
 from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_stale_files
 from areal_lite.system.files import write_atomically
 
@@ -23,6 +25,15 @@ def model(tmp_path) -> Path:
     for file in ("config.json", "tokenizer.json"):
         (tmp_path / "model" / file).write_text("{}")
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory) -> Path:
+    """A model for commands that look at it before they write."""
+    out = tmp_path_factory.mktemp("real") / "model"
+    small = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    assert make_model.run(MakeModelConfig(out=str(out), mlp_size=16, **small)) == 0
+    return out
 
 
 def arguments(command: str, model: Path, run_dir: Path | str) -> list[str]:
@@ -107,13 +118,13 @@ def test_two_commands_do_not_share_a_folder(command, model, tmp_path, capsys):
     assert content(run_dir) == {}
 
 
-def test_training_does_not_continue_an_evaluation(model, tmp_path, capsys):
+def test_training_does_not_continue_an_evaluation(real_model, tmp_path, capsys):
     run_dir = tmp_path / "eval"
     wrong = ["server.start_timeout_s=0.05", "server.max_restarts=0"]
-    assert cli.main([*arguments("eval", model, run_dir), *wrong]) == 1
+    assert cli.main([*arguments("eval", real_model, run_dir), *wrong]) == 1
     capsys.readouterr()
     before = content(run_dir)
-    assert cli.main([*arguments("train", model, run_dir), "resume=auto"]) == 2
+    assert cli.main([*arguments("train", real_model, run_dir), "resume=auto"]) == 2
     assert str(run_dir) in one_line(capsys)
     assert content(run_dir) == before
 
@@ -133,13 +144,13 @@ def test_a_folder_that_cannot_be_used_is_one_line(command, place, model, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["train", "prepare", "eval", "sft"])
-def test_a_full_disk_is_one_line_with_the_file(command, model, tmp_path, capsys):
+def test_a_full_disk_is_one_line_with_the_file(command, real_model, tmp_path, capsys):
     """A limit on the size of files stands for it: every write fails."""
     run_dir = tmp_path / "run"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        status = cli.main(arguments(command, model, run_dir))
+        status = cli.main(arguments(command, real_model, run_dir))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1
