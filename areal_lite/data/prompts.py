@@ -164,7 +164,7 @@ class TextPrompts:
         return replace(prompt, tokens=self._encode(prompt.text))
 
     def _is_too_long(self, row_id: str, text: str, max_tokens: int) -> bool:
-        if len(text) > max_tokens * self._tokenizer.longest_token:
+        if len(text) > max_tokens * self._tokenizer.characters_per_token:
             return True
         length = len(self._encode(text))
         if not length:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
+from areal_lite.data.text_bound import characters_per_token
 from areal_lite.system.files import read_json
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
@@ -60,14 +61,17 @@ class Tokenizer:
         self.vocab_size = self._find_vocab_size()
         self.eos_ids = self._find_eos_ids()
 
-    @cached_property
-    def longest_token(self) -> int:
-        """The characters of the longest token."""
-        return max(map(len, self._fast.get_vocab()), default=1)
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with those that the tokenizer puts around every text."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the token ids of a text, with those that the tokenizer puts around every text.
+
+        Other threads go on meanwhile: the method for one text would keep the interpreter's lock.
+        """
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def characters_per_token(self) -> float:
+        """The most characters of text that one token can stand for, perhaps infinity."""
+        return characters_per_token(read_json(self.path / "tokenizer.json"))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of token ids, without special tokens."""
@@ -96,8 +100,11 @@ class Tokenizer:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except Exception as error:  # the template is a program of the checkpoint
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        except Exception as error:  # a template is code of the checkpoint: it may raise anything
+            kind = type(error).__name__
+            raise ValueError(
+                f"the chat template refuses these messages: {kind}: {error}"
+            ) from error
         return texts[0]
 
     def chat(
@@ -107,15 +114,19 @@ class Tokenizer:
         # The template writes the special tokens itself.
         return self.encode(self.render(messages, tools), add_special_tokens=False)
 
-    def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids that close an answer, of `messages`, and that open the next answer.
+    def render_after_answer(self, messages: Sequence[Message]) -> str:
+        """Render what closes an answer, `messages`, and what opens the next answer.
 
         Answers never pass through the template, because it may trim them or drop parts.
         """
         text = self.render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
         )
-        return self.encode(text.partition(_ANSWER)[2], add_special_tokens=False)
+        return text.partition(_ANSWER)[2]
+
+    def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of `render_after_answer(messages)`."""
+        return self.encode(self.render_after_answer(messages), add_special_tokens=False)
 
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"

@@ -64,9 +64,23 @@ class Transcript:
         """
         tokenizer = self.episode.tokenizer
         if self.episode.prompt.messages:
-            return self.add_tokens(tokenizer.chat_after_answer(messages))
-        text = "".join(message["content"] for message in messages)
+            text = tokenizer.render_after_answer(messages)
+        else:
+            text = "".join(message["content"] for message in messages)
+        if not self.may_fit(text):
+            return False
         return self.add_tokens(tokenizer.encode(text, add_special_tokens=False))
+
+    def may_fit(self, text: str) -> bool:
+        """Return False if `text` is too long for the remaining tokens whatever it says.
+
+        It is not encoded, which would take seconds for a long text. In that case the finish reason
+        becomes `length`.
+        """
+        if len(text) <= self.episode.tokenizer.characters_per_token * self.remaining_tokens:
+            return True
+        self.finish_reason = "length"
+        return False
 
     def add_tokens(self, tokens: Sequence[int]) -> bool:
         """Add environment tokens, or return False if they would leave no token for an answer.

@@ -22,6 +22,7 @@ from areal_lite.rollout.openai.messages import (
     check_settings,
     parse_messages,
     parse_stop,
+    parse_tools,
     same_messages,
 )
 from areal_lite.rollout.transcript import Transcript
@@ -54,13 +55,13 @@ class Conversation:
                 raise RequestRefused(self._failure, "episode_failed")
             check_settings(body, self.episode.params.temperature)
             new = self._new_messages(messages)
-            tools = body.get("tools") or []
+            tools = parse_tools(body.get("tools"))
             if self._messages and tools != self._tools:
                 raise RequestRefused("tools must be the same in every request of an episode")
             stop = parse_stop(body.get("stop"))
             max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
             try:
-                transcript = self._extend(new, tools)
+                transcript = await self._extend(new, tools)
                 self._response = await _respond(transcript, max_tokens, stop, bool(tools))
             except (ValueError, ServerRefused) as error:  # the chat template or a server refuses
                 self._failure = f"the episode cannot go on: {error}"
@@ -94,18 +95,31 @@ class Conversation:
             )
         return messages[known:]
 
-    def _extend(self, new: list[Message], tools: list[dict[str, Any]]) -> Transcript:
-        """Begin the transcript, or add messages to it."""
+    async def _extend(self, new: list[Message], tools: list[dict[str, Any]]) -> Transcript:
+        """Begin the transcript, or add messages to it.
+
+        Threads render and encode: a long text must not hold up everything else.
+        """
         tokenizer = self.episode.tokenizer
         if self._transcript is None:
-            self._transcript = Transcript(self.episode, tokenizer.chat(new, tools))
-        elif not self._transcript.add_tokens(tokenizer.chat_after_answer(new)):
+            tokens = await asyncio.to_thread(tokenizer.chat, new, tools)
+            self._transcript = Transcript(self.episode, tokens)
+        elif not await self._add(self._transcript, new):
             self.truncated = True
             raise RequestRefused(
                 "the token budget of the episode (rollout.max_new_tokens) is used up",
                 "context_length_exceeded",
             )
         return self._transcript
+
+    async def _add(self, transcript: Transcript, new: list[Message]) -> bool:
+        """Add messages, or return False if they do not fit."""
+        tokenizer = self.episode.tokenizer
+        text = await asyncio.to_thread(tokenizer.render_after_answer, new)
+        if not transcript.may_fit(text):
+            return False
+        tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+        return transcript.add_tokens(tokens)
 
 
 async def _respond(

@@ -8,18 +8,23 @@
   change the answer is refused by name with status 400.
 """
 
+import asyncio
 import contextlib
-import json
 import secrets
 from collections.abc import Iterator
 
 from aiohttp import web
 
 from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.openai.connections import Connections
 from areal_lite.rollout.openai.conversation import MODEL, Conversation
-from areal_lite.rollout.openai.messages import RequestRefused
+from areal_lite.rollout.openai.messages import RequestRefused, parse_body
 
-_MAX_REQUEST_BYTES = 64 << 20
+# A request has the whole conversation, as JSON and with the names of its fields.
+_BYTES_PER_TOKEN = 64
+_OTHER_BYTES = 1 << 20
+
+_BODY_TIMEOUT_S = 30.0
 
 
 class OpenAIEndpoint:
@@ -29,21 +34,22 @@ class OpenAIEndpoint:
         self._host = host
         self._port = port
         self._conversations: dict[str, Conversation] = {}
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._models)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._connections: Connections | None = None
         self.base_url = ""
 
-    async def start(self) -> None:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
-        port = self._runner.addresses[0][1]
+    async def start(self, context_tokens: int = 1 << 15) -> None:
+        """Listen. The largest request has room for a conversation of `context_tokens`."""
+        app = web.Application(client_max_size=_OTHER_BYTES + _BYTES_PER_TOKEN * context_tokens)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        self._connections = Connections(app)
+        port = await self._connections.listen(self._host, self._port)
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.base_url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
-        await self._runner.cleanup()
+        if self._connections:
+            await self._connections.close()
 
     @contextlib.contextmanager
     def conversation(self, episode: Episode) -> Iterator[tuple[str, Conversation]]:
@@ -72,14 +78,21 @@ class OpenAIEndpoint:
         # OpenAI's clients count their retries of a request in this header.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
-            body = await request.json()
-            if not isinstance(body, dict):
-                raise RequestRefused("the request must be a JSON object", "invalid_json")
-            return web.json_response(await conversation.chat(body, is_retry))
-        except json.JSONDecodeError as error:
-            return _error(400, f"not JSON: {error}", "invalid_json")
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                raw = await request.read()
+            _check_charset(request)
+            return web.json_response(await conversation.chat(parse_body(raw), is_retry))
+        except TimeoutError:
+            return _error(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
+        except web.HTTPRequestEntityTooLarge as error:
+            return _error(413, f"{error.text}: give shorter messages", "request_too_large")
         except RequestRefused as refusal:
             return _error(400, str(refusal), refusal.code)
+
+
+def _check_charset(request: web.Request) -> None:
+    if (charset := request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
 
 
 def _error(status: int, message: str, code: str) -> web.Response:

@@ -46,7 +46,8 @@ class Agent:
 
         # Agents run in this process, and httpx logs every request at INFO.
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        await self._endpoint.start()
+        context_tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        await self._endpoint.start(context_tokens)
         self._announcement = Path(config.run_dir, OPENAI_ENDPOINT_FILE)
         write_json(self._announcement, {"base_url": self._endpoint.base_url})
 

@@ -1,0 +1,329 @@
+"""Requests to the OpenAI endpoint that are wrong, too large or never end cost one answer each."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import uvloop
+
+from areal_lite.controller.loop_lag import LoopLag
+from areal_lite.data.text_bound import characters_per_token
+from areal_lite.rollout.openai import connections, endpoint
+from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
+from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
+
+USER = [{"role": "user", "content": "Hi"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+class Agent:
+    """Sends raw requests under the key of an episode."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str):
+        self._session, self._url, self._key = session, url + "/chat/completions", key
+
+    async def post(self, raw: bytes | str, **headers: str) -> tuple[int, str]:
+        headers = {
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {self._key}",
+            **headers,
+        }
+        async with self._session.post(self._url, data=raw, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+
+@contextlib.asynccontextmanager
+async def serving(folder, texts: int = 4, budget: int = 1000) -> AsyncIterator[tuple]:
+    """Yield an endpoint, an agent and its conversation."""
+    tokenizer = save_chat_tokenizer(folder)
+    server = OpenAIEndpoint()
+    await server.start()
+    script = ["yes"] * texts
+    async with (
+        aiohttp.ClientSession() as session,
+        playing(tokenizer, chat_prompt(tokenizer), script, max_new_tokens=budget) as (episodes, *_),
+    ):
+        with server.conversation(episodes[0]) as (key, conversation):
+            yield server, Agent(session, server.base_url, key), conversation
+    await server.close()
+
+
+def with_agent(folder, test: Callable, **settings) -> None:
+    async def main() -> None:
+        async with serving(folder, **settings) as (server, agent, conversation):
+            await test(server, agent, conversation)
+
+    uvloop.run(main())
+
+
+def chat(content: object = "Hi", **message) -> dict:
+    return {"messages": [{"role": "user", "content": content, **message}]}
+
+
+def assistant(call: object) -> dict:
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": call}]}
+
+
+def arguments(text: object) -> dict:
+    return assistant([{**CALL, "function": {"name": "f", "arguments": text}}])
+
+
+DEEP = "[" * 100_000
+WRONG = {
+    "not UTF-8": b'{"messages": "\xff\xfe"}',
+    "deep": DEEP,
+    "deep and closed": '{"messages": ' + DEEP + "]" * 100_000 + "}",
+    "5000 digits": '{"messages": [], "max_tokens": ' + "9" * 5000 + "}",
+    "NaN": '{"messages": [{"role": "user", "content": "Hi"}], "temperature": NaN}',
+    "half a pair in content": '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "half a pair in a role": '{"messages": [{"role": "\\udc00", "content": "a"}]}',
+    "half a pair in stop": '{"messages": [{"role": "user", "content": "Hi"}], "stop": "\\ud800!"}',
+    "half a pair in arguments": arguments('"\\ud800"'),
+    "deep arguments": arguments(DEEP),
+    "arguments that are no text": arguments(5),
+    "arguments that are no JSON": arguments("{"),
+    "calls that are a number": assistant(5),
+    "calls that are a text": assistant("abc"),
+    "a call that is null": assistant([None]),
+    "a call of a list": assistant([{**CALL, "function": {"name": [], "arguments": "{}"}}]),
+    "a part without text": chat([{"type": "text"}]),
+    "a part with a number": chat([{"type": "text", "text": 1}]),
+    "a part with null": chat([{"type": "text", "text": None}]),
+    "a part that is a text": chat(["a"]),
+    "content that is a number": chat(1),
+    "a name that is a list": chat(name=[]),
+    "a role that is null": chat(role=None),
+    "no messages": {},
+    "n is true": {**chat(), "n": True},
+    "top_p is true": {**chat(), "top_p": True},
+    "stream is 0": {**chat(), "stream": 0},
+    "temperature is true": {**chat(), "temperature": True},
+    "max_tokens is true": {**chat(), "max_tokens": True},
+    "max_tokens is 1.0": {**chat(), "max_tokens": 1.0},
+    "tools are a text": {**chat(), "tools": "abc"},
+    "tools are numbers": {**chat(), "tools": [1]},
+    "tools are an object": {**chat(), "tools": {"a": 1}},
+    "stop is empty": {**chat(), "stop": ""},
+    "stop is an object": {**chat(), "stop": {"a": 1}},
+    "many stops": {**chat(), "stop": ["a"] * 100_000},
+    "a long stop": {**chat(), "stop": "a" * 100_000},
+    "a list": [],
+    "null": None,
+}
+
+
+def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) -> None:
+    async def test(server, agent: Agent, conversation) -> None:
+        for case, request in WRONG.items():
+            raw = request if isinstance(request, str | bytes) else json.dumps(request)
+            status, text = await agent.post(raw)
+            assert status == 400 and json.loads(text)["error"]["message"], (case, status, text)
+        status, text = await agent.post(
+            json.dumps(chat()), **{"Content-Type": "application/json; charset=foo"}
+        )
+        assert status == 400 and "charset 'foo'" in text
+        status, text = await agent.post(json.dumps(chat()), **{"Content-Encoding": "gzip"})
+        assert status == 200, "the episode goes on"
+
+    with_agent(tmp_path, test)
+
+
+def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
+    async def test(server, agent: Agent, conversation) -> None:
+        conversation.episode.tokenizer._chat_template = "{{ 1 // 0 }}"
+        status, text = await agent.post(json.dumps(chat()))
+        assert status == 400 and "ZeroDivisionError" in text
+
+    with_agent(tmp_path, test)
+
+
+def test_a_long_text_holds_up_nothing(tmp_path) -> None:
+    """It is refused without encoding where it cannot fit, and encoded in a thread where it can."""
+
+    async def test(server, agent: Agent, conversation) -> None:
+        lag = LoopLag()
+        watching = asyncio.create_task(lag.watch())
+        messages = chat("a" * 1_000_000)["messages"]
+        status, text = await agent.post(json.dumps({"messages": messages}))
+        assert status == 200
+        messages += [json.loads(text)["choices"][0]["message"], *chat("b" * 1_000_000)["messages"]]
+        started = time.monotonic()
+        status, text = await agent.post(json.dumps({"messages": messages}))
+        assert status == 400 and "context_length_exceeded" in text and conversation.truncated
+        assert time.monotonic() - started < 2
+        assert lag.take_p99() < 1
+        watching.cancel()
+        status, text = await agent.post(b" " * (4 << 20))
+        assert status == 413 and "request_too_large" in text
+        assert conversation.trajectory(0.0).finish_reason == "length"
+
+    with_agent(tmp_path, test)
+
+
+def test_texts_that_fit_are_never_refused_by_their_length(tmp_path) -> None:
+    """Whatever the text: a token stands for at most `characters_per_token` characters."""
+    tokenizer = save_chat_tokenizer(tmp_path)
+    rng = random.Random(0)
+    texts = ["<|im_start|>" * 50, "\u00e9" * 100, "e\u0301" * 100, "\u1112\u1161\u11ab" * 50]
+    texts += ["".join(chr(rng.randrange(32, 0xD800)) for _ in range(100)) for _ in range(50)]
+    for text in texts:
+        assert len(text) <= tokenizer.characters_per_token * len(tokenizer.encode(text))
+
+
+BYTE_LEVEL = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": "x"}, "behavior": "Isolated"},
+            {"type": "ByteLevel"},
+        ],
+    },
+    "model": {"type": "BPE", "vocab": {"a": 0, "aaaa": 1}},
+    "added_tokens": [{"content": "<|end|>", "lstrip": False, "rstrip": False}],
+}
+
+
+def test_the_bound_is_infinite_for_tokenizers_that_leave_text_out() -> None:
+    assert characters_per_token(BYTE_LEVEL) == 4 * len("<|end|>")
+    removing = {"type": "Split", "pattern": {"Regex": " "}, "behavior": "Removed"}
+    stripping = [{"content": "<s>", "lstrip": False, "rstrip": True}]
+    collapsing = {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
+    for change in (
+        {"pre_tokenizer": removing},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": None},
+        {"normalizer": {"type": "Strip"}},
+        {"normalizer": {"type": "Sequence", "normalizers": [collapsing]}},
+        {"added_tokens": stripping},
+        {"model": {"type": "Unigram", "vocab": []}},
+    ):
+        assert characters_per_token(BYTE_LEVEL | change) == float("inf"), change
+
+
+def test_tool_calls_that_never_end_are_read_in_linear_time() -> None:
+    text = "<tool_call>" * 200_000
+    started = time.monotonic()
+    assert parse_tool_calls(text) == [] and without_tool_calls(text) == text
+    assert time.monotonic() - started < 1
+    deep = "<tool_call>" + DEEP + "</tool_call>"
+    (error,) = parse_tool_calls(f"a {deep} b")
+    assert isinstance(error, str) and without_tool_calls(f"a {deep} b") == "a  b"
+    stray = 'x</tool_call>y<tool_call>{"name": "f"}</tool_call>z'
+    assert [call.name for call in parse_tool_calls(stray)] == ["f"]
+    assert without_tool_calls(stray) == "x</tool_call>yz"
+
+
+STARTS = [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nA: "]
+
+
+def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "_IDLE_S", 0.5)
+    monkeypatch.setattr(connections, "_CHECK_S", 0.1)
+    monkeypatch.setattr(endpoint, "_BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (60, 60))
+
+    async def test(server, agent: Agent, conversation) -> None:
+        url = urlsplit(server.base_url)
+        where = (url.hostname, url.port)
+
+        def stall() -> list[socket.socket]:
+            strangers = [socket.create_connection(where) for _ in range(60)]
+            for number, stranger in enumerate(strangers):
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(STARTS[number % len(STARTS)])
+            return strangers
+
+        strangers = await asyncio.to_thread(stall)
+        await asyncio.sleep(0.2)
+        assert len(server._connections._runner.server.connections) <= 30
+        await asyncio.sleep(1.0)
+        status, _ = await agent.post(json.dumps(chat()))
+        assert status == 200, "all connections were taken for good"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+            f"Authorization: Bearer {agent._key}\r\n\r\n{{"
+        )
+        reader, writer = await asyncio.open_connection(*where)
+        writer.write(head.encode())
+        assert b"408" in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
+        for stranger in strangers:
+            stranger.close()
+
+    with_agent(tmp_path, test)
+
+
+WORDS = [b"null", b"true", b"[", b"{}", b"1e999", b'"\\ud800"', b"\xff", b"-", b"9" * 5000]
+
+
+def mutated(rng: random.Random, raw: bytes) -> bytes:
+    data = bytearray(raw)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(5):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                del data[at : at + rng.randint(1, 12)]
+            case 2:
+                words = [
+                    b"null",
+                    b"true",
+                    b"[",
+                    b"{}",
+                    b"1e999",
+                    b'"\\ud800"',
+                    b"\xff",
+                    b"-",
+                    b"9" * 5000,
+                ]
+                data[at:at] = rng.choice(words)
+            case 3:
+                data[at:at] = data[at : at + rng.randint(1, 20)]
+            case 4:
+                data[at:at] = b"[" * rng.choice([5, 2000])
+    return bytes(data)
+
+
+def fuzz(folder, cases: int, seed: int) -> None:
+    rng = random.Random(seed)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    honest = [
+        {**chat(), "temperature": 0.7, "n": 1, "stop": ["x"], "max_tokens": 5},
+        {**chat([{"type": "text", "text": "a"}]), "tools": tools},
+        {**assistant([CALL]), "tools": tools, "logit_bias": {}, "user": "me"},
+    ]
+
+    async def test(server, agent: Agent, conversation) -> None:
+        statuses = {200: 0, 400: 0}
+        for _ in range(cases):
+            # Each request begins an episode of its own.
+            conversation.__init__(conversation.episode)
+            started = time.monotonic()
+            status, text = await agent.post(mutated(rng, json.dumps(rng.choice(honest)).encode()))
+            assert time.monotonic() - started < 5
+            assert status in statuses, text
+            statuses[status] += 1
+        assert min(statuses.values()) > 0, statuses
+
+    with_agent(folder, test, texts=cases, budget=1000)
+
+
+def test_mutated_requests(tmp_path) -> None:
+    fuzz(tmp_path, 1_000, seed=1)
+
+
+@pytest.mark.slow
+def test_many_mutated_requests(tmp_path) -> None:
+    for seed in range(2, 22):
+        fuzz(tmp_path / str(seed), 3_000, seed)
