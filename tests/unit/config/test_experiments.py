@@ -50,7 +50,7 @@ def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
         name == "one_gpu" or gpus == 8 * CLUSTERS.get(name, 1) or name == "tba_gsm8k" and gpus == 4
     )
     assert main(["train", "--dry-run", f"+experiment={name}", *where]) == 0
-    assert f"{config.trainer.steps} steps" in capsys.readouterr().out
+    assert f"{config.trainer.steps:,} steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "one_gpu"])
