@@ -25,6 +25,7 @@ from areal_lite import cli
 from areal_lite.config import COMMANDS, compose_config, settings_of, to_dataclass
 from areal_lite.config.errors import explain, one_line
 from areal_lite.config.fields import keys_of, sections
+from areal_lite.config.report import VIEWS
 from areal_lite.launch.preflight import check_config
 
 NUMBERS = (-1, 0, -0.0, 1, 2, 0.5, -5, 2**31, 10**9, 10**20, 1e308, -1e308, 1e-320)
@@ -55,7 +56,7 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     for file in ("config.json", "tokenizer.json"):
         (folder / file).write_text("{}")
     both = [f"model={folder}", f"run_dir={folder}/run"]
-    needed = dict.fromkeys(COMMANDS, both)
+    needed = dict.fromkeys(COMMANDS, both) | dict.fromkeys(VIEWS, both[1:]) | {"compare": []}
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
     return needed | {"sft": [*both, f"out={folder}/out"]}
 
