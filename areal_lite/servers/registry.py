@@ -5,11 +5,18 @@
 """
 
 import json
+import logging
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
 
 from areal_lite.system.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +41,32 @@ def announce_server(run_dir: Path, info: ServerInfo) -> Path:
 
 
 def announced_servers(run_dir: Path) -> list[ServerInfo]:
-    """Return the announced servers, by name."""
+    """Return the announced servers, by name. A malformed announcement is logged and left out."""
     servers = []
-    for path in sorted(Path(run_dir, "servers").glob("*.json")):
+    for path in announcements(run_dir):
         with suppress(FileNotFoundError):  # withdrawn after it was listed
-            servers.append(ServerInfo(**json.loads(path.read_text())))
-    return servers
+            servers.append(_parse(path, path.read_bytes()))
+    return [server for server in servers if server]
+
+
+def announcements(run_dir: Path) -> list[Path]:
+    """List the files of the announced servers, by name."""
+    return sorted(Path(run_dir, "servers").glob("*.json"))
+
+
+# Cached, so that a malformed file is logged once and not at every look.
+@lru_cache(maxsize=1024)
+def _parse(path: Path, raw: bytes) -> ServerInfo | None:
+    try:
+        info = msgspec.json.decode(raw, type=ServerInfo)
+        if info.name != path.stem or not urlsplit(info.url).hostname:
+            raise ValueError(
+                f"name={info.name!r:.100} and url={info.url!r:.100} are not a server's"
+            )
+    except Exception as error:  # decoders raise more than ValueError, such as RecursionError
+        log.warning("%s is left out: %s: %s", path, type(error).__name__, error)
+        return None
+    return info
 
 
 def withdraw_server(run_dir: Path, name: str) -> None:

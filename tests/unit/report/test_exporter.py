@@ -104,11 +104,16 @@ def test_facts(tmp_path):
     run_dir = tmp_path / "run"
     assert scrape(run_dir) == {}, "the directory does not exist yet"
     run_dir.mkdir()
-    assert of(run_dir) == {"run_ended": 0, "run_servers": 0}
+    assert of(run_dir) == {"run_ended": 0, "run_servers": 0, "run_malformed": 0}
     save_config(config_of(run_dir, steps=7, max_staleness=2), run_dir)
     for number in range(3):
         announce_server(run_dir, server(number))
-    assert of(run_dir) == {"run_ended": 0, "run_servers": 3, "run_steps_planned": 7}
+    assert of(run_dir) == {
+        "run_ended": 0,
+        "run_servers": 3,
+        "run_steps_planned": 7,
+        "run_malformed": 0,
+    }
     (run_dir / "servers" / "server-0.json").unlink()
     (run_dir / "servers" / "server-1.unhealthy").write_text("{}")
     log_step(run_dir, 1, logged_at=NOW - 30)
