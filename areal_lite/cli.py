@@ -60,6 +60,9 @@ _COMMANDS = {
     "compare": Command("areal_lite.report.commands:compare", "one page about two or more runs"),
     "inspect": Command("areal_lite.report.commands:inspect", "trajectories in the terminal"),
     "trace": Command("areal_lite.report.commands:trace", "a run as a trace for Perfetto"),
+    "diagnose": Command(
+        "areal_lite.diagnose.command:run", "what is wrong with a run, and which setting to change"
+    ),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm: servers, controller and trainer on many nodes",

@@ -1,4 +1,4 @@
-"""Settings of the commands that show runs: report, compare, inspect, trace."""
+"""Settings of the commands that show runs: report, compare, inspect, trace, diagnose."""
 
 from __future__ import annotations
 
@@ -62,9 +62,18 @@ class TraceConfig:
     out: str | None = setting(None, "File of the trace. null: trace.json in the run directory.")
 
 
+@dataclass
+class DiagnoseConfig:
+    """What is wrong with a run: alarms, hints, and the settings to change."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+
+
 VIEWS: dict[str, type] = {
     "report": ReportConfig,
     "compare": CompareConfig,
     "inspect": InspectConfig,
     "trace": TraceConfig,
+    "diagnose": DiagnoseConfig,
 }

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.data.model_folder import check_model_folder
+from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import Placement, place
 from areal_lite.launch.roles import RoleFailed, Roles
@@ -179,3 +180,5 @@ def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
     console.print(summary_table(summary))
     paths = f"run directory: {run_dir}\nreport: {summary['report']}, {write_page(run_dir)}"
     console.print(paths, highlight=False, soft_wrap=True)
+    if line := alarm_line(run_dir):
+        console.print(line, highlight=False, soft_wrap=True)

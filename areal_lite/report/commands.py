@@ -7,7 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from areal_lite.config.report import CompareConfig, InspectConfig, ReportConfig, TraceConfig
+from areal_lite.config.report import (
+    CompareConfig,
+    DiagnoseConfig,
+    InspectConfig,
+    ReportConfig,
+    TraceConfig,
+)
 from areal_lite.report import demo
 from areal_lite.run_dir.paths import TRACE_FILE
 from areal_lite.system.files import write_atomically
@@ -15,7 +21,7 @@ from areal_lite.system.files import write_atomically
 
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or serve the page while the run goes on."""
-    run_dir = _run_dir(config)
+    run_dir = chosen_run(config)
     if config.follow:
         return _follow(run_dir, config.port)
     from areal_lite.report.figure import write_report  # matplotlib is slow to import
@@ -43,7 +49,7 @@ def inspect(config: InspectConfig) -> int:
     from areal_lite.report.inspection import show_matching
 
     console = Console(highlight=False, soft_wrap=True)
-    for part in show_matching(_run_dir(config), config):
+    for part in show_matching(chosen_run(config), config):
         console.print(part)
     return 0
 
@@ -52,14 +58,14 @@ def trace(config: TraceConfig) -> int:
     """Write the trace of a run."""
     from areal_lite.report.trace import write_trace
 
-    run_dir = _run_dir(config)
+    run_dir = chosen_run(config)
     path = Path(config.out) if config.out else run_dir / TRACE_FILE
     events = write_trace(run_dir, path)
     print(f"{path}: {events:,} events; open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
-def _run_dir(config: ReportConfig | InspectConfig | TraceConfig) -> Path:
+def chosen_run(config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConfig) -> Path:
     """Return the run directory, that of the demo included. Raises ValueError for neither."""
     if config.demo:
         return demo.unpack()

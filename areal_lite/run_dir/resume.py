@@ -153,6 +153,18 @@ def lock_controller(run_dir: Path) -> IO[bytes]:
     return _lock(run_dir, CONTROLLER_LOCK_FILE)
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Tell whether a command or a controller runs in `run_dir`."""
+    for path in (run_dir / LOCK_FILE, run_dir / CONTROLLER_LOCK_FILE):
+        if path.exists():
+            with open(path, "rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+    return False
+
+
 def _lock(run_dir: Path, name: str) -> IO[bytes]:
     """Lock a file. The kernel releases the lock when the process ends, however it ends."""
     descriptor = os.open(run_dir / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,42 @@
+"""The page about findings says what the code does."""
+
+import re
+from pathlib import Path
+
+from areal_lite.diagnose import guide, learning, operation
+from areal_lite.diagnose.guide import GUIDE
+from areal_lite.diagnose.limits import LIMITS
+from areal_lite.diagnose.page import HEALTHY, MEANINGS, page
+from areal_lite.report import demo
+from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs/diagnose.md").read_text() == page(), (
+        "write it again: python -m areal_lite.diagnose.page > docs/diagnose.md"
+    )
+
+
+def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
+    known = STEP_KEYS.keys() | MEANINGS.keys()
+    logged = {key for line in read_metrics(demo.unpack("demo", tmp_path)) for key in line}
+    assert logged == known
+    used = {key for advice in GUIDE for key in advice.metrics}
+    assert used - {"critic_skipped"} | HEALTHY.keys() <= known
+
+
+def test_every_threshold_is_used_and_every_explanation_exists() -> None:
+    source = "".join(
+        Path(str(module.__file__)).with_name(name).read_text()
+        for module, name in (
+            (learning, "learning.py"),
+            (operation, "operation.py"),
+            (guide, "history.py"),
+        )
+    )
+    assert set(re.findall(r'limit\("(\w+)"\)', source)) == LIMITS.keys()
+    names = [advice.name for advice in GUIDE]
+    assert len(set(names)) == len(names)
+    assert {name for advice in GUIDE for name in advice.unless} <= set(names)
