@@ -30,7 +30,7 @@ TRAIN = (
     "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 "
     "trainer.lr_schedule=linear trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5"
 )
-TRAIN += " algo=quickstart eval.problems=512"
+TRAIN += " algo=quickstart algo.prox=reuse eval.problems=512"
 
 
 def main() -> None:
