@@ -49,6 +49,8 @@ def build_summary(
         "max_staleness": max(run.series("staleness_max"), default=None),
         "staleness_bound": config.buffer.max_staleness,
         "multi_segment_share": _mean([interrupted(t) for t in used]),
+        "clip_fraction_mean": _mean(run.series("clip_fraction")),
+        "behavior_weight_max": max(_known(run.series("weight_max")), default=None),
         **_pushes(run),
         "trajectories_lost": run.totals["trajectories_lost"] if run.totals else run.missing,
         "groups": run.groups,
@@ -95,5 +97,9 @@ def _pushes(run: RunData) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float | None:
     """Return the mean of the values that are not NaN; None without any."""
-    known = [value for value in values if not math.isnan(value)]
+    known = _known(values)
     return sum(known) / len(known) if known else None
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]

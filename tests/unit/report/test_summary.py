@@ -60,6 +60,17 @@ def test_staleness_segments_and_pushes(complete):
     assert (complete["steps"], complete["steps_planned"]) == (2, 2)
 
 
+def test_clipping_and_weights_of_the_steps_that_have_them(tmp_path):
+    config = hand_made(tmp_path)
+    log = tmp_path / "metrics.jsonl"
+    first, second = map(json.loads, log.read_text().splitlines())
+    first |= {"clip_fraction": 0.001, "weight_max": 2.0}
+    second |= {"clip_fraction": 0.004, "weight_max": 1.5}
+    log.write_text("".join(json.dumps(step) + "\n" for step in (first, second)))
+    summary = build_summary(tmp_path, config, 0.0, 1.0)
+    assert "0.25% of tokens clipped, behavior weights up to 2" in text_of(summary)
+
+
 def test_totals_of_the_controller(complete):
     assert complete["groups"] == GROUPS
     assert (complete["requests_drained"], complete["trajectories_lost"]) == (0, 0)
