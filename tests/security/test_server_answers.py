@@ -25,6 +25,7 @@ from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import EOS, FakeSGLang
+from tests.lying_sglang import LyingSGLang, as_json, body, forever
 
 PROMPT = np.array([5, 6, 7], np.int32)
 PARAMS = SamplingParams(4, 1.0, (EOS,), vocab_size=98)
@@ -123,35 +124,6 @@ BODIES = {
 }
 
 
-class Liar(FakeSGLang):
-    """A fake server whose answers to some paths are replaced: {path: a response, or a function}."""
-
-    def __init__(self, lies: dict[str, object] | None = None):
-        super().__init__(weight_version="0")
-        self.lies = lies or {}
-
-    @web.middleware
-    async def _perhaps_die(self, request: web.Request, handler) -> web.StreamResponse:
-        lie = self.lies.get(request.path)
-        if lie is None:
-            return await handler(request)
-        await request.read()
-        return await lie(request)
-
-
-def body(content: bytes, status: int = 200, kind: str = "application/json", **headers: str):
-    """A handler that answers with `content`."""
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(body=content, status=status, content_type=kind, headers=headers)
-
-    return answer
-
-
-def as_json(value: object):
-    return body(json.dumps(value).encode())
-
-
 @contextlib.asynccontextmanager
 async def server_of(liar: FakeSGLang, name: str = "liar") -> AsyncIterator[ServerInfo]:
     url = await liar.start()
@@ -167,7 +139,7 @@ async def ask(client: SGLangClient, server: ServerInfo, params: SamplingParams =
 
 def with_liar(test: Callable, timeout_s: float = 5.0) -> None:
     async def main() -> None:
-        liar = Liar()
+        liar = LyingSGLang({})
         async with server_of(liar) as server, SGLangClient(timeout_s) as client:
             await test(liar, server, client)
 
@@ -199,7 +171,7 @@ def test_every_lie_about_a_completion_is_the_servers_failure() -> None:
 
 
 def failing_transports() -> dict[str, tuple[object, type[ServerError]]]:
-    async def cut(request: web.Request) -> web.StreamResponse:
+    async def cut(request: web.Request, _) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Length": "1000"})
         await response.prepare(request)
         await response.write(b"{")
@@ -230,36 +202,15 @@ def test_transports_that_fail() -> None:
     with_liar(test)
 
 
-async def endless(request: web.Request) -> web.StreamResponse:
-    """An answer that never ends, as fast as it is read."""
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    await response.prepare(request)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await response.write(b" " * (1 << 16))
-    return response
-
-
-async def dripping(request: web.Request) -> web.StreamResponse:
-    """An answer that never ends, and comes slowly."""
-    response = web.StreamResponse(headers={"Content-Type": "application/json"})
-    await response.prepare(request)
-    with contextlib.suppress(ConnectionError):
-        while True:
-            await response.write(b" ")
-            await asyncio.sleep(0.02)
-    return response
-
-
 def test_an_answer_that_never_ends_takes_neither_memory_nor_time() -> None:
     async def test(liar, server, client) -> None:
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-        liar.lies = {"/generate": endless, "/model_info": endless}
+        liar.lies = {"/generate": forever(0, b" " * (1 << 16))}
         with pytest.raises(ServerFailed, match="more than 69632 bytes"):
             await ask(client, server)
         with pytest.raises(ServerFailed, match="more than 67108864 bytes"):
             await client.post(server, "/generate", {}, timeout_s=20)
-        liar.lies = {"/generate": dripping, "/server_info": dripping}
+        liar.lies = {path: forever(0.02, b" ") for path in ("/generate", "/server_info")}
         with pytest.raises(ServerUnreachable, match="no answer to /generate within 1 s"):
             await ask(client, server)
         with pytest.raises(ServerUnreachable, match="no answer to /server_info within 1 s"):
@@ -327,7 +278,7 @@ def test_the_fleet_leaves_the_liar_out_and_goes_on(lies: dict) -> None:
     async def main() -> None:
         unhealthy: list[str] = []
         async with (
-            server_of(Liar(lies), "a-liar") as liar,
+            server_of(LyingSGLang(lies), "a-liar") as liar,
             server_of(FakeSGLang(), "honest") as honest,
             SGLangClient(5) as client,
         ):
@@ -359,8 +310,8 @@ def test_what_every_server_refuses_is_no_failure_of_theirs() -> None:
         unhealthy: list[str] = []
         lies = {"/generate": body(b'{"error": "too long"}', 400)}
         async with (
-            server_of(Liar(lies), "a") as first,
-            server_of(Liar(lies), "b") as second,
+            server_of(LyingSGLang(lies), "a") as first,
+            server_of(LyingSGLang(lies), "b") as second,
             SGLangClient(5) as client,
         ):
             fleet = Fleet(
