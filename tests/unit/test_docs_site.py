@@ -36,6 +36,12 @@ def test_a_figure_is_what_its_script_draws(name: str) -> None:
     assert (DOCS / "figures" / name).read_text() == draw()
 
 
+def test_the_page_on_security_names_every_test_of_it() -> None:
+    page = (DOCS / "security.md").read_text()
+    tests = {path.name for path in (ROOT / "tests" / "security").glob("test_*.py")}
+    assert tests <= set(re.findall(r"tests/security/(\w+\.py)", page))
+
+
 def numbers(row: str) -> tuple[list[float], list[bool]]:
     """Return the numbers of a row of a table, and its yes and no."""
     cells = [cell.strip().replace("−", "-") for cell in row.strip("|").split("|")][1:]
