@@ -42,7 +42,9 @@ class ServerError(RuntimeError):
     """A call to `server` did not succeed."""
 
     def __init__(self, server: ServerInfo, reason: str):
-        super().__init__(f"{server}: {reason}")
+        # The reason may quote the server: no new line in a log, no command for a terminal.
+        printable = "".join(c if c.isprintable() else " " for c in reason)
+        super().__init__(f"{server}: {printable}")
         self.server = server
 
 

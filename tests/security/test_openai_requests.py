@@ -136,6 +136,23 @@ def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) ->
     with_agent(tmp_path, test)
 
 
+def test_values_as_deep_as_the_decoder_takes(tmp_path) -> None:
+    async def test(server, agent: Agent, conversation) -> None:
+        for depth in (200, 500, 800, 900, 950, 980, 990, 1000, 1100):
+            nested = "[" * depth + "]" * depth
+            for key in ("logit_bias", "n", "stop", "max_tokens", "temperature", "tools", "x"):
+                raw = json.dumps(chat())[:-1] + f', "{key}": {nested}}}'
+                status, text = await agent.post(raw)
+                assert status == 400, (depth, key, status, text)
+            for content in ('{"a": ' + nested + "}", nested):
+                status, text = await agent.post(f'{{"messages": [{{"role": {content}}}]}}')
+                assert status == 400, (depth, status, text)
+        status, _ = await agent.post(json.dumps(chat()))
+        assert status == 200, "the episode goes on"
+
+    with_agent(tmp_path, test)
+
+
 def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
     async def test(server, agent: Agent, conversation) -> None:
         conversation.episode.tokenizer._chat_template = "{{ 1 // 0 }}"

@@ -236,6 +236,16 @@ def test_the_limit_has_room_for_the_longest_honest_answer() -> None:
     with_liar(test)
 
 
+def test_a_server_writes_no_line_of_its_own_into_the_log() -> None:
+    async def test(liar, server, client) -> None:
+        liar.lies = {"/generate": body(b"no\n2026-01-01 INFO all is well\x1b[2J", 500)}
+        with pytest.raises(ServerFailed, match="no 2026-01-01 INFO all is well") as failed:
+            await ask(client, server)
+        assert str(failed.value).isprintable()
+
+    with_liar(test)
+
+
 JOINS = [
     b'{"weight_version": 0}',
     b'{"weight_version": null}',

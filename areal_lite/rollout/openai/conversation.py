@@ -63,7 +63,8 @@ class Conversation:
             try:
                 transcript = await self._extend(new, tools)
                 self._response = await _respond(transcript, max_tokens, stop, bool(tools))
-            except (ValueError, ServerRefused) as error:  # the chat template or a server refuses
+            except (ValueError, RecursionError, ServerRefused) as error:
+                # The chat template or a server refuses, or a call is nested too deeply.
                 self._failure = f"the episode cannot go on: {error}"
                 raise RequestRefused(self._failure, "episode_failed") from error
             self._messages = [*messages, self._response["choices"][0]["message"]]

@@ -88,6 +88,8 @@ class OpenAIEndpoint:
             return _error(413, f"{error.text}: give shorter messages", "request_too_large")
         except RequestRefused as refusal:
             return _error(400, str(refusal), refusal.code)
+        except RecursionError:  # the decoder takes deeper values than the rest can handle
+            return _error(400, "the request is nested too deeply", "invalid_value")
 
 
 def _check_charset(request: web.Request) -> None:
