@@ -1,14 +1,17 @@
 """The site of the documentation: it has every page, and its figures and its example are right."""
 
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from areal_lite.algo.advantages import grpo
 from areal_lite.algo.losses import LossInputs, ppo_loss
+from areal_lite.config import DataConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -40,6 +43,18 @@ def test_the_page_on_security_names_every_test_of_it() -> None:
     page = (DOCS / "security.md").read_text()
     tests = {path.name for path in (ROOT / "tests" / "security").glob("test_*.py")}
     assert tests <= set(re.findall(r"tests/security/(\w+\.py)", page))
+
+
+def test_the_code_of_the_first_run_makes_rows_and_rewards(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "first-run.md").read_text()
+    reward, data = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[:2]
+    names: dict[str, Any] = {}
+    exec(reward, names)
+    assert names["digits"]("12345678", "") == 1.0 and names["digits"]("", "") == 0.0
+    exec(data, {})
+    rows = [json.loads(line) for line in Path("test.jsonl").read_text().splitlines()]
+    assert rows[0] == {DataConfig.prompt_key: "500+500=", DataConfig.answer_key: "1000"}
 
 
 def numbers(row: str) -> tuple[list[float], list[bool]]:
