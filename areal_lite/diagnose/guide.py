@@ -159,7 +159,8 @@ GUIDE = (
         "uniform_groups_share above {uniform_share:.0%}, mostly successes; alarm: "
         "{uniform_alarm:.0%}",
         "the policy has solved these prompts; equal rewards give no advantage",
-        "set `rollout.active_sampling=true` or `rollout.retire_above=0.9`, or use harder prompts",
+        "set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` where prompts repeat; "
+        "use harder prompts",
     ),
     Advice(
         learning.too_hard,
