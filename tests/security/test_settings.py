@@ -56,7 +56,11 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     for file in ("config.json", "tokenizer.json"):
         (folder / file).write_text("{}")
     both = [f"model={folder}", f"run_dir={folder}/run"]
-    needed = dict.fromkeys(COMMANDS, both) | dict.fromkeys(VIEWS, both[1:]) | {"compare": []}
+    needed = (
+        dict.fromkeys(COMMANDS, both)
+        | dict.fromkeys(VIEWS, both[1:])
+        | {"compare": [], "doctor": []}
+    )
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
     return needed | {"sft": [*both, f"out={folder}/out"]}
 
@@ -70,7 +74,7 @@ def cases(command: str, count: int, values: tuple) -> Iterator[dict[str, Any]]:
     ]
     generator = random.Random(command)
     for _ in range(count):
-        keys = generator.sample(settings, generator.choice((1, 1, 2, 3)))
+        keys = generator.sample(settings, min(generator.choice((1, 1, 2, 3)), len(settings)))
         yield {key: generator.choice(values) for key in keys}
 
 
