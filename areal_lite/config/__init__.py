@@ -18,6 +18,7 @@ from areal_lite.config.algo import (
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.commands import (
     COMMANDS,
+    DoctorConfig,
     EvalCommandConfig,
     GenerateConfig,
     MakeModelConfig,

@@ -148,6 +148,13 @@ class GenerateConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
 
+@dataclass
+class DoctorConfig:
+    """Checks of this machine: can runs work here?"""
+
+    folder: str = setting("runs", "Folder of the run directories.")
+
+
 COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "slurm": SlurmConfig,
@@ -158,6 +165,7 @@ COMMANDS: dict[str, type] = {
     "eval": EvalCommandConfig,
     "generate": GenerateConfig,
     **VIEWS,
+    "doctor": DoctorConfig,
 }
 
 

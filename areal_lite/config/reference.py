@@ -132,7 +132,7 @@ areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +ta
 |---|---|
 {groups}
 """
-_PAGE_COMMANDS = ("train", "slurm", "make-model", "sft", "eval", "generate", *VIEWS)
+_PAGE_COMMANDS = ("train", "slurm", "make-model", "sft", "eval", "generate", *VIEWS, "doctor")
 
 
 def page() -> str:

@@ -1,0 +1,140 @@
+"""`areal-lite doctor`: can runs work on this machine? A line for each check, in seconds.
+
+The checks start no server and load no model. Each returns what it found, or raises ValueError with
+the problem and its remedy.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+
+from areal_lite.config import DoctorConfig
+from areal_lite.system.cuda import MIN_DRIVER, check_cuda
+from areal_lite.system.gpus import visible_gpus
+from areal_lite.system.machine import available_memory, problems
+from areal_lite.system.network import free_port
+
+PINNED = ("torch", "transformers", "megatron-core", "sglang")
+PLUGINS = {"areal_lite_push", "areal_lite_readback", "areal_lite_cpu"}
+MAX_CLOCK_SKEW_S = 5.0
+_PIN = re.compile(r"([\w-]+)==([^\s;]+)")
+_INSTALL = "install again (examples/setup.sh)"
+_OTHER = "choose a run directory on a local disk, or another network file system"
+
+
+def run(config: DoctorConfig) -> int:
+    """Print a line for each check. The exit status is 1 if one fails."""
+    wanted = Path(config.folder).absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
+    checks: dict[str, Callable[[], str]] = {
+        "machine": lambda: check_machine(folder),
+        "GPU": check_gpu,
+        "versions": check_versions,
+        "plugins": check_plugins,
+        "ports": lambda: f"port {free_port()} of 127.0.0.1 is free",
+        "locks": lambda: check_locks(folder),
+        "store": lambda: check_store(folder),
+        "clock": lambda: check_clock(folder),
+    }
+    failed = 0
+    for name, check in checks.items():
+        try:
+            print(f"ok    {name:<9} {check()}")
+        except (ValueError, OSError) as error:
+            failed += 1
+            print(f"FAIL  {name:<9} {error}")
+    return 1 if failed else 0
+
+
+def check_machine(folder: Path) -> str:
+    """Check system, Python, compiler, disk, memory and loopback."""
+    if found := list(problems(folder)):
+        raise ValueError("; ".join(found))
+    memory = f"{(available_memory() or 0) / 1e9:.0f} GB of memory available"
+    return f"{memory}, {shutil.disk_usage(folder).free / 1e9:.0f} GB free at {folder}"
+
+
+def check_gpu() -> str:
+    """Check the driver and the CUDA toolkit, if there is a GPU."""
+    gpus = visible_gpus()
+    if not gpus:
+        return "none: servers and trainer compute on the CPU"
+    check_cuda()
+    return f"{len(gpus)}, driver {MIN_DRIVER} or newer, and a CUDA compiler"
+
+
+def check_versions() -> str:
+    """Compare installed versions with those that the package is pinned to."""
+    required = "\n".join(metadata.requires("areal-lite") or ())
+    pins = dict(_PIN.findall(required))
+    wrong, right = [], []
+    for name in PINNED:
+        try:
+            version = metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            version = "missing"
+        (right if version == pins[name] else wrong).append(f"{name} {version}")
+    if wrong:
+        tested = ", ".join(f"{name} {pins[name]}" for name in PINNED)
+        raise ValueError(f"{', '.join(wrong)}: {_INSTALL}; tested: {tested}")
+    return ", ".join(right)
+
+
+def check_plugins() -> str:
+    """Check that servers would find the plugins of this package."""
+    found = {entry.name for entry in metadata.distribution("areal-lite").entry_points}
+    if missing := PLUGINS - found:
+        raise ValueError(f"SGLang would not find {', '.join(sorted(missing))}: {_INSTALL}")
+    return "SGLang finds the plugins of this package"
+
+
+def check_locks(folder: Path) -> str:
+    """Check that a file in `folder` can be locked by one process only."""
+    with tempfile.NamedTemporaryFile(dir=folder) as first, open(first.name, "rb") as second:
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            reason = error.strerror
+            raise ValueError(f"{folder}: no file can be locked ({reason}): {_OTHER}") from None
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"files in {folder} can be locked"
+    raise ValueError(f"{folder}: two can lock one file: {_OTHER}")
+
+
+def check_store(folder: Path) -> str:
+    """Check that SQLite can write and read at the same time in `folder`."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path = Path(scratch) / "store.sqlite"
+        try:
+            with closing(sqlite3.connect(path)) as writer, closing(sqlite3.connect(path)) as reader:
+                (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
+                writer.execute("CREATE TABLE t (x)")
+                writer.execute("BEGIN IMMEDIATE")
+                reader.execute("SELECT * FROM t").fetchall()
+        except sqlite3.Error as error:
+            raise ValueError(f"{folder}: SQLite fails ({error}): {_OTHER}") from None
+    if mode != "wal":
+        raise ValueError(f"{folder}: SQLite has no write-ahead log there: {_OTHER}")
+    return f"SQLite {sqlite3.sqlite_version} writes and reads at a time in {folder}"
+
+
+def check_clock(folder: Path) -> str:
+    """Compare this machine's clock with that of the file system."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        skew = abs(time.time() - Path(file.name).stat().st_mtime)
+    if skew > MAX_CLOCK_SKEW_S:
+        raise ValueError(
+            f"the file system of {folder} is {skew:.0f} s off this machine's clock: set both by NTP"
+        )
+    return f"{skew:.1f} s off the file system's"
