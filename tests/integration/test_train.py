@@ -13,6 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_lite.diagnose.diagnosis import diagnose
+from areal_lite.diagnose.history import read_history
+from areal_lite.diagnose.sign import Severity
 from tests.unit.report import dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,6 +265,12 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
         m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics
     )
     assert len(run.used("1")) == 30 * 4 * 8
+    found = {finding.name: finding for finding in diagnose(read_history(folder))}
+    assert "restarts: 1, given up: 0" in found["failed_servers"].evidence
+    # The random model hardly ever ends a completion.
+    assert found["truncated"].severity is Severity.ALARM
+    printed = (tmp_path / "output").read_text()
+    assert f"areal-lite diagnose run_dir={folder} explains" in printed
 
 
 def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_path):
