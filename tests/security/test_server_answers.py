@@ -82,6 +82,7 @@ LIES = {
     "no ids": {"meta_info": generation()["meta_info"]},
     "ids of null": {**generation(), "output_ids": None},
     "a log-prob above zero": generation(**logprobs(5.0)),
+    "a log-prob that is infinite as float32": generation(**logprobs(-1e39)),
     "a log-prob as text": generation(**logprobs("x")),
     "a log-prob of true": generation(**logprobs(True)),
     "a version of 2**31": generation(version=str(2**31)),
