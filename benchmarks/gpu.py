@@ -44,6 +44,7 @@ PARTS = {
     "head": Part("gpu_parts", 1, "output layer: error, speed, memory"),
     "engine": Part("gpu_parts", 1, "updates, memory against the plan, offload, checkpoint"),
     "agree": Part("gpu_runs", 1, "log-probs of server and trainer; tokens a second"),
+    "tags": Part("gpu_runs", 1, "versions of tokens around a push"),
     "order": Part("gpu_runs", 1, "the same KV cache beside an empty and a full GPU"),
     "quickstart": Part("gpu_runs", 1, "a whole run on one GPU"),
     "killed": Part("gpu_runs", 1, "the server, then the trainer, killed during a run"),

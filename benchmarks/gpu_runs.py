@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import seams
 import torch
 from gpu_parts import CUDA, GIB, Result, random_batch, save_model
 
@@ -52,10 +53,12 @@ TRAIN = [
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, **settings: Any) -> Iterator[ServerInfo]:
+def serving(
+    model: Path, log: Path, dtype: str = "bfloat16", **settings: Any
+) -> Iterator[ServerInfo]:
     """Run one server; `settings` are fields of ServerConfig."""
     server = ServerProcess(
-        ServerConfig(dtype="bfloat16", **settings),
+        ServerConfig(dtype=dtype, **settings),
         str(model),
         name="server",
         port=free_port(),
@@ -84,6 +87,26 @@ def generate(server: ServerInfo, count: int, length: int, vocab: int) -> list[di
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(one, prompts))
+
+
+def tags(tiny: bool) -> Result:
+    """Push new weights into running requests, and count tokens with the wrong version.
+
+    Without a GPU, overlapped scheduling is forced on, as it is with one.
+    """
+    folder = Path(tempfile.mkdtemp())
+    models = seams.save_models(folder, head_dim=64 if CUDA else 16)
+    settings: dict[str, Any] = {"args": {"disable_overlap_schedule": False}, "dtype": "float32"}
+    if CUDA:
+        settings = {"mem_fraction": 0.3, "dtype": "bfloat16"}
+    versions = range(1, (2 if tiny else seams.PUSHES) + 1)
+    with serving(models[0], folder / "server.log", **settings) as server:
+        answers = seams.generate_across_pushes(server, models, seams.push_disk, versions)
+    wrong, count = seams.wrong_tags(models, answers, noise=0.3 if CUDA else 0.01)
+    return {"seams": count, "wrong tags": wrong}, {
+        "requests are interrupted": count >= seams.REQUESTS,
+        "no token has the wrong version": wrong == 0,
+    }
 
 
 def agree(tiny: bool) -> Result:
