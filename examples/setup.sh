@@ -47,7 +47,7 @@ areal_lite_install_cpu_torch() {
     "${pip[@]}" --no-deps --index-url "$index" torch==2.13.0
   else
     "${pip[@]}" torch==2.13.0 || return 1
-    if [ "$(python -c 'import torch; print(torch.version.cuda or "")')" ]; then
+    if [[ $(python -m pip list --format=freeze 2>/dev/null) != *torch==*+cpu* ]]; then
       echo "setup: $index does not answer, so this is torch's CUDA build: it works without a GPU," \
         "and takes 4 GB more" >&2
     fi
