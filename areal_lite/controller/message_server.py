@@ -22,6 +22,7 @@ from areal_lite.controller.messages import (
     process_namespace,
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
+from areal_lite.run_dir.store_file import StoreError
 from areal_lite.system.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class MessageServer:
     * Only clients that know the key of controller.json can connect (see messages.py).
     * A message that cannot be decoded is dropped.
     * The caller hears of every error at once.
-    * A ValueError or RuntimeError of the handler only fails its request.
+    * A ValueError or RuntimeError of the handler only fails its request, a StoreError excepted.
     * Any other error also ends `serve`, for example a response that cannot be encoded.
     """
 
@@ -108,6 +109,8 @@ class MessageServer:
             response, frames = await self._handler(request)
         except (ValueError, RuntimeError) as error:
             await self._refuse(client, number, str(error))
+            if isinstance(error, StoreError):
+                raise
             return
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

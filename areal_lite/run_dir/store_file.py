@@ -12,8 +12,12 @@ from areal_lite.run_dir.store_schema import SCHEMA
 REMEDY = "restore the file from a copy, or start anew in another run_dir"
 
 
+class StoreError(ValueError):
+    """The store cannot be read or written. The message names the file and the remedy."""
+
+
 class StoreFile:
-    """An open file, for one thread at a time. Every error of SQLite is a ValueError."""
+    """An open file, for one thread at a time. Every error of SQLite is a StoreError."""
 
     def __init__(self, path: Path, read_only: bool = False):
         """Open the store, and create it if there is none.
@@ -36,7 +40,7 @@ class StoreFile:
             )
         tables = [sql for (sql,) in self._query("SELECT sql FROM sqlite_schema WHERE sql != ''")]
         if tables != [part.strip() for part in SCHEMA.split(";") if part.strip()]:
-            raise ValueError(f"{path} is empty or not a trajectory store: {REMEDY}")
+            raise StoreError(f"{path} is empty or not a trajectory store: {REMEDY}")
         self._execute("PRAGMA synchronous = NORMAL")  # no sync per commit
 
     def close(self) -> None:
@@ -44,12 +48,12 @@ class StoreFile:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of SQLite into a ValueError that names the file."""
+        """Turn errors of SQLite into a StoreError."""
         try:
             yield
         except (sqlite3.Error, UnicodeError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{self._path}: {reason}: {REMEDY}") from error
+            raise StoreError(f"{self._path}: {reason}: {REMEDY}") from error
 
     def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Execute a statement and return the number of changed rows."""
