@@ -63,7 +63,7 @@ _COMMANDS = {
     "diagnose": Command(
         "areal_lite.diagnose.command:run", "what is wrong with a run, and which setting to change"
     ),
-    "doctor": Command("areal_lite.launch.doctor:run", "can runs work on this machine?"),
+    "doctor": Command("areal_lite.launch.doctor:run", "checks whether runs work on this machine"),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm: servers, controller and trainer on many nodes",

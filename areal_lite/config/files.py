@@ -46,7 +46,7 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
 def stored_settings(run_dir: Path) -> DictConfig:
     """Read the settings in <run_dir>/config.yaml, of any command and unchecked.
 
-    Raises ValueError when there is no such file, or when it does not hold settings.
+    Raises ValueError if the file is missing or does not hold settings.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:

@@ -64,7 +64,7 @@ class TraceConfig:
 
 @dataclass
 class DiagnoseConfig:
-    """What is wrong with a run: alarms, hints, and the settings to change."""
+    """Find problems of a run: alarms, hints, and the settings to change."""
 
     run_dir: str | None = setting(None, _RUN)
     demo: bool = setting(False, _DEMO)

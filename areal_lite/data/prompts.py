@@ -81,7 +81,7 @@ def prompt_source(source: str) -> Callable[..., PromptSet]:
     """Import the opener of `data.source`. Raises ValueError if there is none.
 
     An opener that is a class can say more about its prompts before they are loaded:
-    `num_prompts = None`: there is no end, and no prompt comes again. `chat = False`: they are plain
+    `num_prompts = None`: prompts never end, and none comes again. `chat = False`: they are plain
     text. `has_demonstrations = True`: `sft` can warm a model up on them.
     """
     name = SOURCES.get(source, source)

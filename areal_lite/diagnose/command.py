@@ -1,4 +1,4 @@
-"""`areal-lite diagnose`: print what is wrong with a run. Returns an exit status."""
+"""Run `areal-lite diagnose`: print the problems of a run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the findings look at: the records of a run, as far as it got."""
+"""The records of a run that the findings examine, as far as the run got."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class History:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are trained."""
+        """Say whether all steps are trained."""
         return len(self.metrics) >= self.config.trainer.steps
 
     def values(self, key: str) -> np.ndarray:

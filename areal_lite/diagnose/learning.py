@@ -106,7 +106,7 @@ def falling_accuracy(run: History) -> Sign | None:
         (_, last), (best, top) = lines[-1], max(lines, key=lambda pair: pair[1])
         error = math.sqrt((last * (1 - last) + top * (1 - top)) / best["problems"])
         steps = int(np.sum(run.values("version") <= best["version"]))
-        # Before training there is no reward: the first ones of training stand for it.
+        # No reward exists before training, so the first ones of training are used.
         earlier = rewards[max(steps - least, 0) : max(steps, least)]
         later = rewards[max(steps, len(rewards) - least) :]
         if top - last <= limit("accuracy_drop") + 2 * error or not len(later):
@@ -168,7 +168,7 @@ def _uniform_groups(run: History) -> tuple[int, int]:
     if not rewards:
         means = run.recent("reward_mean")
         return int((means > middle).sum()), int((means <= middle).sum())
-    # With one reward in the whole run there is no middle: a positive one is a success.
+    # If all rewards of the run are equal, a positive one counts as a success.
     middle = 0.0 if np.nanmin(columns.reward) == np.nanmax(columns.reward) else middle
     uniform = [min(found) for found in rewards.values() if len(found) == 1]
     return sum(r > middle for r in uniform), sum(r <= middle for r in uniform)

@@ -127,7 +127,7 @@ def _waiting(run: History) -> str | None:
 
 
 def _held_back(run: History) -> bool:
-    """Whether tokens are as stale as they may be, and fewer requests run than may run."""
+    """Say whether tokens are as stale as allowed while fewer requests run than allowed."""
     staleness = run.middle("staleness_max")
     at_bound = len(staleness) and np.median(staleness) >= run.config.buffer.max_staleness
     return bool(at_bound) and _in_flight(run) < limit("full_share")

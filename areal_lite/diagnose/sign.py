@@ -1,4 +1,4 @@
-"""What one function finds: how grave it is, and the numbers that show it."""
+"""The result of one check: its severity, and the numbers that show it."""
 
 from enum import StrEnum
 from typing import NamedTuple

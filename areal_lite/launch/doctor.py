@@ -1,4 +1,4 @@
-"""`areal-lite doctor`: can runs work on this machine? A line for each check, in seconds.
+"""Run `areal-lite doctor`: check this machine within seconds, and print a line for each check.
 
 The checks start no server and load no model. Each returns what it found, or raises ValueError with
 the problem and its remedy.

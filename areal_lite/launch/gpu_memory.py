@@ -30,7 +30,7 @@ _SERVING_ITEMSIZE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGpu:
-    """What a GPU of `size` bytes offers to each part of a run, and what the part needs, in bytes.
+    """The bytes that a GPU of `size` bytes offers to each part of a run, and what each part needs.
 
     kv_tokens: tokens in the server's KV cache. longest: tokens of the longest sequence.
     """

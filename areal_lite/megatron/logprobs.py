@@ -35,7 +35,7 @@ KEPT_ON_GPU = 1 << 31  # 8 GiB
 
 
 class Products(NamedTuple):
-    """How matrices are multiplied.
+    """The way in which matrices are multiplied.
 
     inputs: dtype of both matrices. logits: dtype of the result in forward. wide: whether products
     of half-precision matrices can be added in float32.

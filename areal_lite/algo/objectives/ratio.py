@@ -36,7 +36,7 @@ class RatioObjective:
     kl: KLTerm
     entropy_coef: float
     prox: str
-    """How to get it: `recompute` by a forward pass, `reuse` the update's log-probs, `loglinear`."""
+    """The source of the log-probs: `recompute` (a forward pass), `reuse` or `loglinear`."""
 
     @property
     def needs_reference(self) -> bool:
