@@ -3,7 +3,8 @@
 The pool starts the keeper, and the keeper forks the worker. A process that loses its parent becomes
 the keeper's child, even one in a session of its own (PR_SET_CHILD_SUBREAPER). When the worker ends,
 when the pool sends SIGTERM, or when the pool's process ends, the keeper kills all of them, removes
-their temporary files and ends with the worker's status.
+their temporary files and ends with the worker's status. The kernel reports the end of the pool's
+process by SIGCONT, because that also reaches a keeper that is stopped.
 
 The worker may allocate half of the machine's memory, and the kernel kills it before others when
 memory is short. If the keeper is killed, the worker dies with it.
@@ -25,7 +26,7 @@ from areal_lite.system.processes import ENV_DIE_WITH_PARENT
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _MEMORY_SHARE = 0.5
-_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT)
 
 
 def fork_worker() -> None:
@@ -34,14 +35,15 @@ def fork_worker() -> None:
     The worker's temporary files are in a folder of its own.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    _die_with_parent(signal.SIGTERM, int(os.environ.get(ENV_DIE_WITH_PARENT, os.getppid())))
+    owner = int(os.environ.get(ENV_DIE_WITH_PARENT, os.getppid()))
+    _die_with_parent(signal.SIGCONT, owner)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     folder = Path(tempfile.mkdtemp(prefix="areal-lite-reward-worker-"))
     keeper = os.getpid()
     worker = os.fork()
     if worker:
         os.closerange(0, 2)  # the pipes end with the worker
-        status = _wait(worker)
+        status = _wait(worker, owner)
         _kill_all(worker)
         remove_folder(folder)
         os._exit(status if status >= 0 else 128 - status)
@@ -52,9 +54,9 @@ def fork_worker() -> None:
     _limit_memory()
 
 
-def _wait(worker: int) -> int:
-    """Return the worker's exit code, or minus SIGTERM when that arrives."""
-    while signal.sigwait(_SIGNALS) == signal.SIGCHLD:
+def _wait(worker: int, owner: int) -> int:
+    """Return the worker's exit code, or minus SIGTERM when that arrives or the owner has ended."""
+    while signal.sigwait(_SIGNALS) != signal.SIGTERM and os.getppid() == owner:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == worker:

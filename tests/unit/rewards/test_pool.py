@@ -307,8 +307,9 @@ def test_a_failed_start_leaves_no_process(run) -> None:
     run(main())
 
 
-def test_workers_die_with_the_process_that_owns_them(tmp_path: Path) -> None:
-    """Even busy ones, which do not notice that their input has ended."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_workers_die_with_the_process_that_owns_them(tmp_path: Path, stopped: bool) -> None:
+    """Even busy ones, which do not notice that their input has ended, and stopped ones."""
     script = """
 import asyncio, sys
 from areal_lite.rewards.pool import RewardPool
@@ -326,6 +327,9 @@ asyncio.run(main())
             assert owner.poll() is None
     finally:
         workers = psutil.Process(owner.pid).children(recursive=True)
+        if stopped:
+            for process in workers:
+                process.suspend()
         owner.kill()
         owner.wait()
     _, left = psutil.wait_procs(workers, timeout=10)  # the keepers, which clean up, and the workers
