@@ -29,18 +29,20 @@ ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK
 WORKDIR /opt/areal_lite
 COPY pyproject.toml README.md LICENSE ./
 # torch, transformers and SGLang stay the base image's. pip adds the other dependencies, and fails if
-# one of them wants another version of these or of what they compute with.
+# one of them wants another version of these or of what they compute with. Of those only
+# megatron-core asks for torch, whose own pins the base image may break on purpose (a newer NCCL), so
+# it comes without its dependencies: torch, numpy and packaging.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
     && python3 -c "import tomllib; \
         project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        kept = ('torch=', 'transformers='); \
-        print(*[item for item in project['dependencies'] if not item.startswith(kept)], sep='\n')" \
+        other = ('torch=', 'transformers=', 'megatron-core='); \
+        print(*[item for item in project['dependencies'] if not item.startswith(other)], sep='\n')" \
         > /tmp/wanted \
     && python3 -m pip list --format=freeze --exclude-editable \
         | grep -E '^(torch|transformers|sglang|triton|nvidia|cuda|flash|numpy)' > /tmp/kept \
-    && python3 -m pip install -r /tmp/wanted -c /tmp/kept \
-    && python3 -m pip install --no-deps -e . \
+    && python3 -m pip install -r /tmp/wanted packaging -c /tmp/kept \
+    && python3 -m pip install --no-deps -e . "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)" \
     && rm /tmp/wanted /tmp/kept
 
 FROM cpu-dependencies AS cpu

@@ -3,11 +3,15 @@
 Each part returns its numbers and its checks, both by name. `tiny` models also run without a GPU.
 """
 
+import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,13 @@ from areal_lite.system.cuda import check_cuda, gpu_memory
 from areal_lite.system.gpus import visible_gpus
 from areal_lite.trajectory import TrainBatch
 
+SERVER_ARGS: dict[str, str | bool] = {}  # no server is started here
+NEEDED = (
+    *("areal_lite.megatron.policy", "areal_lite.launch.local", "areal_lite.controller.service"),
+    *("areal_lite.trainer.loop", "sgl_kernel", "sglang", "matplotlib", "psutil"),
+    *("math_verify", "pytest", "hypothesis"),
+)
+OPTIONAL = ("flash_attn", "flashinfer", "transformer_engine", "apex", "deep_ep", "xdist")
 Result = tuple[dict[str, Any], dict[str, bool]]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -111,20 +122,82 @@ def random_batch(lengths: np.ndarray, vocab: int) -> TrainBatch:
 
 
 def machine(tiny: bool) -> Result:
-    """Find the driver and the compiler, and import what a run imports."""
-    check_cuda()
+    """Find the driver, the compiler, and the packages and plugins that a run needs."""
     start = time.perf_counter()
-    imports = "import areal_lite.megatron.policy, sgl_kernel, sglang"
-    status = subprocess.run([sys.executable, "-c", imports]).returncode
+    problem = ""
+    try:
+        check_cuda()
+    except ValueError as error:
+        problem = str(error)
+    missing = _not_importable(NEEDED)
+    plugins = entry_points(group="sglang.srt.plugins").names
     gpus = visible_gpus()
     numbers = {
         "GPUs": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "memory": gpu_memory(gpus[0]) if gpus else None,
-        "torch": torch.__version__,
-        "imports_s": round(time.perf_counter() - start, 1),
+        "python, torch, CUDA, NCCL": [
+            platform.python_version(),
+            torch.__version__,
+            torch.version.cuda,
+            torch.cuda.nccl.version() if CUDA else None,
+        ],
+        "driver and compiler": problem or "found",
+        "cannot be imported": missing,
+        # Megatron-core and SGLang take other paths where these are there.
+        "also there": [name for name in OPTIONAL if find_spec(name)],
+        "seconds": round(time.perf_counter() - start, 1),
     }
     seen = torch.cuda.device_count() == len(gpus) > 0
-    return numbers, {"packages load": status == 0, "torch sees the visible GPUs": seen}
+    return numbers, {
+        "driver and compiler": not problem,
+        "packages load": not missing,
+        "SGLang finds the plugins": {"areal_lite_push", "areal_lite_readback"} <= plugins,
+        "torch sees the visible GPUs": seen,
+    }
+
+
+def _not_importable(names: tuple[str, ...]) -> list[str]:
+    """Return those of the modules that cannot be imported, in this order, with the reason."""
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        importlib.import_module(name)\n"
+        "    except BaseException as error:\n"
+        "        print('MISSING', name, repr(error)[:200], flush=True)\n"
+        "print('MISSING done')\n"
+    )
+    command = [sys.executable, "-c", script, *names]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    found = [line[8:] for line in done.stdout.splitlines() if line.startswith("MISSING ")]
+    return found[:-1] if found[-1:] == ["done"] else [*found, f"status {done.returncode}"]
+
+
+def tests(tiny: bool) -> Result:
+    """Run the tests of GPU code on the GPU, and the unit tests beside it, where it is hidden."""
+    numbers, checks = {}, {}
+    rooms = (
+        ["megatron"] if tiny else ["megatron", "algo", "trainer", "weights", "servers", "launch"]
+    )
+    suites = {
+        "on the GPU": (["tests/unit/megatron/test_context_parallel.py", "-k", "flash"], {}),
+        "beside it": ([f"tests/unit/{room}" for room in rooms], {"CUDA_VISIBLE_DEVICES": ""}),
+    }
+    for name, (selected, environment) in suites.items():
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selected]
+        if find_spec("xdist"):
+            command += ["-n", str(min(len(os.sched_getaffinity(0)), 16))]
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[1],
+            env=os.environ | environment | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        print(done.stdout[-20000:])
+        numbers[name] = done.stdout.strip().rpartition("\n")[2].strip("= ")
+        checks[f"tests {name} pass"] = done.returncode == 0
+    return numbers, checks
 
 
 def attention(tiny: bool) -> Result:
@@ -245,9 +318,15 @@ def engine(tiny: bool) -> Result:
         start = now()
         getattr(policy, name)()
         numbers[f"{name}_s"] = round(now() - start, 3)
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if CUDA else 0
     start = now()
     policy.save(folder / "step-6", {"step": 6})
     numbers["save_s"] = round(now() - start, 2)
+    more = torch.cuda.max_memory_allocated() - held if CUDA else 0
+    numbers["GiB more while saving"] = round(more / GIB, 2)
+    checks["saving takes no memory of the GPU"] = more < GIB / 4
     before = update()
     policy.load(folder / "step-6")
     checks["a loaded checkpoint goes on as before"] = abs(update() - before) < 1e-3

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import visible_gpus
 from areal_lite.system.network import free_port
 
+SERVER_ARGS: dict[str, str | bool] = {}  # more options of SGLang for every server
 SHARED = ["+experiment=one_gpu"] if CUDA else []
 QUICKSTART = [
     "trainer.steps=8",
@@ -42,6 +43,7 @@ QUICKSTART = [
     "eval.problems=64",
     "make_model.head_dim=64",
 ]
+DISTRIBUTED = ["sync.transport=distributed", "sync.verify=true"]
 TRAIN = [
     "trainer.steps=30",
     "trainer.batch_groups=8",
@@ -57,6 +59,7 @@ def serving(
     model: Path, log: Path, dtype: str = "bfloat16", **settings: Any
 ) -> Iterator[ServerInfo]:
     """Run one server; `settings` are fields of ServerConfig."""
+    settings["args"] = {**SERVER_ARGS, **settings.get("args", {})}
     server = ServerProcess(
         ServerConfig(dtype=dtype, **settings),
         str(model),
@@ -168,7 +171,9 @@ def order(tiny: bool) -> Result:
 
 def command(name: str, *overrides: str) -> list[str]:
     """Return the command line of a command of areal-lite."""
-    return [sys.executable, "-m", "areal_lite", name, *overrides]
+    extra = [f"server.args.{key}={value}" for key, value in SERVER_ARGS.items()]
+    with_servers = extra if name in ("quickstart", "train") else []
+    return [sys.executable, "-m", "areal_lite", name, *overrides, *with_servers]
 
 
 def quickstart(tiny: bool) -> Result:
@@ -183,7 +188,7 @@ def _summary(folder: Path, status: int) -> Result:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     pauses = [step["pause_s"] for step in steps if step.get("pause_s")]
-    differences = [step["logprob_diff"] for step in steps if step.get("logprob_diff")]
+    differences = _logprob_diffs(steps)
     numbers = {
         "steps": len(steps),
         "first and later pause, ms": [
@@ -197,13 +202,14 @@ def _summary(folder: Path, status: int) -> Result:
     return numbers, checks
 
 
+def _logprob_diffs(steps: list[dict]) -> list[float]:
+    return [step["logprob_diff"] for step in steps if step.get("logprob_diff")]
+
+
 def killed(tiny: bool) -> Result:
     """Kill the server, then the supervisor with its trainer, and resume the run."""
-    folder = Path(tempfile.mkdtemp())
-    model = folder / "model"
-    subprocess.run(command("make-model", f"out={model}", "head_dim=64"), check=True)
-    run = folder / "run"
-    train = command("train", *SHARED, *TRAIN, f"model={model}", f"run_dir={run}")
+    run = Path(tempfile.mkdtemp()) / "run"
+    train = command("train", *SHARED, *TRAIN, *_new_model(run.parent), f"run_dir={run}")
     process = subprocess.Popen(train)
     _wait_for_steps(run, 3, process)
     server = announced_servers(run)[0]
@@ -221,21 +227,33 @@ def killed(tiny: bool) -> Result:
     }
 
 
+def _new_model(folder: Path) -> list[str]:
+    """Make a small model in `folder` and return the setting that names it."""
+    model = folder / "model"
+    subprocess.run(command("make-model", f"out={model}", "head_dim=64"), check=True)
+    return [f"model={model}"]
+
+
 def _steps(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def _wait_for_steps(folder: Path, steps: int, process: subprocess.Popen) -> None:
-    while _steps(folder) < steps:
+    _wait(lambda: _steps(folder) >= steps, process)
+
+
+def _wait(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait for a condition of a run."""
+    while not condition():
         assert process.poll() is None, f"the run ended with status {process.returncode}"
         time.sleep(0.5)
 
 
 def broadcast(tiny: bool) -> Result:
-    """Push by NCCL between two GPUs of a node."""
+    """Push by NCCL between two GPUs of a node, and compare what arrived."""
     folder = Path(tempfile.mkdtemp()) / "run"
-    overrides = [*QUICKSTART, "sync.transport=distributed", f"run_dir={folder}"]
+    overrides = [*QUICKSTART, *DISTRIBUTED, f"run_dir={folder}"]
     environment = os.environ | {"NCCL_DEBUG": "INFO"}
     status = subprocess.run(command("quickstart", *overrides), env=environment).returncode
     numbers, checks = _summary(folder, status)
@@ -243,3 +261,37 @@ def broadcast(tiny: bool) -> Result:
     ways = sorted(set(re.findall(r"via (\S+)", log)))
     numbers["NCCL connects via"] = ways
     return numbers, checks | {"by P2P": any(way.startswith("P2P") for way in ways)}
+
+
+def servers(tiny: bool) -> Result:
+    """Push by NCCL to two servers, kill one after the other, and wait until each is back."""
+    run = Path(tempfile.mkdtemp()) / "run"
+    settings = [*TRAIN, *DISTRIBUTED, "server.count=2", "sync.timeout_s=30", "trainer.steps=100000"]
+    model = _new_model(run.parent)
+    process = subprocess.Popen(command("train", *settings, *model, f"run_dir={run}"))
+    numbers: dict[str, Any] = {}
+    _wait_for_steps(run, 4, process)
+    for name in ("server-0", "server-1"):
+        old = _pids(run)
+        started, steps = time.monotonic(), _steps(run)
+        os.killpg(old[name], signal.SIGKILL)
+        _wait(lambda old=old, name=name: _pids(run).get(name, old[name]) != old[name], process)
+        numbers[f"{name} is back"] = (
+            f"after {time.monotonic() - started:.0f} s, {_steps(run) - steps} steps went on"
+        )
+        _wait_for_steps(run, _steps(run) + 6, process)
+    process.kill()
+    process.wait()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    compared = [line["verified"] for line in lines]  # tensors, over all servers of a push
+    lost = sum(bool(line["failed"]) for line in lines)
+    numbers |= {"steps": len(lines), "pushes that lost a server": lost, "compared": compared[-3:]}
+    return numbers, {
+        "pushes to one server go on": min(compared) * 2 == max(compared) > 0,
+        "both servers are back in the end": set(compared[-3:]) == {max(compared)},
+        "server and trainer agree": max(_logprob_diffs(lines)) < 0.05,
+    }
+
+
+def _pids(run: Path) -> dict[str, int]:
+    return {server.name: server.pid for server in announced_servers(run)}

@@ -24,10 +24,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from areal_lite.megatron.context_parallel import LocalTokens
-from areal_lite.megatron.flash4 import use_flash4
+from areal_lite.megatron.flash4 import causal_varlen, use_flash4
 from areal_lite.megatron.packing import to_device
 
 try:
@@ -262,7 +261,4 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) 
         return flash_attn_varlen_func(*tensors, *bounds, causal=True)
     heads, groups = query.shape[1], key.shape[1]
     use_flash4(query.device, heads, groups, query.shape[2])
-    grouped = heads != groups
-    out = varlen_attn(*tensors, *bounds, window_size=(-1, 0), enable_gqa=grouped)
-    assert isinstance(out, Tensor)
-    return out
+    return causal_varlen(*tensors, *bounds)

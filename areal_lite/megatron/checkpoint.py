@@ -18,7 +18,8 @@ The folder must be on a file system that all ranks see.
 
 import shutil
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from queue import Queue
@@ -28,6 +29,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -180,10 +183,7 @@ def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
 
     Raises ValueError when the folder is not a checkpoint of these parts, or holds more than data.
     """
-    marker = folder / CHECKPOINT_MARKER
-    if not marker.is_file():
-        raise ValueError(f"{folder}: not a trainer checkpoint")
-    with reading(marker), only_data(folder):
+    with _opened(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         if missing := parts.keys() - common.keys():
             raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")
@@ -195,6 +195,49 @@ def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
         part.scheduler.load_state_dict(state[name]["scheduler"])
     torch.set_rng_state(state["random"])
     return state["extra"]
+
+
+@torch.no_grad()
+def load_weights(folder: Path, part: str, model: Chunks) -> None:
+    """Set the weights of `model` to those of one part of the checkpoint in `folder`.
+
+    The optimizer's state is not read. Raises ValueError when the folder is not a checkpoint of such
+    a part, or holds more than data.
+    """
+    with _opened(folder):
+        state = {"model": model.sharded_state_dict(metadata=_metadata())}
+        add_prefix_for_sharding(state, f"{part}.")
+        try:
+            loaded: Any = dist_checkpointing.load(state, str(folder))
+        except CheckpointingException as error:
+            raise ValueError(f"{folder}: not a checkpoint of this model ({error})") from error
+    model.load_state_dict(loaded["model"])
+
+
+def weights_dtype(folder: Path, part: str) -> torch.dtype:
+    """Return the dtype of the weights of one part of a checkpoint.
+
+    Raises ValueError when the folder is not a checkpoint that has this part.
+    """
+    with _opened(folder):
+        for name, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items():
+            of_model = name.startswith(f"{part}.") and not name.startswith(f"{part}.optimizer.")
+            if of_model and isinstance(tensor, ShardedTensor):
+                return tensor.dtype
+    raise ValueError(f"{folder}: this checkpoint holds no {part}")
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[None]:
+    """Protect a checkpoint from its removal and let torch read it as data only.
+
+    Raises ValueError when the folder is not a checkpoint.
+    """
+    marker = folder / CHECKPOINT_MARKER
+    if not marker.is_file():
+        raise ValueError(f"{folder}: not a trainer checkpoint")
+    with reading(marker), only_data(folder):
+        yield
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
@@ -214,9 +257,13 @@ def _shared_scratch_folder(folder: Path) -> Path:
     return Path(scratch[0])
 
 
-def _sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]:
+def _metadata() -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = _FORMAT | {"dp_cp_group": group}
+    return _FORMAT | {"dp_cp_group": group}
+
+
+def _sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]:
+    metadata = _metadata()
     state: dict[str, Any] = {}
     for name, part in parts.items():
         if not any(one.optimizer.state for one in part.optimizer.chained_optimizers):

@@ -9,6 +9,8 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,21 +64,31 @@ def activate_if_right(
     return False
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        window_size=(-1, 0),
-        enable_gqa=grouped,
-    )
+def causal_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+) -> Tensor:
+    """Attend over packed tokens with PyTorch's kernel: [t, heads, dim].
+
+    Where a sequence has more keys than queries, its last query sees all of them.
+    """
+    packed = (query, key, value, bounds_q, bounds_k, longest_q, longest_k)
+    # Before 2.12, torch gave keys with fewer heads to the kernel without being told.
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    out = varlen_attn(*packed, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    return causal_varlen(query, key, value, bounds, bounds, longest, longest)
 
 
 @torch.enable_grad()

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_atomically(path: Path, content: str | bytes, private: bool = False) -> None:
-    """Replace the file `path` in one step and durably, and make missing parent folders.
+def write_atomically(
+    path: Path, content: str | bytes, private: bool = False, durable: bool = True
+) -> None:
+    """Replace the file `path` in one step, and make missing parent folders.
 
-    Only the owner can ever read a `private` file. Raises OSError that names `path`.
+    Only the owner can ever read a `private` file. A crash of the machine may lose a file that is
+    not `durable`. Raises OSError that names `path`.
     """
     data = content.encode() if isinstance(content, str) else content
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -29,10 +32,12 @@ def write_atomically(path: Path, content: str | bytes, private: bool = False) ->
         descriptor = os.open(scratch, flags, 0o600 if private else 0o666)
         with open(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         scratch.replace(path)
-        _sync(path.parent)
+        if durable:
+            _sync(path.parent)
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -78,6 +83,21 @@ def scratch_folder(folder: Path) -> Path:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     return scratch
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which becomes `folder` when the block ends.
+
+    After an exception nothing is left of it.
+    """
+    scratch = scratch_folder(folder)
+    try:
+        yield scratch
+        publish_folder(scratch, folder)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def publish_folder(scratch: Path, folder: Path) -> None:

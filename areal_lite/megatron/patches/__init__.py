@@ -12,6 +12,7 @@ Neither `torch` nor any installed file is touched. Which tables apply:
 | `ROUTER_FIXES`         | without Transformer Engine, with or without CUDA            |
 | `IMPORT_FIXES`         | with CUDA                                                   |
 | `CHECKPOINT_FIXES`     | always                                                      |
+| `GATHER_FIXES`         | always                                                      |
 
 Invariant: every substitution matches exactly as often as its table says. Another release of
 Megatron-core raises ImportError instead of running with half of the changes.
@@ -29,6 +30,7 @@ import torch
 from areal_lite.megatron.patches.cpu import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS
 from areal_lite.megatron.patches.fixes import (
     CHECKPOINT_FIXES,
+    GATHER_FIXES,
     IMPORT_FIXES,
     ROUTER_FIXES,
     TORCH_ADAMW_FIXES,
@@ -45,7 +47,7 @@ def substitutions(
         table = CPU_SUBSTITUTIONS + (ONEDNN_SUBSTITUTIONS if onednn else ())
     if not transformer_engine:
         table += ROUTER_FIXES + (() if apex else TORCH_ADAMW_FIXES)
-    return table + CHECKPOINT_FIXES
+    return table + CHECKPOINT_FIXES + GATHER_FIXES
 
 
 @cache

@@ -80,3 +80,32 @@ CHECKPOINT_FIXES = (
         counts={"optimizer.distrib_optimizer": 1},
     ),
 )
+
+# Applies always: `DistributedOptimizer.get_parameter_state_dp_zero` in the same file. With NCCL, a
+# bucket of master weights or moments is gathered in the GPU's memory. Here a bucket is a whole
+# model: at the first checkpoint a rank would need up to 8 bytes for each of its parameters, on top
+# of what training holds.
+# Upstream: no report found. Its other way needs gloo groups and gathers on one rank.
+# Remove when buckets are gathered in pieces.
+GATHER_FIXES = (
+    Substitution(
+        name="gathered buckets in host memory",
+        pattern=r'device = "cpu" if use_gloo_comm else torch\.\w+\.current_device\(\)',
+        replacement='device = "cpu"',
+        counts={"optimizer.distrib_optimizer": 1},
+    ),
+    Substitution(
+        name="own shard in host memory",
+        pattern=r"send_tensor = send_tensor\.\w+\(\)",
+        replacement="pass",
+        counts={"optimizer.distrib_optimizer": 1},
+    ),
+    Substitution(
+        name="gather in pieces",
+        pattern=r"torch\.distributed\.all_gather\(\s+recv_tensors, send_tensor, "
+        r"data_parallel_group\s+\)",
+        replacement="from areal_lite.megatron.host_gather import all_gather_on_host; "
+        "all_gather_on_host(recv_tensors, send_tensor, data_parallel_group)",
+        counts={"optimizer.distrib_optimizer": 1},
+    ),
+)

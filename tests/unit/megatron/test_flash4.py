@@ -76,3 +76,22 @@ def test_it_is_not_tried_unless_asked_for(monkeypatch):
     assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
     monkeypatch.setenv(flash4.ENV, "4")  # here it cannot load
     assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
+
+
+def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    """Take fewer heads of keys than of queries without being told, as torch 2.11 does."""
+    assert (window_size, max_q, max_k) == ((-1, 0), 300, 300) and torch.equal(cu_seq_q, cu_seq_k)
+    return per_sequence(causal=True)(query, key, value, cu_seq_q, max_q)
+
+
+def kernel(*packed, window_size=(-1, -1), enable_gqa=False):
+    """Refuse fewer heads of keys than of queries unless told, as torch 2.13 does."""
+    assert enable_gqa == (packed[0].shape[1] != packed[1].shape[1])
+    return old_kernel(*packed, window_size=window_size)
+
+
+@pytest.mark.parametrize("torchs", [old_kernel, kernel])
+@pytest.mark.parametrize("heads, groups", [(4, 2), (3, 3)])
+def test_every_torch_gets_the_arguments_that_it_takes(torchs, heads, groups, monkeypatch):
+    monkeypatch.setattr(flash4, "varlen_attn", torchs)
+    assert flash4._worst_error(flash4._attend, CPU, heads, groups, 32) < flash4._TOLERANCE / 2

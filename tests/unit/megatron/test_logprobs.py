@@ -186,7 +186,8 @@ def test_a_frozen_head_gets_no_gradient():
 def test_nothing_as_large_as_all_logits_outlives_the_forward(monkeypatch):
     monkeypatch.setattr(module, "KEPT", 3 * 4 * VOCAB)
     x = Example(23)
-    node = lm_logprobs(x.hidden, x.weight, x.targets, chunk=4)[0].grad_fn
+    logprobs, _ = lm_logprobs(x.hidden, x.weight, x.targets, chunk=4)
+    node = logprobs.grad_fn
     assert [len(kept) for kept in node.kept] == [4, 4, 4]
     assert max(t.numel() for t in node.saved_tensors) <= max(x.hidden.numel(), x.weight.numel())
     with torch.no_grad():

@@ -2,13 +2,20 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import importlib.util
 import sys
 
 importlib.util.find_spec = lambda name: None
-sys.path[:] = [path for path in sys.path if "site-packages" not in path]
+# Python's own modules, and this checkout.
+sys.path[:] = [
+    path
+    for path in sys.path
+    if path == "" or path.startswith(sys.base_prefix) and "site-packages" not in path
+]
 from areal_lite.servers.cpu.stand_ins import install_stand_ins
 
 install_stand_ins()
@@ -33,7 +40,7 @@ for use in (lambda: kernel[(1,)](3), lambda: functional.resize(1), lambda: HTML(
 
 def test_kernels_are_plain_functions_and_other_calls_name_the_package():
     command = [sys.executable, "-c", SCRIPT]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.stderr == ""
     assert result.stdout.splitlines() == [
         "'function' object is not subscriptable",
