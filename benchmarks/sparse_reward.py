@@ -19,7 +19,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from staleness import ROOT, areal_lite, warm_up
+from launch import ROOT, areal_lite, warm_up
 
 from areal_lite.quickstart import addition
 

@@ -62,6 +62,7 @@ def grpo(
     leave_one_out: bool = False,
     batch_mean: Moments | None = None,
     batch_std: Moments | None = None,
+    squared_norms: Tensor | None = None,
 ) -> Tensor:
     """Compute group-relative advantages from rewards float [n]: float [n].
 
@@ -78,26 +79,31 @@ def grpo(
             rewards in a group then give a signal
         batch_std: `moments(rewards)`, to take the deviation of the batch instead of the group
             (arXiv 2508.08221 combines it with the group's mean)
+        squared_norms: float [n], to take the baseline of `optimal_baseline` instead of the mean
     """
     _, group = torch.unique(group_ids, return_inverse=True)
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    count = torch.bincount(group, minlength=num_groups).to(rewards.dtype)
+    count = torch.bincount(group).to(rewards.dtype)
     centred = _centred(rewards, group, count)
     advantages = centred
     size = count[group]
     if batch_mean is not None:
         advantages = rewards - batch_mean.mean
         size = torch.full_like(rewards, batch_mean.count)
+    if squared_norms is not None:
+        advantages = centred - optimal_baseline(centred, group, squared_norms)
     if leave_one_out:
         advantages = advantages * size / (size - 1).clamp(min=1)
     if not divide_by_std:
         return advantages
     if batch_std is not None:
         return advantages / (batch_std.std + eps) if batch_std.std else torch.zeros_like(advantages)
-    variance = rewards.new_zeros(num_groups).index_add_(0, group, centred**2) / (count - 1).clamp(
-        min=1
-    )
-    return advantages / (variance.sqrt()[group] + eps)
+    return advantages / (_deviation(centred, group, count)[group] + eps)
+
+
+def _deviation(centred: Tensor, group: Tensor, count: Tensor) -> Tensor:
+    """Compute the sample deviation of each group, float [groups], from centred rewards [n]."""
+    squares = torch.zeros_like(count).index_add_(0, group, centred**2)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def _centred(rewards: Tensor, group: Tensor, count: Tensor) -> Tensor:
@@ -115,6 +121,24 @@ def _centred(rewards: Tensor, group: Tensor, count: Tensor) -> Tensor:
     lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
     return torch.where((highest > lowest)[group], rewards - mean[group], 0.0)
+
+
+def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) -> Tensor:
+    """Compute the baseline of least variance, sum_i q_i r_i / sum_i q_i over the group: float [n].
+
+    q_i is the squared norm of what trajectory i adds to the gradient per unit of advantage. If the
+    gradients of its tokens' log-probs were orthogonal and equally long, q_i would be proportional
+    to the sum of w_t^2 over its tokens: its length without weights (OPO, arXiv 2505.23585), or
+    w_i^2 times its length with one weight per sequence (OPOB of VCPO, arXiv 2602.17616, which
+    measures norms).
+
+    rewards float [n]; group_ids int [n]; squared_norms float [n] >= 0: q up to a factor. The
+    baseline is 0 in a group whose q are all 0.
+    """
+    _, group = torch.unique(group_ids, return_inverse=True)
+    sums = rewards.new_zeros(2, int(group.max()) + 1 if len(group) else 0)
+    total, norm = sums.index_add_(1, group, torch.stack([squared_norms * rewards, squared_norms]))
+    return torch.where(norm > 0, total / norm, torch.zeros_like(norm))[group]
 
 
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:

@@ -30,10 +30,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lite.algo.sequences import sequence_mean, sequence_sum
+from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
 
 MODES = ("cap", "mask", "off")
 LEVELS = ("token", "geometric", "product")
+# The square of a weight of e^300 is still finite in float64, and so is a sum of such squares.
+_LARGEST_LOG_WEIGHT = 300.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,34 @@ def behavior_weight(
     elif mode == "mask":
         kept = kept & (weight <= cap) & (weight >= (1 / cap if low is None else low))
     return torch.where(kept, weight, torch.zeros_like(weight)), kept
+
+
+@torch.no_grad()
+def sample_sums(
+    prox: Tensor, behavior: Tensor, mask: Tensor, *, level: str, sequence_ids: Tensor
+) -> dict[str, Tensor]:
+    """Sum what the effective sample size of tokens or sequences needs, as `level` weighs them.
+
+    Returns `samples` and the sums of their unbounded weights and squared weights, float64 scalars
+    that add up over microbatches and ranks; see `algo.metrics.effective_sample_size`.
+
+    Args:
+        prox, behavior: float [t], as for `behavior_weight`
+        mask: bool [t], without tokens that have no finite behavior log-prob
+        sequence_ids: int [t]
+    """
+    log_weight = torch.where(mask, prox - behavior, torch.zeros_like(prox)).double()
+    present = mask
+    if level != "token":
+        combine = sequence_mean if level == "geometric" else sequence_sum
+        log_weight = combine(log_weight, mask, sequence_ids)
+        present = sequence_length(mask, sequence_ids) > 0
+    weight = log_weight[present].clamp(max=_LARGEST_LOG_WEIGHT).exp()
+    return {
+        "samples": present.sum().double(),
+        "sample_weight_sum": weight.sum(),
+        "sample_weight_square_sum": (weight**2).sum(),
+    }
 
 
 def _by_sequence(

@@ -45,6 +45,7 @@ class LossInputs:
     mask: bool [t]
     sequence_ids: int [t], for losses and corrections of sequences, which must then be whole here
     weights: float [t], from `reduction_weights`, used with denominator 1; default: all 1
+    accepted: bool [t], from algo/rejection.py: other tokens have no share in the loss; default: all
     corrected: `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     """
 
@@ -55,6 +56,7 @@ class LossInputs:
     mask: Tensor
     sequence_ids: Tensor | None = None
     weights: Tensor | None = None
+    accepted: Tensor | None = None
     corrected: tuple[Tensor, Tensor] | None = None
 
 
@@ -175,7 +177,7 @@ def reinforce_loss(
     weight, kept = behavior_weight(
         inputs.logprobs.detach(),
         inputs.behavior,
-        mask,
+        _accepted(inputs, mask),
         sequence_ids=inputs.sequence_ids,
         **vars(correction),
     )
@@ -189,15 +191,20 @@ def reinforce_loss(
     )
 
 
+def _accepted(inputs: LossInputs, mask: Tensor) -> Tensor:
+    return mask if inputs.accepted is None else mask & inputs.accepted
+
+
 def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Corrected:
     mask = finite_mask(inputs.mask, inputs.behavior)
+    accepted = _accepted(inputs, mask)
     if decoupled:
         anchor = inputs.prox
         weight, kept = inputs.corrected or behavior_weight(
-            anchor, inputs.behavior, mask, sequence_ids=inputs.sequence_ids, **vars(correction)
+            anchor, inputs.behavior, accepted, sequence_ids=inputs.sequence_ids, **vars(correction)
         )
     else:
-        anchor, weight, kept = inputs.behavior, mask.to(inputs.logprobs.dtype), mask
+        anchor, weight, kept = inputs.behavior, accepted.to(inputs.logprobs.dtype), accepted
     log_ratio = torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor))
     return _Corrected(mask=mask, log_ratio=log_ratio, weight=weight, kept=kept)
 

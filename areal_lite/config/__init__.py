@@ -13,13 +13,16 @@ from areal_lite.config.algo import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
+    RejectionConfig,
     ShapingConfig,
 )
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.commands import (
     COMMANDS,
+    ChatConfig,
     DoctorConfig,
     EvalCommandConfig,
+    ExportConfig,
     GenerateConfig,
     MakeModelConfig,
     QuickstartConfig,

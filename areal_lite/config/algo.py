@@ -38,6 +38,37 @@ class CorrectionConfig:
 
 
 @dataclass
+class RejectionConfig:
+    """The rejection of tokens that the policy has moved too far from. They leave the loss.
+
+    The distances are between the proximal policy, with probability p, and the behavior policy, with
+    probability q; d is log p - log q.
+    """
+
+    by: str | None = setting(
+        None,
+        "Distance: ratio is p / q, k1 is d, square is d^2, k3 and k3_reverse estimate the KL "
+        "divergences from and to the behavior policy, tv is |p - q|. null: nothing is rejected.",
+        choices=("ratio", "k1", "square", "k3", "k3_reverse", "tv"),
+    )
+    level: str = setting(
+        "token",
+        "What is rejected: a token; a sequence, by the mean of its tokens; or the most distant "
+        "tokens of an update's batch, until the mean of the others is below the bound.",
+        choices=("token", "sequence", "batch"),
+    )
+    above: float = setting(0.2, "Largest distance that stays.", minimum=0, maximum=1e6)
+    below: float | None = setting(
+        None, "Smallest distance that stays. null: no bound.", minimum=-1e6, maximum=1e6
+    )
+    outward: bool = setting(
+        False,
+        "Reject only tokens that the update would move further away: A d > 0, where A is the "
+        "advantage.",
+    )
+
+
+@dataclass
 class AdvantageConfig:
     """From rewards to advantages."""
 
@@ -47,7 +78,10 @@ class AdvantageConfig:
         choices=("grpo", "rloo", "reinforce_pp", "gae"),
     )
     mean: str = setting(
-        "group", "grpo: baseline over the group or the batch.", choices=("group", "batch")
+        "group",
+        "grpo: baseline. The mean of the group or of the batch, or the group's optimal one, which "
+        "weighs a reward by the squared weights w of its tokens, summed.",
+        choices=("group", "batch", "optimal"),
     )
     std: str = setting(
         "group",
@@ -85,12 +119,17 @@ class ShapingConfig:
 
 @dataclass
 class KLConfig:
-    """The divergence from the reference policy."""
+    """The divergence from the reference policy, or from another one."""
 
     coef: float = setting(0.0, "Coefficient. 0: no KL term.", minimum=0, maximum=100)
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
         "loss", "Where the term is: in the loss or in the reward.", choices=("loss", "reward")
+    )
+    to: str = setting(
+        "reference",
+        "From which policy: that of algo.reference, the proximal one, or the one that sampled.",
+        choices=("reference", "proximal", "behavior"),
     )
 
 
@@ -156,10 +195,22 @@ class AlgoConfig:
         maximum=1e6,
     )
     tb_beta_steps: int = setting(500, "tb: steps of that change.", minimum=1, maximum=MAX_COUNT)
+    correct_mismatch: bool = setting(
+        True,
+        "Correct the difference of server and trainer under equal weights, as if it were "
+        "staleness. false: estimate its size from tokens of the current version, and leave it out "
+        "of the log-ratios.",
+    )
+    scale_lr_by_ess: bool = setting(
+        False,
+        "Multiply the learning rate of an update by the square root of the effective sample size, "
+        "as a share, of its weights w before their bounds, at algo.correction.level.",
+    )
     reference: str | None = setting(
         None, "Hugging Face checkpoint folder of the reference policy, such as ${model}."
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl: KLConfig = field(default_factory=KLConfig)

@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
-from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
+from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, setting
 from areal_lite.config.report import VIEWS
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
@@ -53,6 +53,15 @@ class TrainConfig:
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def max_lead(self) -> int:
+        """Steps between the version at which a group may start and the step that is its turn.
+
+        The window takes its part of the staleness bound (controller/queue.py).
+        """
+        passing = self.buffer.window or 0
+        return self.buffer.max_staleness - -(-passing // self.trainer.batch_groups)
 
 
 @dataclass
@@ -149,10 +158,57 @@ class GenerateConfig:
 
 
 @dataclass
+class ChatConfig:
+    """A conversation in the terminal, with a model or with a run's newest checkpoint."""
+
+    model: str | None = setting(None, _MODEL)
+    run_dir: str | None = setting(
+        None,
+        "Run directory: talk to its newest checkpoint, which is exported first if it must be.",
+    )
+    seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
+    temperature: float = setting(1.0, "Of sampling. 0: greedy.", minimum=0, maximum=100)
+    max_new_tokens: int = setting(
+        1024, "Tokens of an answer, at most.", minimum=1, maximum=MAX_TOKENS
+    )
+    raw: bool = setting(
+        False, "Use no chat template: each line is a prompt as it is, without those before."
+    )
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class ExportConfig:
+    """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
+
+    run_dir: str = setting(MISSING, "Run directory, of a run that ended or is still going.")
+    step: int | None = setting(
+        None,
+        "Step of the checkpoint. null: the newest one that is whole.",
+        minimum=1,
+        maximum=MAX_COUNT,
+    )
+    out: str | None = setting(
+        None, "Folder to write, new or empty. null: exports/step-N in the run directory."
+    )
+    dtype: str = setting(
+        "auto",
+        "Of the weights. auto: as in the checkpoint.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    model: str | None = setting(
+        None, "Model from which the run started. null: where the settings of the run say."
+    )
+
+
+@dataclass
 class DoctorConfig:
     """Checks of this machine: can runs work here?"""
 
     folder: str = setting("runs", "Folder of the run directories.")
+    quick: bool = setting(
+        False, "Leave out the last check, which trains a small model for about a minute."
+    )
 
 
 COMMANDS: dict[str, type] = {
@@ -164,6 +220,8 @@ COMMANDS: dict[str, type] = {
     "sft": SftConfig,
     "eval": EvalCommandConfig,
     "generate": GenerateConfig,
+    "chat": ChatConfig,
+    "export": ExportConfig,
     **VIEWS,
     "doctor": DoctorConfig,
 }

@@ -1,9 +1,11 @@
 """Composition of a command's settings from its schema, conf/ and the command line, by Hydra."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config.commands import COMMANDS, register
@@ -38,3 +40,35 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
     # Hydra accepts any +key=value. This refuses a key that the schema does not have.
     OmegaConf.merge(schema, OmegaConf.to_container(composed))
     return composed
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Write settings as overrides: `{"trainer": {"steps": 5}}` as `trainer.steps=5`.
+
+    A key may have sections in it (`"trainer.steps"`), and a value may name a file of conf/
+    (`"schedule": "sync"`), as on the command line.
+    """
+
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={_text_of(value)}"
+
+    return list(walk(settings, ""))
+
+
+def _text_of(value: Any) -> str:
+    """Write a value in Hydra's grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text_of(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_text_of, value))}]"
+    return QuotedString(str(value), Quote.single).with_quotes()

@@ -67,7 +67,8 @@ class EvalConfig:
     )
     every: int = setting(
         0,
-        "Steps between evaluations. 0: only before and after training.",
+        "Steps between evaluations. 0: only before and after training. With sync.every, the first "
+        "push from then on is evaluated.",
         minimum=0,
         maximum=MAX_COUNT,
     )

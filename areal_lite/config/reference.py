@@ -132,7 +132,18 @@ areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +ta
 |---|---|
 {groups}
 """
-_PAGE_COMMANDS = ("train", "slurm", "make-model", "sft", "eval", "generate", *VIEWS, "doctor")
+_PAGE_COMMANDS = (
+    "train",
+    "slurm",
+    "make-model",
+    "sft",
+    "eval",
+    "generate",
+    "chat",
+    "export",
+    *VIEWS,
+    "doctor",
+)
 
 
 def page() -> str:

@@ -84,7 +84,8 @@ class BufferConfig:
 
     max_staleness: int = setting(
         4,
-        "Largest staleness of a token, in versions (eta). 0: generation and training take turns.",
+        "Largest staleness of a token, in training steps (eta). 0: generation and training take "
+        "turns.",
         minimum=0,
         maximum=MAX_COUNT,
     )
@@ -93,6 +94,14 @@ class BufferConfig:
         "Tokens that are staler when a batch is made: mask them, or drop the group and ask its "
         "prompt again.",
         choices=("mask", "drop"),
+    )
+    window: int | None = setting(
+        None,
+        "Groups of a batch, and of those before it, that may pass an older group that still runs. "
+        "Then the batch waits for it, and no token is overdue. 0: first in, first out. null: no "
+        "limit.",
+        minimum=0,
+        maximum=MAX_COUNT,
     )
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     fixed_lag: bool = setting(

@@ -1,14 +1,18 @@
 """Rules over several settings that need nothing but the settings.
 
 Each broken rule is a ValueError of one line that names the keys, their values and the remedy.
-Rules that look at the machine, at files or at imported functions are in launch/preflight.py.
+Those over the objective are in algo_rules.py, those over the buffer in buffer_rules.py. Rules that
+look at the machine, at files or at imported functions are in launch/preflight.py.
 """
 
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from areal_lite.config.algo_rules import check_algo
+from areal_lite.config.buffer_rules import check_buffer
 from areal_lite.config.commands import (
+    ChatConfig,
     EvalCommandConfig,
     GenerateConfig,
     QuickstartConfig,
@@ -28,7 +32,10 @@ def check_rules(config: Any) -> None:
     check_folders(config)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
         check_data(config.data)
+    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig, ChatConfig)):
         check_server(config.server)
+    if isinstance(config, ChatConfig) and (config.model is None) == (config.run_dir is None):
+        raise ValueError("set either model or run_dir: the folder of a model, or that of a run")
     if isinstance(config, TrainConfig):
         check_training(config)
     if isinstance(config, QuickstartConfig):
@@ -69,7 +76,7 @@ def check_training(config: TrainConfig) -> None:
     check_trainer(config.trainer)
     check_algo(config)
     check_sampling(config)
-    check_replay(config)
+    check_buffer(config)
     check_evaluation(config)
     check_debug(config)
     check_push(config)
@@ -126,65 +133,6 @@ def _schedule(trainer: TrainerConfig, key: str) -> None:
         raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
 
 
-def check_algo(config: TrainConfig) -> None:
-    _proximal_policy(config)
-    _reference_policy(config)
-    _correction(config)
-    shaping, rollout = config.algo.shaping, config.rollout
-    if shaping.overlong_margin > rollout.max_new_tokens:
-        raise ValueError(
-            f"algo.shaping.overlong_margin={shaping.overlong_margin}: "
-            f"choose 0 to rollout.max_new_tokens={rollout.max_new_tokens}"
-        )
-    advantage = config.algo.advantage
-    compares = advantage.estimator in ("grpo", "rloo") and advantage.mean == "group"
-    if rollout.group_size == 1 and (config.algo.loss == "tb" or compares):
-        raise ValueError(
-            "rollout.group_size=1: a group of one has nothing to be compared with; use 2 or more, "
-            "or algo.advantage.estimator=reinforce_pp or gae"
-        )
-
-
-def _proximal_policy(config: TrainConfig) -> None:
-    algo, minibatches = config.algo, config.trainer.minibatches
-    if algo.prox == "reuse" and minibatches > 1:
-        raise ValueError(
-            "algo.prox=reuse is exact with one minibatch only, "
-            f"trainer.minibatches={minibatches}: use recompute"
-        )
-    in_reward = algo.kl.coef and algo.kl.into == "reward"
-    if algo.prox != "recompute" and (in_reward or algo.loss == "tb"):
-        cause = "algo.kl.into=reward" if in_reward else "algo.loss=tb"
-        raise ValueError(
-            f"algo.prox={algo.prox}: {cause} needs the log-probs before the update, use recompute"
-        )
-
-
-def _reference_policy(config: TrainConfig) -> None:
-    algo = config.algo
-    if algo.reference is None and (algo.kl.coef or algo.loss == "tb"):
-        cause = "algo.loss=tb" if algo.loss == "tb" else f"algo.kl.coef={algo.kl.coef}"
-        raise ValueError(
-            f"{cause} needs a reference policy: set algo.reference to a checkpoint folder "
-            "(algo.reference='${model}' is the initial policy)"
-        )
-    if algo.loss == "tb" and (
-        algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae"
-    ):
-        raise ValueError(
-            "algo.loss=tb has its own KL term (algo.tb_beta) and no advantages: set "
-            "algo.kl.coef=0, algo.entropy_coef=0 and an estimator other than gae"
-        )
-
-
-def _correction(config: TrainConfig) -> None:
-    veto = config.algo.correction.veto
-    if veto is not None and not (len(veto) == 2 and 0 <= veto[0] < 1 < veto[1]):
-        raise ValueError(
-            f"algo.correction.veto={list(veto)}: give [low, high] with low < 1 < high, or null"
-        )
-
-
 def check_sampling(config: TrainConfig) -> None:
     rollout = config.rollout
     if rollout.active_sampling and rollout.group_size == 1:
@@ -192,39 +140,6 @@ def check_sampling(config: TrainConfig) -> None:
             "rollout.active_sampling=true would filter every group of rollout.group_size=1: "
             "one reward has no variance"
         )
-
-
-def check_replay(config: TrainConfig) -> None:
-    replay, group_size = config.buffer.replay, config.rollout.group_size
-    if not replay.capacity:
-        return
-    capacity = f"buffer.replay.capacity={replay.capacity}"
-    if config.algo.loss != "tb":
-        raise ValueError(
-            f"{capacity} trains on tokens of any age, which algo.loss={config.algo.loss} cannot: "
-            "set algo.loss=tb"
-        )
-    if replay.capacity < group_size:
-        raise ValueError(f"{capacity} holds less than a group (rollout.group_size={group_size})")
-    if group_size == 1:
-        raise ValueError(
-            f"{capacity} balances the trajectories of a prompt against each other: "
-            "rollout.group_size must be 2 or more"
-        )
-    if replay.max_prompts < config.trainer.batch_groups:
-        raise ValueError(
-            f"buffer.replay.max_prompts={replay.max_prompts} is less than a batch "
-            f"(trainer.batch_groups={config.trainer.batch_groups})"
-        )
-    conflicts = {
-        "buffer.fixed_lag": config.buffer.fixed_lag,
-        "rollout.retire_above": config.rollout.retire_above is not None,
-    }
-    for key, is_set in conflicts.items():
-        if is_set:
-            raise ValueError(
-                f"{key} does not go with {capacity}, for which generation never stops: unset one"
-            )
 
 
 def check_evaluation(config: TrainConfig) -> None:
@@ -271,12 +186,7 @@ def check_push(config: TrainConfig) -> None:
             f"server.args.quantization={quantization}: a push writes unquantized weights and no "
             "scales, so remove it"
         )
-    mixed = config.trainer.device == "cuda" and server.device == "cpu"
-    if mixed and sync.transport == "distributed":
-        raise ValueError(
-            "sync.transport=distributed cannot connect trainer.device=cuda to server.device=cpu: "
-            "use sync.transport=disk"
-        )
+    check_devices(config.trainer.device, server.device, sync.transport)
     if server.args.get("enable_symm_mem"):
         raise ValueError(
             "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
@@ -287,6 +197,16 @@ def check_push(config: TrainConfig) -> None:
         raise ValueError(
             f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
             "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
+        )
+
+
+def check_devices(trainer: str, server: str, transport: str) -> None:
+    """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
+    if transport == "distributed" and {trainer, server} == {"cpu", "cuda"}:
+        raise ValueError(
+            f"sync.transport=distributed cannot connect trainer.device={trainer} to "
+            f"server.device={server} (auto is cuda on a machine with a GPU): use "
+            "sync.transport=disk, or the same device for both"
         )
 
 

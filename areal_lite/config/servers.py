@@ -85,6 +85,12 @@ class ServerConfig:
 class SyncConfig:
     """The pushes of new weights to the servers."""
 
+    every: int = setting(
+        1,
+        "Training steps from push to push, N. Needs buffer.max_staleness of at least N - 1.",
+        minimum=1,
+        maximum=MAX_COUNT,
+    )
     transport: str = setting(
         "distributed",
         "distributed: an NCCL or Gloo broadcast. disk: files in a folder.",

@@ -83,6 +83,11 @@ class TrainerConfig:
     clip_grad: float = setting(
         1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
     )
+    gradient_cosine: bool = setting(
+        False,
+        "Log the cosine of the gradients of consecutive updates as grad_cosine. It needs 2 bytes a "
+        "parameter, divided by trainer.data_parallel.",
+    )
     max_skipped_steps: int = setting(
         5,
         "Stop after this many consecutive steps with a loss or gradient that is not finite.",

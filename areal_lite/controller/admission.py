@@ -1,20 +1,23 @@
 """Admission by maximum staleness: no group is started that would be too stale when it is used.
 
-With B groups per training step, v completed steps and the bound eta = `max_staleness`, a group may
-start while
+With B groups per training step, the servers' version v and the bound eta = `max_staleness`, a group
+may start while
 
     accepted + running < (eta + v + 1) * B            (AReaL, arXiv 2505.24298, eq. 3)
 
 `running` groups are being generated. `accepted` groups have finished since the start of the run;
-they wait for the trainer or were used by it.
+they wait for the trainer or were used by it. v is the trainer's step at the last push, so that eta
+is in training steps. With `sync.every` = N the trainer is up to N - 1 steps ahead of v, and these
+steps need the batches v to v + N - 1: eta must be at least N - 1 (config/buffer_rules.py).
 
 Invariants, asserted in tests/unit/controller/test_admission.py:
 
 * submitted = running + accepted + rejected: a group that is filtered, fails or is dropped is
   rejected, and returns its capacity to the next prompt. Otherwise admission would stop one day.
 * The n-th group (n from 0) is used at step floor(n / B) if groups are used in order. It was
-  admitted at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta. A group that
-  is overtaken by younger ones can exceed eta, hence the hard bound at consumption (`queue.py`).
+  admitted at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta, and its
+  tokens are of version v or newer. A group that is overtaken by younger ones can exceed eta, hence
+  the hard bound at consumption (`queue.py`).
 
 Example, B = 2 and eta = 1. At version 0 four groups may start: two for step 0, two for step 1. The
 trainer completes step 0, `on_version(1)`, and two more may start, which step 2 will use with
@@ -35,16 +38,19 @@ class AdmissionGate:
     """Counts groups and decides whether another one may start. No clock and no I/O.
 
     Args:
-        max_staleness: the bound eta in versions. None is no bound: generation never waits, as
-            replay needs it.
+        max_staleness: the bound eta in steps. With None, as replay needs it, generation never
+            waits.
         batch_groups: groups per training step, B.
         steps: training steps of the run. No group starts that no step would use. None: no end.
+        version: the servers' version.
+        step: completed training steps.
     """
 
     max_staleness: int | None
     batch_groups: int
     steps: int | None = None
     version: int = 0
+    step: int = 0
     running: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -76,7 +82,7 @@ class AdmissionGate:
     @property
     def waiting(self) -> int:
         """Return the number of accepted groups that no completed step has used."""
-        return self.accepted - self.version * self.batch_groups
+        return self.accepted - self.step * self.batch_groups
 
     @property
     def drained(self) -> bool:
@@ -106,9 +112,14 @@ class AdmissionGate:
         self.accepted -= 1
         self.rejected += 1
 
+    def on_step(self, step: int) -> None:
+        """Record that `step` steps are complete."""
+        assert step >= self.step, f"completed steps went back from {self.step} to {step}"
+        self.step = step
+
     def on_version(self, version: int) -> None:
-        """Record that the trainer has completed a step and is at `version`."""
-        assert version >= self.version, f"version went back from {self.version} to {version}"
+        """Record that `version` steps are complete and that the servers have these weights."""
+        self.on_step(version)
         self.version = version
 
     def recover(self, version: int, waiting: int) -> None:
@@ -116,6 +127,6 @@ class AdmissionGate:
 
         Call this before anything is admitted.
         """
-        assert self.running == self.accepted == self.version == 0, "the run has already begun"
-        self.version = version
+        assert self.running == self.accepted == self.step == 0, "the run has already begun"
+        self.version = self.step = version
         self.accepted = version * self.batch_groups + waiting

@@ -20,13 +20,14 @@ from areal_lite.controller.messages import (
     Finish,
     PullBatch,
     Pushed,
-    PushRecorded,
     PushTargets,
+    Recorded,
     Reply,
     Request,
     Response,
     Resync,
     RunTotals,
+    StepDone,
     process_namespace,
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
@@ -68,7 +69,7 @@ class ControllerClient:
         """Wait for this rank's shard of a batch. A repeated call returns the same shard.
 
         Args:
-            step: the trainer's version; the batch becomes unavailable when `step + 1` is pushed.
+            step: completed steps; the batch becomes unavailable when the step is complete.
             rank, world: data-parallel rank and number of ranks.
             resync: pushes version `step` to the stale servers. It is called while there is no batch
                 and servers started late or came back. Every rank calls it equally often and in the
@@ -85,6 +86,13 @@ class ControllerClient:
             self._resyncs += 1
             resync()
 
+    def step_done(self, step: int) -> None:
+        """Report that `step` steps are complete and that no push follows the last one.
+
+        The batch of the last step counts as used.
+        """
+        self._call(StepDone(step), Recorded)
+
     def begin_push(self, version: int) -> PushTargets:
         """Announce a push of `version` and return the servers to push to."""
         return self._call(BeginPush(version), PushTargets)[0]
@@ -92,9 +100,9 @@ class ControllerClient:
     def pushed(self, version: int, failed: Sequence[str] = ()) -> None:
         """Report that every target of the push except `failed` now serves `version`.
 
-        Admission opens for `version`, and the batch that led to it counts as used.
+        Admission opens for `version`, and the batches that led to it count as used.
         """
-        self._call(Pushed(version, list(failed)), PushRecorded)
+        self._call(Pushed(version, list(failed)), Recorded)
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems and return one line of evals.jsonl."""

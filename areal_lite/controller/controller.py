@@ -1,13 +1,12 @@
 """The controller: prompts -> trajectories -> batches, which the trainer pulls.
 
-    prompts -> Dispatcher (dispatcher.py) -> GroupQueue or ReplayBuffer -> BatchAssignment -> ranks
-                    ^ admission                                                 |
-                    +------------------ version (begin_push, pushed) <----------+
+    prompts -> Dispatcher (dispatcher.py) -> GroupQueue or ReplayBuffer -> Batches -> ranks
+                    ^ admission                                                         |
+                    +------------ step_done, or begin_push and pushed <-----------------+
 
 * Generation continues while the trainer works. Only admission (`admission.py`) makes it wait.
-* The controller's version v is the trainer's: the number of completed training steps.
-* A batch is assigned once. Every rank can pull its shard of it any number of times.
-* A group becomes used when the push that follows its step is recorded.
+* The router's version is that of the last push: the number of completed steps of its weights.
+* A group becomes used when the end of its step is recorded, with a push or without one.
 * An error in any part ends the process, and every open request gets its message.
 
 `controller/service.py` runs it, `controller/messages.py` defines the requests.
@@ -16,33 +15,30 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
+from areal_lite.controller.batches import Batches
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.evaluation import EvalRecord, evaluate
-from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.controller.messages import (
     Answer,
-    BatchReady,
     BeginPush,
     Evaluate,
     Evaluation,
     Finish,
     PullBatch,
     Pushed,
-    PushRecorded,
     PushTargets,
+    Recorded,
     Request,
-    Resync,
     RunTotals,
+    StepDone,
 )
-from areal_lite.controller.queue import BatchAssignment, GroupQueue
-from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.controller.run_stats import batch_info, run_totals, status_line
+from areal_lite.controller.run_stats import controller_status, run_totals
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client
@@ -52,16 +48,7 @@ from areal_lite.trajectory import Group, InterruptMode
 
 log = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 10.0
 _EVALUATION_CHECK_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _AssignedBatch:
-    """The batch of one step, and its facts for the metrics."""
-
-    assignment: BatchAssignment
-    info: dict[str, Any]
 
 
 class Controller:
@@ -80,25 +67,15 @@ class Controller:
         self.config = config
         self._dependencies = dependencies
         self._store = dependencies.store
-        self._clock = dependencies.clock
-        self.version = 0
-        # Set, and replaced by a new one, when a batch may have become ready.
-        self._changed = asyncio.Event()
         self.fleet = Fleet(
             client, announced, self._notify, mark_unhealthy, config.server.health_interval_s
         )
-        self.queue = _make_queue(config)
-        self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver)
+        self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)
+        self.batches = Batches(config, self.dispatcher, self.fleet, dependencies.clock)
         # Requests that were waited for, over all pushes in mode `none`.
         self.drained = 0
-        self._lag = LoopLag()
-        # By step. A task ends when the batch is assigned.
-        self._assignments: dict[int, asyncio.Task[_AssignedBatch]] = {}
         self._pushing = False
-        # How many resyncs were requested, the event of the next one, and whether one is pending.
-        self._resyncs = 0
-        self._resync_requested = asyncio.Event()
-        self._resyncing = False
+        self._evaluating: set[int] = set()
         self._generation: asyncio.Task[None] | None = None
 
     def recover(self, store: Store, version: int) -> None:
@@ -108,29 +85,25 @@ class Controller:
         set. See run_dir/resume.py.
         """
         self.dispatcher.recover(store, version)
-        self.version = self.fleet.router.version = version
-        if isinstance(self.queue, ReplayBuffer):
-            for group, used in store.finished_groups():
-                self.queue.put(group, used)
-        else:
-            for group in store.waiting_groups():
-                self.queue.put(group)
+        self.fleet.router.version = version
+        self.batches.recover(store, version)
 
     async def run(self) -> None:
         """Run all parts until cancelled. Raises the error of any part."""
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())
-            tasks.create_task(self._lag.watch())
+            tasks.create_task(self.batches.lag.watch())
             if self.config.rollout.adapt_concurrency:
                 tasks.create_task(self.dispatcher.adapt())
-            tasks.create_task(self._log_status())
 
     async def handle(self, request: Request) -> Answer:
         """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
         match request:
             case PullBatch():
-                return await self._pull_batch(request)
+                return await self.batches.pull(request)
+            case StepDone(step):
+                return await self._record_step(step), ()
             case BeginPush(version):
                 return await self._begin_push(version), ()
             case Pushed(version, failed):
@@ -141,107 +114,19 @@ class Controller:
                 return RunTotals(await self._finish()), ()
 
     def _deliver(self, group: Group) -> None:
-        """Queue a finished group, which may complete a batch."""
-        self.queue.put(group)
-        self._notify()
+        self.batches.put(group)
 
     def _notify(self) -> None:
-        """Wake everything that waits for a batch.
-
-        The event is replaced: clearing a shared event would lose wake-ups.
-        """
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _pull_batch(self, request: PullBatch) -> Answer:
-        """Wait for the batch of a step, or for a resync request that this rank has not had yet.
-
-        All ranks see the same order of batches and resyncs.
-        """
-        self._check_pull(request)
-        step, rank, world = request.step, request.rank, request.world
-        if step not in self._assignments:
-            self._assignments[step] = asyncio.create_task(self._assign(step, world))
-        task = self._assignments[step]
-        if await self._resync_comes_first(request.resyncs, task):
-            return Resync(), ()
-        try:
-            # Shielded: all ranks share the task, so a rank that goes away must not cancel it.
-            batch = await asyncio.shield(task)
-        except (ValueError, RuntimeError):
-            # The next request tries again.
-            self._assignments.pop(step, None)
-            raise
-        shards = batch.assignment.shards
-        if len(shards) != world:
-            raise ValueError(
-                f"{request}, but that batch was assigned to {len(shards)} ranks already"
-            )
-        return BatchReady(batch.info), shards[rank].to_frames()
-
-    def _check_pull(self, request: PullBatch) -> None:
-        if request.step < self.version:
-            raise ValueError(
-                f"{request} was asked for, but version {self.version} was pushed already"
-            )
-        if not 0 <= request.rank < request.world:
-            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
-
-    async def _resync_comes_first(self, resyncs: int, task: asyncio.Task[Any]) -> bool:
-        """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
-
-        `resyncs` is the number of resyncs that the rank has had.
-        """
-        while resyncs >= self._resyncs and not task.done():
-            requested = asyncio.ensure_future(self._resync_requested.wait())
-            await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
-            requested.cancel()
-        return resyncs < self._resyncs
-
-    async def _assign(self, step: int, world: int) -> _AssignedBatch:
-        """Wait until the batch of `step` is complete, and assign it to `world` ranks.
-
-        It waits for groups, and for version `step`: a rank may ask for the next batch before rank 0
-        has reported the push. A delivered group, a server and a recorded push unblock it.
-        """
-        started = self._clock()
-        while step >= self.version:
-            changed = self._changed
-            if step == self.version:
-                if assignment := await self._take_batch(step, world):
-                    return _AssignedBatch(assignment, self._info(assignment, step, started))
-                self._request_resync()
-            await changed.wait()
-        raise ValueError(
-            f"version {self.version} was pushed before the batch of step {step} was complete"
-        )
-
-    async def _take_batch(self, step: int, world: int) -> BatchAssignment | None:
-        """Drop overdue groups, then take a batch; None while there are too few groups.
-
-        With a fixed lag a batch is only taken when nothing more can be generated before the step.
-        """
-        for group in self.queue.drop_overdue(self.version):
-            await self.dispatcher.drop(group, f"overdue at step {step}")
-        if self.config.buffer.fixed_lag and not self.dispatcher.admission.drained:
-            return None
-        return self.queue.take(self.config.trainer.batch_groups, self.version, world)
-
-    def _request_resync(self) -> None:
-        """Let the trainer, which is waiting anyway, push its version to the stale servers."""
-        if self.fleet.router.stale and not self._resyncing:
-            self._resyncing = True
-            self._resyncs += 1
-            self._resync_requested.set()
-            self._resync_requested = asyncio.Event()
+        self.batches.notify()
 
     async def _begin_push(self, version: int) -> PushTargets:
         """Start a push.
 
-        A new version goes to every server. The current version goes to stale servers only, and the
-        others keep generating. In mode `none` this waits until no request is in flight.
+        A new version goes to every server. The version of the last push goes to stale servers only,
+        and the others keep generating. In mode `none` this waits until no request is in flight.
         """
-        is_new = version > self.version
+        router = self.fleet.router
+        is_new = version > router.version
         mode = self.config.rollout.interrupt
         drained = 0
         if is_new and mode in (InterruptMode.NONE, InterruptMode.ABORT):
@@ -249,30 +134,38 @@ class Controller:
         if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.gate.drain()
             self.drained += drained
-        router = self.fleet.router
         servers = list(router.servers.values()) if is_new else router.stale
         self.fleet.begin_push(version, servers)
         self._pushing = True
         return PushTargets(servers, drained)
 
-    async def _record_push(self, version: int, failed: list[str]) -> PushRecorded:
-        """End a push: open admission for `version`, and mark the batches before it as used."""
-        if not self._pushing or version < self.version:
+    async def _record_push(self, version: int, failed: list[str]) -> Recorded:
+        """End a push and open admission for `version`."""
+        if not self._pushing or version < self.batches.step:
             raise ValueError(
                 f"version {version} was pushed without permission: call begin_push first "
-                f"(now at version {self.version})"
+                f"({self.batches.step} steps are complete)"
             )
-        self.version = version
         self.fleet.finish_push(version, failed)
         self._pushing = False
-        self._resyncing = False
         self.dispatcher.on_version(version)
-        self._notify()
-        done = [s for s, task in self._assignments.items() if s < version and task.done()]
-        for step in done:
-            assignment = self._assignments.pop(step).result().assignment
-            await self._store.submit(Store.use, assignment.group_ids, step)
-        return PushRecorded()
+        self.batches.on_push()
+        return await self._complete(version)
+
+    async def _record_step(self, step: int) -> Recorded:
+        """Record that `step` steps are complete, while the servers keep their version."""
+        if step <= self.batches.step:
+            raise ValueError(
+                f"step {step} is reported, but {self.batches.step} steps are complete already"
+            )
+        self.dispatcher.on_step(step)
+        return await self._complete(step)
+
+    async def _complete(self, step: int) -> Recorded:
+        """Let the batch of `step` be assigned, and mark the batches before it as used."""
+        for done, group_ids in self.batches.on_step(step):
+            await self._store.submit(Store.use, group_ids, done)
+        return Recorded()
 
     async def _evaluate(self, version: int) -> EvalRecord:
         """Evaluate on the servers, while training continues.
@@ -280,17 +173,19 @@ class Controller:
         Raises RuntimeError if it cannot end: after the last step no push brings the weights to a
         server that comes back.
         """
+        self._evaluating.add(version)
         evaluation = asyncio.ensure_future(
             evaluate(self.config, self._dependencies, self.fleet, self.dispatcher.workflow, version)
         )
         try:
             while not evaluation.done():
                 await asyncio.wait([evaluation], timeout=_EVALUATION_CHECK_S)
-                after_last_step = self.version == self.config.trainer.steps
+                after_last_step = self.batches.step == self.config.trainer.steps
                 if after_last_step and self.fleet.no_ready_server and not evaluation.done():
                     raise RuntimeError(self._lost_evaluation(version))
             return evaluation.result()
         finally:
+            self._evaluating.discard(version)
             evaluation.cancel()
 
     def _lost_evaluation(self, version: int) -> str:
@@ -315,26 +210,17 @@ class Controller:
             "groups": by_state,
             "trajectories_lost": lost,
             "drained": self.drained,
-            **run_totals(self.dispatcher, self.queue, self.fleet),
+            **run_totals(self.dispatcher, self.batches.queue, self.fleet),
         }
 
-    def _info(self, assignment: BatchAssignment, step: int, started: float) -> dict[str, Any]:
-        """Describe the batch and the run, for the metrics."""
-        return {
-            **batch_info(assignment, step, self.dispatcher, self.queue),
-            "wait_s": self._clock() - started,
-            "loop_lag_p99_s": self._lag.take_p99(),
-        }
-
-    async def _log_status(self) -> None:
-        """Log one line every 10 s."""
-        while True:
-            await asyncio.sleep(_LOG_INTERVAL_S)
-            pending = [step for step, task in self._assignments.items() if not task.done()]
-            log.info("%s", status_line(self.dispatcher, self.queue, self.fleet, pending))
-
-
-def _make_queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
-    if config.buffer.replay.capacity:
-        return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
-    return GroupQueue(config.buffer.max_staleness, config.buffer.overdue)
+    def status(self) -> ControllerStatus:
+        """Say what the controller has and what it waits for."""
+        batches = self.batches
+        phase = TrainerPhase.TRAINING if batches.was_asked else TrainerPhase.LOADING
+        if self._pushing:
+            phase = TrainerPhase.PUSHING
+        elif batches.pending:
+            phase = TrainerPhase.WAITING
+        return controller_status(
+            self.dispatcher, batches.queue, self.fleet, phase, batches.pending, self._evaluating
+        )

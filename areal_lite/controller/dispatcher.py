@@ -51,7 +51,8 @@ class Dispatcher:
 
     `counts`: `groups` (of the whole run); since the start of this process `workflow_failures`,
     `reward_failures`, `failed_rollouts`, `empty_groups`, `dropped_groups`. `filtered` counts the
-    filtered groups of the whole run by reason. `in_flight` counts trajectories.
+    filtered groups of the whole run by reason. `in_flight` counts trajectories, `running` has the
+    ids of the groups that have not ended.
     """
 
     def __init__(
@@ -60,8 +61,12 @@ class Dispatcher:
         dependencies: Dependencies,
         fleet: Fleet,
         deliver: Callable[[Group], None],
+        on_rejected: Callable[[], None] = lambda: None,
     ):
-        """Build the dispatcher; it calls `deliver(group)` with each finished group."""
+        """Build the dispatcher; it calls `deliver(group)` with each finished group.
+
+        It calls `on_rejected()` after a group that ended otherwise.
+        """
         assert dependencies.prompts is not None and dependencies.store is not None
         rollout = config.rollout
         self._config = config
@@ -70,10 +75,12 @@ class Dispatcher:
         self._clock = dependencies.clock
         self._fleet = fleet
         self._deliver = deliver
+        self._on_rejected = on_rejected
         self.workflow = load_workflow(rollout)
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.in_flight = 0
+        self.running: set[int] = set()
         self._player = GroupPlayer(
             config, dependencies, fleet, self.workflow, self.counts, self._on_rollout_end
         )
@@ -83,7 +90,7 @@ class Dispatcher:
         self._filters = load_filters(rollout.filters, rollout.active_sampling)
         self._solve_rates = SolveRates(rollout.retire_above)
         self.admission = AdmissionGate(
-            max_staleness=None if config.buffer.replay.capacity else config.buffer.max_staleness,
+            max_staleness=None if config.buffer.replay.capacity else config.max_lead,
             batch_groups=config.trainer.batch_groups,
             steps=config.trainer.steps,
         )
@@ -134,8 +141,13 @@ class Dispatcher:
                 self.concurrency.observe(loads, self.in_flight)
                 self._wake.set()
 
+    def on_step(self, step: int) -> None:
+        """Record that `step` steps are complete, while the servers keep their version."""
+        self.admission.on_step(step)
+        self._wake.set()
+
     def on_version(self, version: int) -> None:
-        """Record the trainer's new version, which opens admission."""
+        """Record the servers' new version, which opens admission."""
         self.admission.on_version(version)
         self._wake.set()
 
@@ -158,6 +170,7 @@ class Dispatcher:
     def _submit(self) -> _Submission:
         group_id = self.counts["groups"]
         self.counts["groups"] += 1
+        self.running.add(group_id)
         self.admission.on_admitted()
         self.in_flight += self._config.rollout.group_size
         return _Submission(group_id, self._sampler.next(), self._sampler.drawn)
@@ -209,10 +222,12 @@ class Dispatcher:
         if reason := first_reason(self._filters, group):
             await self._end(group, texts, reason, GroupState.FILTERED)
             self._on_filtered(reason)
+            self._reject(submission.group_id)
             return
         detail = f"{len(failures)} rollouts failed: {failures[0].detail}" if failures else None
         await self._end(group, texts, detail, GroupState.FINISHED)
         self._consecutive_filtered = 0
+        self.running.remove(group.group_id)
         self.admission.on_accepted()
         self._deliver(group)
 
@@ -237,7 +252,7 @@ class Dispatcher:
             )
         reason = f"empty: {failure.detail}"
         await self._drop(submission.group_id, submission.prompt_index, reason)
-        self.admission.on_rejected()
+        self._reject(submission.group_id)
 
     async def _drop(self, group_id: int, prompt_index: int, reason: str) -> None:
         """Commit the drop of a group, and have its prompt drawn again."""
@@ -246,7 +261,7 @@ class Dispatcher:
         self._wake.set()
 
     def _on_filtered(self, reason: str) -> None:
-        """Count a filtered group. Its capacity goes to the next prompt, not to its own.
+        """Count a filtered group, whose prompt is not drawn again.
 
         Raises RuntimeError after too many in a row.
         """
@@ -259,7 +274,12 @@ class Dispatcher:
                 f"{self.counts['groups']}: prompts are all too hard or too easy, "
                 "or filters too strict"
             )
+
+    def _reject(self, group_id: int) -> None:
+        """End a group that no step will use. A batch may have waited for it."""
+        self.running.remove(group_id)
         self.admission.on_rejected()
+        self._on_rejected()
 
     def _fail_if_exhausted(self) -> None:
         """Raise RuntimeError if no batch can be made any more: every prompt is retired.
@@ -274,7 +294,7 @@ class Dispatcher:
             and admission.waiting < self._batch_groups
         ):
             raise RuntimeError(
-                f"no prompt is left at version {admission.version}: all {self.retired} are retired "
+                f"no prompt is left at step {admission.step}: all {self.retired} are retired "
                 f"because more than {self._config.rollout.retire_above} (rollout.retire_above) of "
                 "the trajectories of their last groups were right. Give more or harder prompts, or "
                 f"raise rollout.retire_above. {admission.waiting} groups wait for a batch of "

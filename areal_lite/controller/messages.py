@@ -3,8 +3,9 @@
     request                        reply
     PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch; or
                                    Resync: push version `step` to the stale servers, and ask again
+    StepDone(step)                 Recorded
     BeginPush(version)             PushTargets: the servers to push to
-    Pushed(version, failed)        PushRecorded
+    Pushed(version, failed)        Recorded
     Evaluate(version)              Evaluation: accuracy on held-out problems
     Finish()                       RunTotals; then the controller exits
 
@@ -43,6 +44,15 @@ class PullBatch(msgspec.Struct, tag="pull_batch", frozen=True):
         return f"the batch of step {self.step} (rank {self.rank} of {self.world})"
 
 
+class StepDone(msgspec.Struct, tag="step_done", frozen=True):
+    """Report that `step` steps are complete and that no push follows the last one."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"the controller to record that {self.step} steps are complete"
+
+
 class BeginPush(msgspec.Struct, tag="begin_push", frozen=True):
     """Announce a push of `version`. In interrupt mode `none` the reply waits for idle servers."""
 
@@ -78,7 +88,7 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
         return "the totals of the run"
 
 
-Request = PullBatch | BeginPush | Pushed | Evaluate | Finish
+Request = PullBatch | StepDone | BeginPush | Pushed | Evaluate | Finish
 
 
 class BatchReady(msgspec.Struct, tag="batch_ready"):
@@ -101,8 +111,8 @@ class PushTargets(msgspec.Struct, tag="push_targets"):
     drained: int = 0
 
 
-class PushRecorded(msgspec.Struct, tag="push_recorded"):
-    """The new version is in force: admission is open for it."""
+class Recorded(msgspec.Struct, tag="recorded"):
+    """The step, or the push, is recorded. Admission is open for the version of a push."""
 
 
 class Evaluation(msgspec.Struct, tag="evaluation"):
@@ -123,7 +133,7 @@ class Failed(msgspec.Struct, tag="failed"):
     error: str
 
 
-Response = BatchReady | Resync | PushTargets | PushRecorded | Evaluation | RunTotals | Failed
+Response = BatchReady | Resync | PushTargets | Recorded | Evaluation | RunTotals | Failed
 
 
 class Envelope(msgspec.Struct):

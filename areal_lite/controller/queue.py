@@ -1,13 +1,34 @@
 """The queue of finished groups between dispatcher and trainer, oldest first.
 
-* Oldest means admitted first (lowest `group_id`): a slow group is next as soon as it has finished,
-  and quick ones do not overtake it.
-* Admission keeps groups within `max_staleness` if they are used in order (`admission.py`). A slow
-  group may still exceed it, so the hard bound is applied here, when the trainer takes a batch. At
-  trainer version v a token is overdue if its version is below v - max_staleness.
+* Oldest means admitted first (lowest `group_id`): a slow group is next as soon as it has finished.
+  While it runs, younger groups pass it.
+* Admission keeps groups within `max_staleness` if they are used in order (`admission.py`). A group
+  that was passed may still exceed it, so the hard bound is applied here, when the trainer takes a
+  batch. At step s a token is overdue if its version is below s - max_staleness.
 * `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
   sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
   prompt is drawn again. Dropped groups are counted by length, because long ones tend to be late.
+* `buffer.window` = W: at most W groups pass a group that still runs. Then the batch waits for it.
+  No token is ever overdue, so nothing is masked or dropped, and long groups are used as often as
+  short ones.
+
+The bound with a window. Let admission use the bound eta, and let group g start at version v. Then
+
+    accepted + running <= (eta + v + 1) * B - 1      without g          (admission.py)
+
+and every older group is among these. g is used at step s, after s * B other groups. Of these, at
+most the above are older than g. At most W are younger: none is taken once g has finished, as the
+oldest finished groups are taken first, and at most W while g runs. Hence
+
+    s * B <= (eta + v + 1) * B - 1 + W,     so     s - v <= eta + ceil(W / B).
+
+No token of g is older than v. Admission therefore gets eta = max_staleness - ceil(W / B), which is
+`TrainConfig.max_lead`, and `max_staleness` holds for every token. A run that resumes has no group
+that still runs, so the same count holds. tests/unit/controller/test_window.py checks the bound.
+
+Example, B = 4, max_staleness = 3 and W = 6: the window takes two steps, and admission gets eta = 1.
+Group 5 is slow. The second batch is 4, 6, 7 and 8, of which three pass it. Four more would make
+seven, so the third batch waits until group 5 has finished, and takes it first.
 
 No clock and no I/O here.
 """
@@ -34,24 +55,35 @@ class BatchAssignment:
         shards: one TrainBatch per data-parallel rank.
         masked_tokens: number of overdue tokens that were masked.
         group_ids: the groups that the step uses up.
+        passed: number of groups, up to this batch, that passed the oldest group that still runs.
     """
 
     groups: list[Group]
     shards: list[TrainBatch]
     masked_tokens: int
     group_ids: list[int]
+    passed: int = 0
 
 
 class GroupQueue:
     """Finished groups in the order of admission."""
 
-    def __init__(self, max_staleness: int | None, overdue: str):
-        """`max_staleness` is in versions, None for no bound. `overdue` is `mask` or `drop`."""
+    def __init__(self, max_staleness: int | None, overdue: str, window: int | None = None):
+        """Make an empty queue.
+
+        Args:
+            max_staleness: in steps, None for no bound.
+            overdue: `mask` or `drop`.
+            window: groups that may pass one that still runs; None for no limit.
+        """
         if overdue not in ("mask", "drop"):
             raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
         self._max_staleness = _NO_BOUND if max_staleness is None else max_staleness
         self._overdue = overdue
+        self._window = window
         self._groups: list[Group] = []
+        # Ids of taken groups that are younger than the oldest running one, ascending.
+        self._passed: list[int] = []
         # longest completion of the group, rounded up to a power of two -> number of groups
         self.dropped_by_length: Counter[int] = Counter()
 
@@ -75,22 +107,54 @@ class GroupQueue:
             self.dropped_by_length[1 << (longest - 1).bit_length()] += 1
         return dropped
 
-    def take(self, count: int, version: int, num_shards: int) -> BatchAssignment | None:
-        """Take the oldest `count` groups for a trainer at `version`; None while there are fewer.
+    def num_passing(self, count: int, oldest_running: int | None) -> int:
+        """Return how many groups have passed the oldest running one when the next batch is taken.
+
+        Args:
+            count: groups of the batch.
+            oldest_running: the `group_id` of the oldest group that is being generated.
+        """
+        if oldest_running is None:
+            return 0
+        passed = len(self._passed) - bisect.bisect(self._passed, oldest_running)
+        return passed + sum(group.group_id > oldest_running for group in self._groups[:count])
+
+    def held_back(self, count: int, oldest_running: int | None) -> bool:
+        """Tell whether a whole batch waits because the window lets no more groups pass."""
+        if self._window is None or len(self._groups) < count:
+            return False
+        return self.num_passing(count, oldest_running) > self._window
+
+    def take(
+        self, count: int, version: int, num_shards: int, oldest_running: int | None = None
+    ) -> BatchAssignment | None:
+        """Take the oldest `count` groups; None while there are fewer, or while they may not pass.
 
         Call `drop_overdue` first. Raises ValueError if the shards cannot be equal.
+
+        Args:
+            count: groups of the batch.
+            version: the trainer's, at the start of the step.
+            num_shards: data-parallel ranks.
+            oldest_running: the `group_id` of the oldest group that is being generated.
         """
-        if len(self._groups) < count:
+        if len(self._groups) < count or self.held_back(count, oldest_running):
             return None
         groups = self._groups[:count]
         shards = make_shards(groups, num_shards)
+        passed = self.num_passing(count, oldest_running)
         masked = sum(_mask_overdue(shard, version - self._max_staleness) for shard in shards)
         del self._groups[:count]
+        group_ids = [group.group_id for group in groups]
+        self._passed = sorted(
+            i for i in self._passed + group_ids if oldest_running is not None and i > oldest_running
+        )
         return BatchAssignment(
             groups=groups,
             shards=shards,
             masked_tokens=masked,
-            group_ids=[group.group_id for group in groups],
+            group_ids=group_ids,
+            passed=passed,
         )
 
 

@@ -82,7 +82,13 @@ class ReplayBuffer:
         """Return nothing: there is no bound on staleness."""
         return []
 
-    def take(self, count: int, version: int, num_shards: int) -> BatchAssignment | None:
+    def held_back(self, count: int, oldest_running: int | None) -> bool:
+        """Tell that no draw waits for a group that still runs."""
+        return False
+
+    def take(
+        self, count: int, version: int, num_shards: int, oldest_running: int | None = None
+    ) -> BatchAssignment | None:
         """Draw `count` groups for a trainer at `version`; None while there are fewer prompts.
 
         Raises ValueError if the shards cannot be equal.

@@ -1,6 +1,7 @@
-"""Reports of the controller: facts of a batch, the totals of the run, a status line."""
+"""Reports of the controller: facts of a batch, the totals of the run, its status."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_lite.controller.batch_stats import batch_stats
@@ -8,6 +9,7 @@ from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.diversity import diversity
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.servers.fleet import Fleet
 
 # Counts of the dispatcher since the start of this process.
@@ -23,15 +25,17 @@ _COUNTS = (
 def batch_info(
     assignment: BatchAssignment,
     version: int,
+    max_staleness: int | None,
     dispatcher: Dispatcher,
     queue: GroupQueue | ReplayBuffer,
 ) -> dict[str, Any]:
     """Describe a batch for a trainer at `version` and, with cumulative counts, the run."""
     return {
-        **batch_stats(assignment.groups, version, dispatcher.admission.max_staleness),
+        **batch_stats(assignment.groups, version, max_staleness),
         **diversity(group.trajectories for group in assignment.groups),
         **(_replay_stats(queue) if isinstance(queue, ReplayBuffer) else {}),
         "masked_tokens": assignment.masked_tokens,
+        "passed_groups": assignment.passed,
         "queue_depth": len(queue),
         "in_flight": dispatcher.in_flight,
         "concurrency_limit": dispatcher.concurrency.limit,
@@ -58,31 +62,64 @@ def run_totals(
     }
 
 
-def status_line(
+def controller_status(
     dispatcher: Dispatcher,
     queue: GroupQueue | ReplayBuffer,
     fleet: Fleet,
+    trainer: TrainerPhase,
     pending_steps: Sequence[int],
-) -> str:
-    """Say what the controller has and what it waits for.
+    evaluating: Iterable[int],
+) -> ControllerStatus:
+    """Describe what the controller has and what it waits for.
 
-    `pending_steps` are the steps whose batch was asked for and is not complete.
+    Args:
+        dispatcher: what is being generated.
+        queue: what waits for the trainer.
+        fleet: the servers.
+        trainer: what the trainer does.
+        pending_steps: the steps whose batch was asked for and is not complete.
+        evaluating: the versions whose evaluation goes on.
     """
     admission = dispatcher.admission
     router = fleet.router
-    missing = admission.batch_groups - len(queue)
-    if not router.ready:
-        need = f"a server ({len(router.servers)} announced, none ready)"
-    elif pending_steps and missing > 0:
-        need = f"{missing} more groups for the batch of step {pending_steps[0]}"
-    elif admission.can_admit():
+    oldest = min(dispatcher.running, default=None)
+    held_back = bool(pending_steps) and queue.held_back(admission.batch_groups, oldest)
+    return ControllerStatus(
+        version=admission.version,
+        step=admission.step,
+        trainer=trainer,
+        batch_step=pending_steps[0] if pending_steps else None,
+        missing_groups=max(0, admission.batch_groups - len(queue)),
+        held_by=oldest if held_back else None,
+        queued_groups=len(queue),
+        running_groups=admission.running,
+        capacity=None if math.isinf(admission.capacity) else int(admission.capacity),
+        in_flight=dispatcher.in_flight,
+        concurrency_limit=dispatcher.concurrency.limit,
+        requests=fleet.gate.in_flight,
+        servers_ready=len(router.ready),
+        servers_announced=len(router.servers),
+        evaluating=sorted(evaluating),
+    )
+
+
+def status_line(status: ControllerStatus) -> str:
+    """Write a status as a line of the log."""
+    if not status.servers_ready:
+        need = f"a server ({status.servers_announced} announced, none ready)"
+    elif status.batch_step is not None and status.missing_groups:
+        need = f"{status.missing_groups} more groups for the batch of step {status.batch_step}"
+    elif status.held_by is not None:
+        need = f"group {status.held_by}, which no more groups may pass"
+    elif status.can_admit:
         need = "trajectories in flight"
     else:
-        need = f"the trainer (step {admission.version})"
+        need = f"the trainer (step {status.step})"
+    capacity = "any number" if status.capacity is None else status.capacity
     return (
-        f"version {admission.version}: {len(queue)} groups queued, {admission.running} running, "
-        f"capacity for {admission.capacity}; {fleet.gate.in_flight} requests on "
-        f"{len(router.ready)} servers; waiting for {need}"
+        f"version {status.version}: {status.queued_groups} groups queued, "
+        f"{status.running_groups} running, capacity for {capacity}; {status.requests} requests on "
+        f"{status.servers_ready} servers; waiting for {need}"
     )
 
 

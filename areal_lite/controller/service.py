@@ -6,10 +6,12 @@ answers the trainer until `Finish`, SIGTERM or an error.
 
 import asyncio
 import gc
+import itertools
 import logging
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +21,11 @@ from areal_lite.config import load_config
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.message_server import MessageServer, run_until
+from areal_lite.controller.run_stats import status_line
 from areal_lite.data.prompts import load_eval_sets, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite.run_dir.controller_status import remove_status, write_status
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.resume import lock_controller, start_version
 from areal_lite.run_dir.store import Store
@@ -32,6 +36,8 @@ from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, li
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
+_STATUS_INTERVAL_S = 1.0
+_LOG_EVERY = 10  # statuses
 
 
 async def serve(run_dir: Path) -> None:
@@ -68,7 +74,8 @@ async def serve(run_dir: Path) -> None:
     error: BaseException | None = None
     try:
         controller.recover(store, start_version(run_dir))
-        await run_until(server.finished, controller.run(), server.serve())
+        status = _publish_status(controller, run_dir)
+        await run_until(server.finished, controller.run(), server.serve(), status)
     except BaseExceptionGroup as group:
         error = _first_error(group)
         raise error from group
@@ -77,6 +84,18 @@ async def serve(run_dir: Path) -> None:
         await client.close()
         await rewards.close()
         await store_thread.close()
+        remove_status(run_dir)
+
+
+async def _publish_status(controller: Controller, run_dir: Path) -> None:
+    """Write what the controller waits for: to its file every second, to the log every ten."""
+    for number in itertools.count(1):
+        await asyncio.sleep(_STATUS_INTERVAL_S)
+        status = controller.status()
+        with suppress(OSError):  # a full disk must not end a run because of this file
+            await asyncio.to_thread(write_status, run_dir, status)
+        if number % _LOG_EVERY == 0:
+            log.info("%s", status_line(status))
 
 
 def _first_error(error: BaseException) -> BaseException:

@@ -30,10 +30,11 @@ from areal_lite.controller.messages import (
     Finish,
     PullBatch,
     Pushed,
-    PushRecorded,
     PushTargets,
+    Recorded,
     Request,
     RunTotals,
+    StepDone,
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
@@ -87,8 +88,8 @@ class StoredRunController:
                 return BatchReady(self._info(assignment, step)), assignment.shards[rank].to_frames()
             case BeginPush():
                 return PushTargets([]), ()
-            case Pushed():
-                return PushRecorded(), ()
+            case StepDone() | Pushed():
+                return Recorded(), ()
             case Finish():
                 return RunTotals(self._totals()), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")

@@ -6,7 +6,8 @@ optimizer; ZeRO stage 1, arXiv:1910.02054).
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.parallel import on_every_rank
 
 
@@ -84,23 +86,45 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
     )
 
 
-def apply_gradients(optimizer: Any, clip_grad: float, loss: float) -> dict[str, float]:
+def apply_gradients(
+    optimizer: Any,
+    clip_grad: float,
+    loss: float,
+    lr_factor: float = 1.0,
+    cosine: GradientCosine | None = None,
+) -> dict[str, float]:
     """Clip the reduced gradients and update the weights. Every rank calls it.
 
-    Returns `grad_norm` (before clipping), `lr`, and `skipped`: 1.0 when the loss or a gradient was
-    not finite on any rank. Weights and moments then stay as they are on all ranks.
+    `lr_factor` multiplies the schedule's learning rate for this update. Returns `grad_norm` (before
+    clipping), `lr` with its factor, and `skipped`: 1.0 when the loss or a gradient was not finite
+    on any rank. Weights and moments then stay as they are on all ranks. With `cosine` it compares
+    the gradient with the one of the last update.
     """
-    lr = optimizer.param_groups[0]["lr"]
     optimizer.prepare_grads()
     grad_norm = optimizer.get_grad_norm()
     healthy = on_every_rank(math.isfinite(loss) and math.isfinite(grad_norm))
+    compared = {}
     if healthy:
+        if cosine:
+            compared = cosine.compare()
         if clip_grad > 0:
             for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
-        optimizer.step_with_ready_grads()
-    return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
+        with _scaled_lr(optimizer, lr_factor):
+            optimizer.step_with_ready_grads()
+    lr = optimizer.param_groups[0]["lr"] * lr_factor
+    return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0, **compared}
+
+
+@contextmanager
+def _scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    yield
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
 
 
 class SkippedSteps:

@@ -16,7 +16,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
 from areal_lite.megatron.hf.stream import Bucket, WeightStream
 from areal_lite.megatron.packing import Microbatch
-from areal_lite.megatron.trainable import TrainableModel
+from areal_lite.megatron.trainable import LrFactor, TrainableModel
 
 # (logprobs [t], entropy [t], microbatch) -> (share of the global loss, detached scalars to sum).
 # Log-probs and entropy carry gradients.
@@ -41,13 +41,17 @@ class Policy(TrainableModel):
         return self.outputs(microbatches, self.language_head(temperature))
 
     def update(
-        self, microbatches: Sequence[Microbatch], loss_fn: LossFn, temperature: float = 1.0
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_fn: LossFn,
+        temperature: float = 1.0,
+        lr_factor: LrFactor | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on the sum of `loss_fn` over the microbatches.
 
         See `TrainableModel.step`.
         """
-        return self.step(microbatches, self.language_head(temperature), loss_fn)
+        return self.step(microbatches, self.language_head(temperature), loss_fn, lr_factor)
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Iterate over buckets of whole tensors with their Hugging Face names, in training dtype.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
+from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.head import Head
 from areal_lite.megatron.optimizer import (
     apply_gradients,
@@ -25,6 +26,9 @@ from areal_lite.megatron.optimizer import (
 )
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel_model import ParallelModel, is_filler
+
+# Reduced scalars of an update -> factor of its learning rate.
+LrFactor = Callable[[dict[str, float]], float]
 
 
 class TrainableModel(ParallelModel):
@@ -45,12 +49,14 @@ class TrainableModel(ParallelModel):
         ]
         self.optimizer = build_optimizer(config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
+        self.cosine = GradientCosine(self.optimizer) if config.gradient_cosine else None
 
     def step(
         self,
         microbatches: Sequence[Microbatch],
         head: Head,
         loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+        lr_factor: LrFactor | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on the sum of the losses, without rescaling it.
 
@@ -64,10 +70,11 @@ class TrainableModel(ParallelModel):
                 scalars to sum). It is called on the last pipeline stage, on all context- and
                 tensor-parallel ranks alike, with whole microbatches. The scalars have the same
                 names for every microbatch on every rank; `*_max` are reduced to their maximum.
+            lr_factor: of the reduced scalars, multiplies the learning rate of this step only.
 
         Returns, on every rank, the reduced scalars and `loss`, `grad_norm` (before clipping), `lr`
         and `skipped`: 1.0 when the loss or a gradient was not finite. Weights and moments then stay
-        as they are.
+        as they are. `grad_cosine` is there with `trainer.gradient_cosine`.
         """
         if not microbatches:
             raise ValueError("an update needs at least one microbatch on every data-parallel rank")
@@ -88,7 +95,10 @@ class TrainableModel(ParallelModel):
         scalars = [one for one in collected if one]  # fillers have none
         metrics = self.share_from_last_stage(self._reduce(scalars) if collected else None)
         self.scheduler.step(1)
-        return metrics | apply_gradients(self.optimizer, self.config.clip_grad, metrics["loss"])
+        return metrics | self._apply(metrics["loss"], lr_factor(metrics) if lr_factor else 1.0)
+
+    def _apply(self, loss: float, lr_factor: float) -> dict[str, float]:
+        return apply_gradients(self.optimizer, self.config.clip_grad, loss, lr_factor, self.cosine)
 
     def offload(self) -> None:
         """Move what only an update needs to host memory, until `onload`; a server gets the GPU.

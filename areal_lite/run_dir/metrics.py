@@ -11,19 +11,21 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
+from areal_lite.run_dir.wandb_log import WandbLog
 from areal_lite.system.files import to_plain, write_atomically
 
 STEP_KEYS = {
     "step": "number of the step, from 1",
-    "version": "weight version after the step: the number of completed steps",
+    "version": "weight version of the servers after the step: the steps before their last push",
     "time_s": "seconds from the end of the previous step to the end of this one, waiting included",
     "reward_mean": "mean reward of the step's trajectories",
-    "staleness_mean": "mean staleness of the sampled tokens of the batch, in versions",
+    "staleness_mean": "mean staleness of the sampled tokens of the batch, in training steps",
     "staleness_max": "largest staleness of a sampled token",
     "segments_mean": "mean number of segments of the step's trajectories",
     "tokens": "sampled tokens of the batch",
@@ -42,24 +44,16 @@ _TAIL_BYTES = 8192
 class MetricsLog:
     """The training log of trainer rank 0.
 
-    Each record also gets `logged_at`, the wall-clock seconds at which it was written. wandb is
-    imported only if it is configured. Its mode `offline` needs no account and writes below
-    `run_dir`.
+    Each record also gets `logged_at`, the wall-clock seconds at which it was written. wandb gets
+    the records, too, if it is configured (wandb_log.py).
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
-        self._file = _open_for_append(Path(run_dir) / METRICS_FILE)
-        self._wandb = None
+        self._run_dir = Path(run_dir)
+        self._file = _open_for_append(self._run_dir / METRICS_FILE)
+        self._wandb: WandbLog | None = None
         if config.wandb != "off":
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.project,
-                name=Path(run_dir).name,
-                dir=str(run_dir),
-                config=to_plain(run_config),
-                mode=config.wandb,  # pyright: ignore[reportArgumentType]
-            )
+            self._wandb = WandbLog(self._run_dir, config, run_config)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""
@@ -69,8 +63,13 @@ class MetricsLog:
         record = to_plain({"logged_at": time.time(), **record})
         _write_line(self._file, record)
         if self._wandb is not None:
-            known = {key: value for key, value in record.items() if value is not None}
-            self._wandb.log(known, step=record["step"])
+            self._wandb.log_step(record)
+
+    def log_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Append the record of an evaluation to evals.jsonl."""
+        append_event(self._run_dir, "evals", record)
+        if self._wandb is not None:
+            self._wandb.log_evaluation(to_plain(record))
 
     def close(self) -> None:
         """Close the file, and end the wandb run if there is one."""
@@ -130,6 +129,34 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any] | None:
             file.seek(start)
             lines = file.read(end - start).split(b"\n")
     return json.loads(lines[-2]) if len(lines) > 1 else None
+
+
+class EventFollower:
+    """Reads the lines that a run appends to `<run_dir>/<name>.jsonl`, each once.
+
+    A line that is no JSON object is left out.
+    """
+
+    def __init__(self, run_dir: Path, name: str):
+        self._path = _log_file(run_dir, name)
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the complete lines that are new since the last call."""
+        found = []
+        for line in self._new_lines():
+            with suppress(ValueError, RecursionError):
+                if isinstance(event := json.loads(line), dict):
+                    found.append(event)
+        return found
+
+    def _new_lines(self) -> list[bytes]:
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            file.seek(self._offset)
+            complete = file.read().rpartition(b"\n")[0]
+            self._offset += len(complete) + 1 if complete else 0
+            return complete.split(b"\n") if complete else []
+        return []
 
 
 def _log_file(run_dir: Path, name: str) -> Path:

@@ -35,6 +35,7 @@ from areal_lite.run_dir.paths import (
     CHECKPOINTS_DIR,
     CONTROLLER_FILE,
     CONTROLLER_LOCK_FILE,
+    CONTROLLER_STATUS_FILE,
     LOCK_FILE,
     OPENAI_ENDPOINT_FILE,
     SERVERS_DIR,
@@ -46,9 +47,10 @@ from areal_lite.run_dir.paths import (
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a run that was stopped and can be started again."""
 
-# Addresses of processes that are gone, and files that only a finished run has.
+# Addresses and states of processes that are gone, and files that only a finished run has.
 _STALE_FILES = (
     CONTROLLER_FILE,
+    CONTROLLER_STATUS_FILE,
     OPENAI_ENDPOINT_FILE,
     f"{SERVERS_DIR}/*",
     TOTALS_FILE,
@@ -74,11 +76,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folder / f"step-{steps[-1]}" if steps else None
 
 
-def set_aside_damaged(run_dir: Path) -> None:
-    """Rename the newest checkpoints that are damaged: the run continues from one that is whole.
+def newest_whole_step(run_dir: Path) -> tuple[int, dict[Path, str]]:
+    """Return the step of the newest checkpoint that is whole, and why each newer one is not.
 
-    Call it before any role starts, so that all of them see the same checkpoints. Raises ValueError,
-    and renames nothing, when there are checkpoints and none is whole.
+    The step is 0 without any checkpoint. Raises ValueError when there are checkpoints and none is
+    whole.
     """
     folder = run_dir / CHECKPOINTS_DIR
     steps = checkpoint_steps(folder)
@@ -91,6 +93,16 @@ def set_aside_damaged(run_dir: Path) -> None:
             f"{folder} has no checkpoint that is whole ({found}): restore one from a copy, or "
             "start anew in another run_dir"
         )
+    return (steps[-1] if steps else 0), reasons
+
+
+def set_aside_damaged(run_dir: Path) -> None:
+    """Rename the newest checkpoints that are damaged: the run continues from one that is whole.
+
+    Call it before any role starts, so that all of them see the same checkpoints. Raises ValueError,
+    and renames nothing, when there are checkpoints and none is whole.
+    """
+    _, reasons = newest_whole_step(run_dir)
     for path, reason in reasons.items():
         aside = path.with_name(f"{path.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,9 +1,10 @@
 """The training loop of one rank: `python -m areal_lite.trainer.loop RUN_DIR`, started by torchrun.
 
-    pull the batch -> M updates -> push version k + 1 -> metrics, evaluation, checkpoint
+    pull the batch -> M updates -> push version k + 1, if due -> metrics, evaluation, checkpoint
 
-* The trainer's version k is the number of completed steps. The first k is that of the newest
-  checkpoint, or 0.
+* Step k starts from the weights of version k, the number of completed steps. The first k is that of
+  the newest checkpoint, or 0.
+* Every `sync.every` steps, and after the last one, a push brings the weights to the servers.
 * The controller reopens admission when a push ends, so the work after it does not delay generation.
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
@@ -25,12 +26,14 @@ from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import stop_requested
 from areal_lite.system.processes import die_with_parent
+from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.reporter import make_reporter, patience_s
 from areal_lite.trainer.step import policy_step
 from areal_lite.trajectory import TrainBatch
 from areal_lite.weights.push import make_pusher
+from areal_lite.weights.recipients import PushReport
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,10 @@ def train(config: TrainConfig, run_dir: Path) -> None:
 
 
 class TrainingRun:
-    """One rank's part of a run. Every rank makes the same calls; `done` counts completed steps."""
+    """One rank's part of a run. Every rank makes the same calls.
+
+    `done` counts completed steps. `pushed` is the version of the last push.
+    """
 
     def __init__(self, config: TrainConfig, run_dir: Path):
         trainer = config.trainer
@@ -60,9 +66,13 @@ class TrainingRun:
             trainer.keep_checkpoints,
             trainer.milestone_every,
         )
-        self.start = self.done = self.checkpoints.resume()
+        self.cadence = Cadence(
+            every=config.sync.every, eval_every=config.eval.every, steps=trainer.steps
+        )
+        # The servers of a resumed run get the weights of the checkpoint before they get a request.
+        self.start = self.done = self.pushed = self.checkpoints.resume()
         self.controller = ControllerClient(run_dir, patience_s(config))
-        self.reporter = make_reporter(config, run_dir, self.controller, self.start)
+        self.reporter = make_reporter(config, run_dir, self.controller, self.start, self.cadence)
         self.pusher = make_pusher(
             self.models.policy,
             self.controller if dist.get_rank() == 0 else None,
@@ -74,7 +84,7 @@ class TrainingRun:
         self.models.leave_device()
 
     def step(self, step: int) -> None:
-        """Train on the batch of `step` and push the weights of version `step + 1`."""
+        """Train on the batch of `step` and push the weights after it, if a push is due."""
         watch = Stopwatch()
         batch, info = self._pull(step)
         watch.lap("wait_s")
@@ -82,12 +92,17 @@ class TrainingRun:
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
         watch.lap("train_s")
-        self.reporter.before_push(step, batch, result.prox, self.pusher.servers)
-        push = self.pusher.push_all(step + 1)
-        watch.lap("push_s")
-        self.reporter.after_push(step, {**info, **result.metrics, **watch.seconds}, push)
-        self.checkpoints.poll()
+        lag = step - self.pushed
+        # Servers with older weights have other log-probs.
+        servers = [] if lag else self.pusher.servers
+        self.reporter.before_push(step, batch, result.prox, servers)
         self.done = step + 1
+        push = self._push_if_due()
+        watch.lap("push_s")
+        metrics = {**info, **result.metrics, **watch.seconds}
+        metrics |= {"version": self.pushed, "server_lag": lag}
+        self.reporter.end_step(self.done, metrics, push)
+        self.checkpoints.poll()
 
     def save_and_stop(self) -> bool:
         """Save a checkpoint if one is due or a stop was requested; return whether to stop."""
@@ -117,8 +132,28 @@ class TrainingRun:
             step,
             data_parallel_rank(),
             self.config.trainer.data_parallel,
-            lambda: self.pusher.push_stale(step),
+            lambda: self._resync(step),
         )
+
+    def _resync(self, step: int) -> None:
+        """Bring the stale servers to the weights of `step`.
+
+        Between two pushes no server has these weights. They then go to all servers as a version of
+        their own, so that the servers never hold two versions.
+        """
+        if step == self.pushed:
+            self.pusher.push_stale(step)
+        else:
+            self.pusher.push_all(step)
+            self.pushed = step
+
+    def _push_if_due(self) -> PushReport | None:
+        """Push the weights, or tell the controller that the step is complete without a push."""
+        if not self.cadence.pushes(self.done):
+            self.pusher.skip(self.done)
+            return None
+        self.pushed = self.done
+        return self.pusher.push_all(self.done)
 
     def _record_skipped(self, step: int, batch: TrainBatch, skipped: float) -> None:
         """Save the batch of a step with a skipped update.

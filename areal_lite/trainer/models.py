@@ -69,6 +69,7 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
             lr=algo.critic.lr,
             min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
             clip_grad=algo.critic.clip_grad,
+            gradient_cosine=False,
         )
         models.critic = Critic(settings, Path(config.model), config.seed)
     return models

@@ -18,6 +18,7 @@ from areal_lite.algo.objectives.base import Objective
 from areal_lite.algo.objectives.estimator import AdvantageEstimator
 from areal_lite.algo.objectives.ratio import RatioObjective
 from areal_lite.algo.objectives.rewards import KLTerm, RewardShaping
+from areal_lite.algo.rejection import Rejection
 from areal_lite.config import AlgoConfig, CorrectionConfig, TrainConfig
 
 PolicyLoss = Callable[[LossInputs], LossOutput]
@@ -57,6 +58,7 @@ def build_objective(config: TrainConfig) -> Objective:
     return RatioObjective(
         policy_loss=RATIO_LOSSES[algo.loss](algo),
         correction=correction(algo.correction),
+        rejection=Rejection(**vars(algo.rejection)),
         reduction=algo.reduction,
         length=algo.reduction_length or config.rollout.max_new_tokens,
         shaping=shaping,
@@ -64,6 +66,9 @@ def build_objective(config: TrainConfig) -> Objective:
         kl=KLTerm(**vars(algo.kl)),
         entropy_coef=algo.entropy_coef,
         prox=algo.prox,
+        correct_mismatch=algo.correct_mismatch,
+        oldest=config.buffer.max_staleness,
+        scale_lr_by_ess=algo.scale_lr_by_ess,
     )
 
 

@@ -21,6 +21,7 @@ from areal_lite.run_dir.resume import clear_stop_request
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.files import write_json
 from areal_lite.system.threads import start_daemon
+from areal_lite.trainer.cadence import Cadence
 from areal_lite.trajectory import TrainBatch
 from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import PushReport
@@ -37,12 +38,12 @@ def patience_s(config: TrainConfig) -> float:
 
 
 def make_reporter(
-    config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
+    config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int, cadence: Cadence
 ) -> Reporter:
     """Build the reporter of this rank. `start`: the step from which the run goes on."""
     if dist.get_rank() != 0:
         return Reporter()
-    return RankZeroReporter(config, run_dir, controller, start)
+    return RankZeroReporter(config, run_dir, controller, start, cadence)
 
 
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
@@ -76,11 +77,17 @@ class Reporter:
 
         Args:
             prox: float32 [T], the trainer's log-probs of `batch` under those weights
-            servers: None before the first push: all announced servers
+            servers: None before the first push: all announced servers; [] if none has the weights
         """
 
-    def after_push(self, step: int, metrics: dict[str, Any], push: PushReport | None) -> None:
-        """Log the metrics of a step, and start an evaluation if one is due."""
+    def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
+        """Log the metrics of a step, and start an evaluation if one is due.
+
+        Args:
+            done: completed steps.
+            metrics: those of the step.
+            push: the push that ended the step; None without one, and on ranks other than 0.
+        """
 
     def end_training(self) -> None:
         """Start the evaluation of the final weights, and withdraw a request to stop."""
@@ -93,8 +100,14 @@ class RankZeroReporter(Reporter):
     """The reporter of rank 0."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        controller: ControllerClient,
+        start: int,
+        cadence: Cadence,
     ):
+        self._cadence = cadence
         self._config = config
         self._run_dir = run_dir
         self._controller = controller
@@ -117,14 +130,12 @@ class RankZeroReporter(Reporter):
         append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
         self._compared = self._agreement.compare(batch, prox, step, servers)
 
-    def after_push(self, step: int, metrics: dict[str, Any], push: PushReport | None) -> None:
-        assert push is not None
-        done = step + 1
+    def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
         now = time.time()
         time_s = now - self._last_log
         self._last_log = now
-        record = {"step": done, "version": done, "time_s": time_s}
-        record |= {**metrics, **asdict(push), **self._compared}
+        record = {"step": done, "time_s": time_s, **metrics, **self._compared}
+        record |= asdict(push) if push else {"pause_s": None}
         self._metrics.log(record)
         self._collect(only_done=True)
         log.info(
@@ -134,8 +145,7 @@ class RankZeroReporter(Reporter):
             record["wait_s"],
             record["train_s"],
         )
-        every = self._config.eval.every
-        if done < self._config.trainer.steps and every and done % every == 0:
+        if self._cadence.evaluates(done):
             self._evaluate(done)
 
     def end_training(self) -> None:
@@ -163,4 +173,4 @@ class RankZeroReporter(Reporter):
     def _collect(self, only_done: bool = False) -> None:
         """Log evaluations in the order in which they were started."""
         while self._evaluations and (self._evaluations[0].done() or not only_done):
-            append_event(self._run_dir, "evals", self._evaluations.pop(0).result())
+            self._metrics.log_evaluation(self._evaluations.pop(0).result())

@@ -144,7 +144,7 @@ def _run_update(
     def policy_loss(logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> LossOutput:
         return objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
 
-    reported = policy.update(update.microbatches, policy_loss, temperature)
+    reported = policy.update(update.microbatches, policy_loss, temperature, objective.lr_factor)
     if critic is None:
         return reported, None
 

@@ -5,20 +5,26 @@ Names are those of metrics.jsonl.
 
 from areal_lite.algo.metrics import effective_sample_size
 
+# Sums for the learning rate only.
+_SAMPLES = {"samples", "sample_weight_sum", "sample_weight_square_sum"}
+
 
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Combine what the policy's updates report.
 
-    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, `log_z`
-    is a mean over sequences. The other sums become means over tokens.
+    `loss`, `grad_norm` and `grad_cosine` are means over updates, `*_max` are maxima, `skipped` is a
+    sum, `log_z` is a mean over sequences. The other sums become means over tokens.
     """
-    last = updates[-1]
+    cosines = [u["grad_cosine"] for u in updates if "grad_cosine" in u]
+    last = {name: value for name, value in updates[-1].items() if name != "grad_cosine"}
     total = {
         name: max(u[name] for u in updates)
         if name.endswith("_max")
         else sum(u[name] for u in updates)
         for name in last
     }
+    for name in _SAMPLES & total.keys():
+        del total[name]
     tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
     ess = effective_sample_size(total.pop("weight_sum"), total.pop("weight_square_sum"), tokens)
     del total["lr"]
@@ -29,6 +35,8 @@ def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         "ess": ess,
         "trained_tokens": tokens,
     }
+    if cosines:
+        metrics["grad_cosine"] = sum(cosines) / len(cosines)
     if "log_z" in total:
         metrics["log_z"] = total.pop("log_z") / max(sequences, 1.0)
     return metrics | {

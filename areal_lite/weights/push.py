@@ -57,6 +57,9 @@ class Pusher:
         """Push the current weights again, only to servers that do not have `version` yet."""
         self.contribute()
 
+    def skip(self, step: int) -> None:
+        """Push nothing after `step` steps: only the controller learns that they are complete."""
+
     def contribute(self) -> None:
         """Give this rank's shards of the weights to rank 0."""
 
@@ -120,7 +123,9 @@ class WeightPusher(Pusher):
         readback = self._transfer(recipients, self._group)
         self._finish(recipients, readback, started)
         self.servers = recipients.servers
-        if recipients.report.failed or not recipients.servers:
+        if not recipients.servers:
+            log.warning("version %d reached no server", version)
+        elif recipients.report.failed:
             log.warning("version %d reached only %s", version, recipients.names)
         return recipients.report
 
@@ -141,6 +146,9 @@ class WeightPusher(Pusher):
             recipients.report.total_s,
         )
         return recipients.report
+
+    def skip(self, step: int) -> None:
+        self._controller.step_done(step)
 
     def close(self) -> None:
         self._folder.close()

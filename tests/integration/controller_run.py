@@ -108,6 +108,14 @@ def push(client: ControllerClient, version: int, mode: str | None) -> PushTarget
     return answer
 
 
+def end_step(client: ControllerClient, done: int, every: int, mode: str | None) -> int:
+    """End a step as the trainer does with `sync.every`; return the requests that were drained."""
+    if done % every:
+        client.step_done(done)
+        return 0
+    return push(client, done, mode).drained
+
+
 def assert_exact(batch: TrainBatch) -> None:
     """Every trajectory is what an undisturbed server would have made of its prompt."""
     for start, end, truncated in zip(batch.cu_seqlens, batch.cu_seqlens[1:], batch.truncated):

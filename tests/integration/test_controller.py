@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ReplayConfig
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase, read_status
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo, announced_servers
 from tests.integration.controller_run import (
@@ -19,13 +20,24 @@ from tests.integration.controller_run import (
     MEMBERS,
     assert_exact,
     assert_store_matches,
+    end_step,
     push,
 )
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
-    r = run(interrupt=mode, max_staleness=2)
+@pytest.mark.parametrize(
+    "mode, every, window", [("in_place", 1, None), ("retract", 2, None), ("abort", 1, 0)]
+)
+def test_batches_for_two_ranks_through_pushes(
+    run, mode: str, every: int, window: int | None
+) -> None:
+    # One batch in flight: whatever the cadence, a push finds requests that run.
+    r = run(
+        interrupt=mode,
+        max_staleness=2,
+        rollout__max_concurrent=GROUPS * MEMBERS,
+        buffer__window=window,
+    )
     r.start_server("s0"), r.start_server("s1")
     client, other = r.start_controller(), r.client()
     used: dict[int, list[int]] = {}
@@ -48,12 +60,16 @@ def test_batches_for_two_ranks_through_pushes(run, mode: str) -> None:
             ).all()
         used[step] = sorted({*batch.group_ids.tolist(), *second.group_ids.tolist()})
         assert len(used[step]) == GROUPS
+        if window is not None:
+            assert info["masked_tokens"] == 0 and info["passed_groups"] <= window
+        if window == 0:
+            assert used[step] == list(range(step * GROUPS, (step + 1) * GROUPS))
         assert info["trajectories"] == GROUPS * MEMBERS and (
             info["masked_tokens"] or info["staleness_max"] <= 2
         )
         interrupted += info["interrupted_share"]
-        assert push(client, step + 1, mode).drained == 0
-    with pytest.raises(RuntimeError, match="version 6 was pushed already"):
+        assert end_step(client, step + 1, every, mode) == 0
+    with pytest.raises(RuntimeError, match="6 steps are complete"):
         client.batch(5, 0, 2)
     totals = client.finish()
     assert r.processes["controller"].wait(10) == 0, r.log()
@@ -105,32 +121,38 @@ def test_mode_none_drains_and_never_mixes_versions(run) -> None:
     assert r.processes["controller"].wait(10) == 0, r.log()
 
 
-def test_synchronous_starts_only_what_the_next_step_needs(run) -> None:
-    r = run(interrupt="none", max_staleness=0)
+@pytest.mark.parametrize("every", [1, 3])
+def test_synchronous_starts_only_what_the_steps_to_the_next_push_need(run, every: int) -> None:
+    r = run(interrupt="none", max_staleness=every - 1, sync__every=every)
     r.start_server()
     client = r.start_controller()
-    for step in range(3):
+    for step in range(2 * every):
         batch, info = client.batch(step, 0, 1)
-        assert info["staleness_max"] == 0 and sorted(set(batch.group_ids)) == list(
-            range(step * GROUPS, (step + 1) * GROUPS)
-        )
-        time.sleep(0.1)
-        assert sum(r.store().counts().values()) == (step + 1) * GROUPS
-        assert push(client, step + 1, None).drained == 0
+        assert set(step - batch.versions[batch.loss_mask]) == {step % every}
+        assert len(set(batch.group_ids)) == GROUPS
+        if step % every == every - 1:
+            assert set(batch.group_ids) <= set(range((step + 1) * GROUPS))
+            time.sleep(0.1)
+            assert sum(r.store().counts().values()) == (step + 1) * GROUPS
+        assert end_step(client, step + 1, every, None) == 0
+        assert r.store().counts()["used"] == (step + 1) * GROUPS
     client.finish()
 
 
-def test_with_a_fixed_lag_every_token_is_exactly_that_old(run) -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_with_a_fixed_lag_every_token_is_exactly_that_old(run, every: int) -> None:
+    """With a push every third step the lag rises from 0 to 2, again and again."""
     lag, steps = 2, 5
-    r = run(max_staleness=lag, buffer__fixed_lag=True, trainer__steps=steps)
+    r = run(max_staleness=lag, buffer__fixed_lag=True, trainer__steps=steps, sync__every=every)
     r.start_server()
     client = r.start_controller()
     for step in range(steps):  # to the last step: nothing more may start then
         batch, info = client.batch(step, 0, 1)
-        assert set(step - batch.versions[batch.loss_mask]) == ({lag} if step >= lag else {step})
+        expected = min(step, lag) if every == 1 else step % every
+        assert set(step - batch.versions[batch.loss_mask]) == {expected}
         assert info["in_flight"] == 0
         assert sorted(set(batch.group_ids)) == list(range(step * GROUPS, (step + 1) * GROUPS))
-        push(client, step + 1, "in_place")
+        end_step(client, step + 1, every, "in_place")
     assert client.finish()["groups"]["used"] == steps * GROUPS
 
 
@@ -162,6 +184,26 @@ def test_a_server_dies_and_nothing_is_lost(run) -> None:
     totals = client.finish()
     assert totals["retries"] > 0
     assert_store_matches(r, totals, used)
+
+
+def test_a_server_that_returns_between_two_pushes_brings_a_push_to_all(run) -> None:
+    """No server may hold weights that are newer than those of the others."""
+    r = run(max_staleness=1, sync__every=2)
+    r.start_server("s0")
+    client, pushed = r.start_controller(), []
+    for step in range(4):
+        client.batch(step, 0, 1)
+        end_step(client, step + 1, 2, "in_place")
+    client.batch(4, 0, 1), client.step_done(5)
+    client.batch(5, 0, 1), client.step_done(6)  # a trainer would push here
+    r.start_server("s1")
+    batch, info = client.batch(
+        6, 0, 1, lambda: pushed.extend(s.name for s in push(client, 6, "in_place").servers)
+    )
+    assert sorted(pushed) == ["s0", "s1"]
+    assert set(batch.versions[batch.loss_mask]) == {6} and info["staleness_max"] == 0
+    with pytest.raises(RuntimeError, match="step 6 is reported, but 6 steps are complete already"):
+        client.step_done(6)
 
 
 def test_without_a_server_everything_waits_for_one(run) -> None:
@@ -354,7 +396,7 @@ def test_prompts_that_are_always_solved_are_retired_until_none_is_left(run, tmp_
             push(client, step + 1, "in_place")
     assert r.processes["controller"].wait(10) == 1
     assert (
-        "no prompt is left at version" in (end := r.log().splitlines()[-1])
+        "no prompt is left at step" in (end := r.log().splitlines()[-1])
         and "all 6 are retired" in end
     )
     groups = list(r.store().groups())
@@ -463,3 +505,33 @@ def test_server_info_crosses_the_wire_whole(run) -> None:
     client.batch(0, 0, 1)
     assert client.begin_push(1).servers == announced_servers(r.path)
     assert isinstance(announced_servers(r.path)[0], ServerInfo)
+
+
+def test_the_status_follows_trainer_and_servers(run) -> None:
+    r = run(max_staleness=0)
+
+    def wait_for(condition) -> ControllerStatus:
+        deadline = time.monotonic() + 20
+        while (status := read_status(r.path)) is None or not condition(status):
+            assert time.monotonic() < deadline, status
+            time.sleep(0.1)
+        return status
+
+    client = r.start_controller()
+    status = wait_for(lambda status: True)
+    assert (status.trainer, status.servers_announced) == (TrainerPhase.LOADING, 0)
+    pull = threading.Thread(target=client.batch, args=(0, 0, 1))
+    pull.start()
+    status = wait_for(lambda status: status.trainer == TrainerPhase.WAITING)
+    assert (status.batch_step, status.missing_groups) == (0, GROUPS)
+    r.start_server()
+    pull.join(20)
+    status = wait_for(lambda status: status.trainer == TrainerPhase.TRAINING)
+    assert (status.servers_ready, status.running_groups, status.capacity) == (1, 0, 0)
+    client.begin_push(1)
+    wait_for(lambda status: status.trainer == TrainerPhase.PUSHING)
+    client.pushed(1, [])
+    assert wait_for(lambda status: status.version == 1).in_flight >= 0
+    client.finish()
+    assert r.processes["controller"].wait(10) == 0, r.log()
+    assert read_status(r.path) is None

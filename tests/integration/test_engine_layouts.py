@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.hf.convert import convert
 from tests.integration.engine_worker import SETTINGS, random_batch
 from tests.integration.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
 from tests.integration.test_engine import (
@@ -307,3 +308,16 @@ def test_a_checkpoint_of_another_layout_is_loaded(results, expected, name):
     for rank in results(name):
         assert (rank["resumed"] - want["after"]).abs().max() <= 2e-5
         assert_curves_agree(rank["resumed_history"], want["further"])
+
+
+@runs()
+def test_its_checkpoint_converts_to_what_the_ranks_export(results, folder, tmp_path, name):
+    ranks = results(name)
+    source, case = folder / model_of(name), folder / f"world{len(ranks)}" / name
+    convert(case / "checkpoint", source, tmp_path / "out", "auto")
+    converted, exported = weights_of(tmp_path / "out"), weights_of(case / "export")
+    assert converted.keys() == exported.keys()
+    assert all(torch.equal(converted[tensor], exported[tensor]) for tensor in exported)
+    with torch.no_grad():
+        got, _ = reference(reference_model(tmp_path, "out"), random_batch(16, 98, seed=100))
+    assert (got - ranks[0]["after"]).abs().max() <= 5e-6

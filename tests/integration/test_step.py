@@ -14,6 +14,7 @@ from areal_lite.config import (
     CriticConfig,
     KLConfig,
     MakeModelConfig,
+    RejectionConfig,
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
@@ -129,6 +130,68 @@ def test_metrics_against_the_definition(model):
     )
 
 
+def test_staleness_and_mismatch_are_measured_apart(model):
+    data = batch()
+    result, _, before = step(model, data)
+    squares = np.square(before.double().numpy() - data.behavior_logprobs)
+    mismatch = squares[data.loss_mask & (data.versions == 3)].mean()
+    older = squares[data.loss_mask & (data.versions < 3)].mean()
+    assert result.metrics["mismatch_square"] == pytest.approx(mismatch, rel=1e-4)
+    assert result.metrics["stale_square"] == pytest.approx(max(older - mismatch, 0), abs=1e-5)
+    fresh, _, _ = step(model, replace(data, versions=np.where(data.loss_mask, 3, -1)))
+    assert "stale_square" not in fresh.metrics
+    stale, _, _ = step(model, replace(data, versions=np.where(data.loss_mask, 2, -1)))
+    assert "mismatch_square" not in stale.metrics
+
+
+def test_without_its_mismatch_fresh_data_are_on_policy(model):
+    data = replace(batch(), versions=np.where(batch().loss_mask, 3, -1))
+    plain, _, _ = step(model, data)
+    apart, _, _ = step(model, data, AlgoConfig(correct_mismatch=False))
+    assert plain.metrics["ess"] < 0.99
+    assert apart.metrics["ess"] == pytest.approx(1, abs=1e-6)
+    assert apart.metrics["behavior_weight"] == pytest.approx(1, abs=1e-6)
+    assert apart.metrics["mismatch_square"] == plain.metrics["mismatch_square"]
+
+
+@pytest.mark.parametrize("level", ["token", "product"])
+def test_the_learning_rate_follows_the_effective_sample_size(model, level):
+    data = batch()
+    correction = CorrectionConfig(level=level)
+    _, plain, before = step(model, data, AlgoConfig(correction=correction))
+    result, scaled, _ = step(model, data, AlgoConfig(correction=correction, scale_lr_by_ess=True))
+    _, untouched, _ = step(model, replace(data, loss_mask=np.zeros_like(data.loss_mask)))
+    d = np.where(data.loss_mask, before.double().numpy() - data.behavior_logprobs, 0)
+    sums = np.bincount(data.sequence_ids, d)
+    weights = np.exp(d[data.loss_mask] if level == "token" else sums)
+    factor = np.sqrt(weights.sum() ** 2 / np.square(weights).sum() / len(weights))
+    assert 0.1 < factor < 0.99
+    assert result.metrics["lr"] == pytest.approx(1e-3 * factor, rel=1e-4)
+    # Adam's move is proportional to the learning rate.
+    for name, start in untouched.items():
+        torch.testing.assert_close(
+            scaled[name] - start, factor * (plain[name] - start), rtol=0, atol=1e-6
+        )
+
+
+def test_the_cosine_of_consecutive_gradients(model):
+    settings = TrainerConfig(steps=10, lr=1e-3, gradient_cosine=True)
+    config = TrainConfig(model=str(model), trainer=settings)
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    gradients, cosines = [], []
+    for seed in (0, 0, 1):
+        metrics = policy_step(models, objective, batch(seed), config, 3).metrics
+        cosines.append(metrics.get("grad_cosine"))
+        parameters = models.policy.model.parameters()
+        gradients.append(torch.cat([p.main_grad.flatten().double() for p in parameters]))
+    assert cosines[0] is None
+    for i in (1, 2):
+        expected = torch.nn.functional.cosine_similarity(*gradients[i - 1 : i + 1], dim=0)
+        assert cosines[i] == pytest.approx(float(expected), abs=2e-3)
+    assert cosines[1] > 0.5 > abs(cosines[2])
+
+
 def test_a_batch_without_advantages_changes_nothing(model):
     data = replace(batch(), rewards=np.ones(12, np.float32))
     _, weights, _ = step(model, data)
@@ -149,6 +212,7 @@ OBJECTIVES = {
     "reinforce": AlgoConfig(
         loss="reinforce", reduction="constant", advantage=AdvantageConfig("rloo")
     ),
+    "rejection": AlgoConfig(rejection=RejectionConfig(by="square", level="batch", above=0.02)),
     "kl and entropy": AlgoConfig(kl=KLConfig(0.1, "k2", "loss"), entropy_coef=0.01),
     "kl in reward": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")

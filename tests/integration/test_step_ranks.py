@@ -14,6 +14,7 @@ from areal_lite.config import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
+    RejectionConfig,
     TrainConfig,
     TrainerConfig,
 )
@@ -32,6 +33,13 @@ OBJECTIVES = {
         reduction="constant",
         advantage=AdvantageConfig(mean="batch", std="batch", whiten=True),
         entropy_coef=0.01,
+    ),
+    "rejection": AlgoConfig(rejection=RejectionConfig(by="square", level="batch", above=0.02)),
+    "effective samples": AlgoConfig(
+        correction=CorrectionConfig(level="product"), scale_lr_by_ess=True
+    ),
+    "staleness alone": AlgoConfig(
+        rejection=RejectionConfig(by="k3", level="batch", above=0.01), correct_mismatch=False
     ),
     "returns": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
@@ -75,6 +83,7 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
             minibatches=2,
             data_parallel=ranks,
             tokens_per_microbatch=40,
+            gradient_cosine=True,
         )
         config = TrainConfig(
             model=model_path, algo=replace(algo, reference=model_path), trainer=trainer
@@ -117,5 +126,7 @@ def test_two_ranks_are_one(results, name):
         assert expected.keys() == got.keys()
         for key in expected:
             assert got[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-5), key
+    # A step in which an update has no gradient has no cosine.
+    assert any("grad_cosine" in metrics for metrics in one)
     for key, tensor in weights.items():
         torch.testing.assert_close(of_two[key], tensor, rtol=0, atol=2e-5)

@@ -34,6 +34,9 @@ class BalanceObjective:
     needs_critic = False
     recompute_prox = True
 
+    def lr_factor(self, sums: dict[str, float]) -> float:
+        return 1.0
+
     def beta(self, version: int) -> float:
         """Return beta in the step that starts from `version`."""
         progress = min(1.0, version / self.beta_steps)

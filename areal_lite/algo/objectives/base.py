@@ -7,6 +7,7 @@ A step makes these calls, in this order:
     set_targets  -> rewards become advantages and returns
     minibatch    -> totals of one optimizer update, over all data-parallel ranks
     loss         -> one microbatch's share of that update's loss
+    lr_factor    -> how much of the learning rate that update takes
 
 T is the number of tokens and n the number of sequences in a rank's batch; t is the number of tokens
 in a microbatch. A token index is an int64 index into the T tokens.
@@ -86,6 +87,10 @@ class Minibatch:
 
     denominator: float
     """Tokens or sequences over all ranks, as the reduction counts them; at least 1."""
+    rejection_limit: Tensor | None = None
+    """A scalar: the largest distance that algo/rejection.py accepts at level `batch`."""
+    staleness_share: Tensor | None = None
+    """float64 [k]: the share of staleness in the log-ratio of a token, from algo/mismatch.py."""
     log_z: Tensor | None = None
     """float [n]: Trajectory Balance's log-partition of each sequence's group."""
 
@@ -106,6 +111,10 @@ class Objective(Protocol):
     @property
     def recompute_prox(self) -> bool:
         """True if a forward pass before the first update fills `prox`; otherwise `loss` does."""
+        ...
+
+    def lr_factor(self, sums: dict[str, float]) -> float:
+        """Return the factor of an update's learning rate, given what `loss` summed for it."""
         ...
 
     def mask(self, batch: FlatBatch) -> Tensor:

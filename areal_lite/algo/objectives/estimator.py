@@ -16,7 +16,7 @@ class AdvantageEstimator:
     estimator: str = "grpo"
     """One advantage per sequence (`grpo`, `rloo`) or per token (`reinforce_pp`, `gae`)."""
     mean: str = "group"
-    """grpo: baseline over the `group` or the `batch`."""
+    """grpo: baseline over the `group` or the `batch`, or the `optimal` one of the group."""
     std: str = "group"
     """grpo: divide by the deviation of the `group` or the `batch`, or `off`."""
     leave_one_out: bool = False
@@ -28,13 +28,29 @@ class AdvantageEstimator:
     lam: float = 1.0
     """gae: lambda."""
 
-    def set_advantages(self, batch: FlatBatch, rewards: Tensor, kl: KLTerm, reduce: Reduce) -> None:
-        """Set `batch.advantages`, and `batch.returns` with `gae`, from rewards float [n]."""
+    @property
+    def needs_norms(self) -> bool:
+        return self.estimator == "grpo" and self.mean == "optimal"
+
+    def set_advantages(
+        self,
+        batch: FlatBatch,
+        rewards: Tensor,
+        kl: KLTerm,
+        reduce: Reduce,
+        squared_norms: Tensor | None = None,
+    ) -> None:
+        """Set `batch.advantages`, and `batch.returns` with `gae`, from rewards float [n].
+
+        squared_norms: float [n], if `needs_norms`; see `advantages.optimal_baseline`
+        """
         mask, sequence_ids = batch.mask, batch.sequence_ids
         match self.estimator:
             case "grpo" | "rloo":
                 penalized = kl.sequence_rewards(rewards, batch)
-                by_sequence = self._relative_to_group(penalized, batch.group_ids, reduce)
+                by_sequence = self._relative_to_group(
+                    penalized, batch.group_ids, reduce, squared_norms
+                )
                 batch.advantages = by_sequence[sequence_ids]
             case "reinforce_pp":
                 batch.advantages = advantages.reinforce_plus_plus(
@@ -61,7 +77,9 @@ class AdvantageEstimator:
             stats = advantages.moments(batch.advantages, mask, reduce=reduce)
             batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
 
-    def _relative_to_group(self, rewards: Tensor, group_ids: Tensor, reduce: Reduce) -> Tensor:
+    def _relative_to_group(
+        self, rewards: Tensor, group_ids: Tensor, reduce: Reduce, squared_norms: Tensor | None
+    ) -> Tensor:
         if self.estimator == "rloo":
             return advantages.rloo(rewards, group_ids)
         whole_batch = advantages.moments(rewards, reduce=reduce)
@@ -72,4 +90,5 @@ class AdvantageEstimator:
             leave_one_out=self.leave_one_out,
             batch_mean=whole_batch if self.mean == "batch" else None,
             batch_std=whole_batch if self.std == "batch" else None,
+            squared_norms=squared_norms,
         )

@@ -28,7 +28,9 @@ def batch_metrics(
 ) -> dict[str, float | list[float]]:
     """Count tokens by staleness and masked tokens by reason. Every rank calls it.
 
-    `behave_abs_by_staleness` is the mean |prox - behavior| of each staleness, in nats.
+    `behave_abs_by_staleness` is the mean |prox - behavior| of each staleness, in nats. Where tokens
+    are fresh, `mismatch_square` is the mean square of their difference, and `stale_square` what the
+    older tokens have besides (algo/mismatch.py).
 
     Args:
         oldest: the staleness bound; an older token is overdue
@@ -43,21 +45,29 @@ def batch_metrics(
         "masked_overdue": overdue,
         "masked_nonfinite": masked & ~truncated & ~overdue,
     }
-    difference, tokens = by_staleness(
-        (flat.prox - flat.behavior).abs(),
-        flat.versions,
-        flat.mask,
-        version=flat.version,
-        oldest=oldest,
-    )
+    difference = (flat.prox - flat.behavior).double()
+    where = {"version": flat.version, "oldest": oldest}
+    absolute, tokens = by_staleness(difference.abs(), flat.versions, flat.mask, **where)
+    square, _ = by_staleness(difference**2, flat.versions, flat.mask, **where)
     counts = torch.stack([reason.sum() for reason in reasons.values()])
-    # One collective for all three.
-    total = reduce(torch.cat([counts, tokens, difference]).double())
-    counts, tokens, difference = (
-        part.tolist() for part in total.split([len(counts), len(tokens), len(difference)])
-    )
+    # One collective for all of them.
+    parts = [counts, tokens, absolute, square]
+    total = reduce(torch.cat(parts).double()).split([len(part) for part in parts])
+    counts, tokens, absolute, square = (part.tolist() for part in total)
     return {
         **dict(zip(reasons, counts)),
         "tokens_by_staleness": tokens,
-        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(difference, tokens)],
+        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(absolute, tokens)],
+        **_two_causes(tokens, square),
     }
+
+
+def _two_causes(tokens: list[float], square: list[float]) -> dict[str, float]:
+    """Split the mean square of log-ratios, given counts and sums by staleness."""
+    if not tokens[0]:
+        return {}
+    mismatch, older = square[0] / tokens[0], sum(tokens[1:])
+    if not older:
+        return {"mismatch_square": mismatch}
+    stale = max(sum(square[1:]) / older - mismatch, 0.0)
+    return {"mismatch_square": mismatch, "stale_square": stale}

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
+from areal_lite.algo.correction import (
+    Correction,
+    behavior_weight,
+    loglinear_prox,
+    sample_sums,
+)
 from areal_lite.algo.kl import entropy_loss, kl_loss
 from areal_lite.algo.losses import LossInputs, LossOutput
+from areal_lite.algo.metrics import effective_sample_size
+from areal_lite.algo.mismatch import staleness_share, trainer_behavior
 from areal_lite.algo.objectives.base import (
     FlatBatch,
     Minibatch,
@@ -18,6 +25,8 @@ from areal_lite.algo.objectives.estimator import AdvantageEstimator
 from areal_lite.algo.objectives.metrics import token_metrics
 from areal_lite.algo.objectives.rewards import KLTerm, RewardShaping
 from areal_lite.algo.reduction import reduction_weights
+from areal_lite.algo.rejection import Rejection, accepted, batch_limit, distance, outward
+from areal_lite.algo.sequences import sequence_length, sequence_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,8 @@ class RatioObjective:
     """A function of algo/losses.py with its settings bound."""
     correction: Correction
     """Weighs the KL term; `policy_loss` has its own."""
+    rejection: Rejection
+    """Leaves tokens out of the loss. Level `batch` needs `recompute_prox`."""
     reduction: str
     length: int
     """Reduction and its constant length, in tokens; see algo/reduction.py."""
@@ -37,10 +48,16 @@ class RatioObjective:
     entropy_coef: float
     prox: str
     """The source of the log-probs: `recompute` (a forward pass), `reuse` or `loglinear`."""
+    correct_mismatch: bool = True
+    """False: the log-ratio is that of staleness, without the mismatch of server and trainer."""
+    oldest: int = 0
+    """The staleness bound, in versions."""
+    scale_lr_by_ess: bool = False
+    """Take smaller updates the fewer samples their weights leave, at the correction's level."""
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.coef != 0
+        return self.kl.needs_reference
 
     @property
     def needs_critic(self) -> bool:
@@ -50,11 +67,26 @@ class RatioObjective:
     def recompute_prox(self) -> bool:
         return self.prox == "recompute"
 
+    def lr_factor(self, sums: dict[str, float]) -> float:
+        """Return sqrt(ESS) if the learning rate follows it (VCPO, arXiv 2602.17616), otherwise 1.
+
+        ESS is the effective sample size as a share of the samples. The square root suits Adam.
+        """
+        if not self.scale_lr_by_ess:
+            return 1.0
+        return (
+            effective_sample_size(
+                sums["sample_weight_sum"], sums["sample_weight_square_sum"], sums["samples"]
+            )
+            ** 0.5
+        )
+
     def mask(self, batch: FlatBatch) -> Tensor:
         return self.shaping.mask(batch.mask, batch)
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
-        self.estimator.set_advantages(batch, self.shaping.rewards(batch), self.kl, reduce)
+        norms = self._squared_norms(batch) if self.estimator.needs_norms else None
+        self.estimator.set_advantages(batch, self.shaping.rewards(batch), self.kl, reduce, norms)
 
     def minibatch(
         self,
@@ -63,8 +95,20 @@ class RatioObjective:
         current_logprobs: Callable[[], Tensor],
         reduce: Reduce,
     ) -> Minibatch:
+        tokens, share = batch.at(token_index), None
+        if not self.correct_mismatch:
+            share = staleness_share(
+                tokens.prox - tokens.behavior,
+                tokens.versions,
+                tokens.mask,
+                version=batch.version,
+                oldest=self.oldest,
+                reduce=reduce,
+            )
         return Minibatch(
-            denominator=denominator(batch, token_index, mode=self.reduction, reduce=reduce)
+            denominator=denominator(batch, token_index, mode=self.reduction, reduce=reduce),
+            staleness_share=share,
+            rejection_limit=self._rejection_limit(_without_mismatch(tokens, share), reduce),
         )
 
     def loss(
@@ -76,8 +120,9 @@ class RatioObjective:
         entropy: Tensor,
     ) -> LossOutput:
         self._set_prox(batch, token_index, logprobs)
-        tokens = batch.at(token_index)
-        corrected = self._behavior_weight(tokens) if self.kl.in_loss else None
+        tokens = _without_mismatch(batch.at(token_index), minibatch.staleness_share)
+        accepted_tokens = self._accepted(tokens, minibatch)
+        corrected = self._behavior_weight(tokens, accepted_tokens) if self.kl.in_loss else None
         weights = reduction_weights(
             tokens.mask,
             tokens.sequence_ids,
@@ -93,6 +138,7 @@ class RatioObjective:
             mask=tokens.mask,
             sequence_ids=tokens.sequence_ids,
             weights=weights,
+            accepted=accepted_tokens,
             corrected=corrected,
         )
         output = self.policy_loss(inputs)
@@ -102,7 +148,18 @@ class RatioObjective:
         if self.entropy_coef:
             loss = loss + self.entropy_coef * entropy_loss(entropy, tokens.mask, weights)
         metrics = token_metrics(tokens, logprobs, entropy, with_reference=self.needs_reference)
+        if self.scale_lr_by_ess:
+            metrics |= self._sample_sums(tokens, accepted_tokens)
         return LossOutput(loss, output.metrics | metrics)
+
+    def _squared_norms(self, batch: FlatBatch) -> Tensor:
+        """Sum the squared factors of a sequence's token gradients, without A: float [n]."""
+        weight, kept = self._behavior_weight(batch, batch.mask)
+        ids, num = batch.sequence_ids, len(batch.rewards)
+        norms = sequence_sum(weight**2, kept, ids, num=num)
+        if self.reduction == "sequence":
+            norms = norms / sequence_length(batch.mask, ids, num=num).clamp(min=1) ** 2
+        return norms.to(batch.rewards.dtype)
 
     def _set_prox(self, batch: FlatBatch, token_index: Tensor, logprobs: Tensor) -> None:
         if self.prox == "reuse":
@@ -115,11 +172,41 @@ class RatioObjective:
                 version=batch.version,
             )
 
-    def _behavior_weight(self, tokens: FlatBatch) -> tuple[Tensor, Tensor]:
-        return behavior_weight(
+    def _rejection_limit(self, tokens: FlatBatch, reduce: Reduce) -> Tensor | None:
+        rejection = self.rejection
+        if rejection.by is None or rejection.level != "batch":
+            return None
+        mask = tokens.mask
+        if rejection.outward:
+            mask = mask & outward(tokens.prox, tokens.behavior, tokens.advantages)
+        values = distance(tokens.prox, tokens.behavior, mask, by=rejection.by)
+        return batch_limit(values[mask], bound=rejection.above, reduce=reduce)
+
+    def _accepted(self, tokens: FlatBatch, minibatch: Minibatch) -> Tensor:
+        return accepted(
             tokens.prox,
             tokens.behavior,
             tokens.mask,
+            self.rejection,
+            sequence_ids=tokens.sequence_ids,
+            advantages=tokens.advantages,
+            limit=minibatch.rejection_limit,
+        )
+
+    def _sample_sums(self, tokens: FlatBatch, mask: Tensor) -> dict[str, Tensor]:
+        return sample_sums(
+            tokens.prox,
+            tokens.behavior,
+            mask,
+            level=self.correction.level,
+            sequence_ids=tokens.sequence_ids,
+        )
+
+    def _behavior_weight(self, tokens: FlatBatch, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return behavior_weight(
+            tokens.prox,
+            tokens.behavior,
+            mask,
             sequence_ids=tokens.sequence_ids,
             **vars(self.correction),
         )
@@ -135,9 +222,18 @@ class RatioObjective:
         importance, kept = corrected
         return self.kl.coef * kl_loss(
             logprobs,
-            tokens.reference,
+            self.kl.anchor(tokens),
             kept,
             weights,
             estimator=self.kl.estimator,
             importance=importance,
         )
+
+
+def _without_mismatch(tokens: FlatBatch, share: Tensor | None) -> FlatBatch:
+    """Replace the behavior log-probs of `tokens` by the trainer's estimate of them."""
+    if share is not None:
+        tokens.behavior = trainer_behavior(
+            tokens.prox, tokens.behavior, tokens.versions, share, version=tokens.version
+        )
+    return tokens

@@ -40,15 +40,26 @@ class RewardShaping:
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """The divergence from a reference policy, times `coef`, in loss or reward; algo/kl.py."""
+    """The divergence from another policy, times `coef`, in loss or reward; algo/kl.py."""
 
     coef: float = 0.0
     estimator: str = "k3"
     into: str = "loss"
+    to: str = "reference"
+    """The other policy: `reference`, `proximal` or `behavior`."""
 
     @property
     def in_loss(self) -> bool:
         return self.coef != 0 and self.into == "loss"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.coef != 0 and self.to == "reference"
+
+    def anchor(self, tokens: FlatBatch) -> Tensor:
+        """Return the log-probs of the other policy, float [t]."""
+        policies = {"reference": "reference", "proximal": "prox", "behavior": "behavior"}
+        return getattr(tokens, policies[self.to])
 
     @property
     def in_reward(self) -> bool:

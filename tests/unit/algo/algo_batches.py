@@ -2,7 +2,11 @@
 
 import math
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
+from typing import Any
 
 import torch
 
@@ -71,3 +75,21 @@ def take(x: LossInputs, index: torch.Tensor) -> LossInputs:
         sequence_ids=x.sequence_ids[index],
         weights=weights,
     )
+
+
+def on_ranks(num: int, function: Callable[[int, Callable], Any]) -> list[Any]:
+    """Call function(rank, reduce) on `num` threads; `reduce` sums a tensor over them."""
+    barrier, shares = Barrier(num, timeout=60), [torch.zeros(0)] * num
+
+    def on_rank(rank: int) -> Any:
+        def reduce(share: torch.Tensor) -> torch.Tensor:
+            shares[rank] = share
+            barrier.wait()
+            total = torch.stack(shares).sum(0)
+            barrier.wait()
+            return total
+
+        return function(rank, reduce)
+
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(on_rank, range(num)))

@@ -18,6 +18,10 @@ from areal_lite.config.rules import check_push
             "sync.transport=distributed cannot connect .* use sync.transport=disk",
         ),
         (
+            dict(server=ServerConfig(device="cuda"), trainer=TrainerConfig(device="cpu")),
+            "cannot connect trainer.device=cpu to server.device=cuda .* sync.transport=disk",
+        ),
+        (
             dict(server=ServerConfig(args={"enable_symm_mem": True})),
             "server.args.enable_symm_mem=true .* remove it",
         ),

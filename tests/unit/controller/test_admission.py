@@ -49,15 +49,23 @@ def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
 
 
 class Run(RuleBasedStateMachine):
-    """A trainer that uses groups in the order of admission.
+    """A trainer that uses groups in the order of admission, and pushes every `every` steps.
 
     Groups finish, are filtered, fail and are dropped in any order, and the run crashes at any
-    moment. Each live group is [version at admission, finished?], oldest first.
+    moment, also between two pushes. A server that returns makes the trainer push early. Each live
+    group is [version at admission, finished?], oldest first.
     """
 
-    @initialize(eta=st.integers(0, 4), batch=st.integers(1, 4), steps=st.none() | st.integers(1, 6))
-    def begin(self, eta: int, batch: int, steps: int | None) -> None:
-        self.eta, self.batch, self.steps = eta, batch, steps
+    @initialize(
+        spare=st.integers(0, 4),
+        every=st.integers(1, 8),
+        batch=st.integers(1, 4),
+        steps=st.none() | st.integers(1, 12),
+    )
+    def begin(self, spare: int, every: int, batch: int, steps: int | None) -> None:
+        self.eta, self.every, self.batch, self.steps = every - 1 + spare, every, batch, steps
+        eta = self.eta
+        self.step = 0
         self.gate = AdmissionGate(max_staleness=eta, batch_groups=batch, steps=steps)
         self.live: list[list] = []
         self.used = 0
@@ -106,16 +114,23 @@ class Run(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         batch, self.live = self.live[: self.batch], self.live[self.batch :]
-        assert all(self.gate.version - born <= self.eta for born, _ in batch)
+        assert all(self.step - born <= self.eta for born, _ in batch)
         self.used += self.batch
-        self.gate.on_version(self.gate.version + 1)
+        self.step += 1
+        if self.step % self.every == 0 or self.step == self.steps:
+            self.gate.on_version(self.step)
+        else:
+            self.gate.on_step(self.step)
+
+    @rule()
+    def push_early(self) -> None:
+        self.gate.on_version(self.step)
 
     @rule()
     def crash_and_recover(self) -> None:
         self.live = [group for group in self.live if group[1]]
-        version = self.gate.version
         self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps)
-        self.gate.recover(version, len(self.live))
+        self.gate.recover(self.step, len(self.live))
         self.submitted = self.used + len(self.live)
 
     @invariant()
@@ -124,17 +139,29 @@ class Run(RuleBasedStateMachine):
         assert gate.running + gate.accepted + gate.rejected == self.submitted
         assert gate.running == len(self.running())
         assert self.gate.accepted == self.used + len(self.finished())
+        assert self.gate.waiting == len(self.finished())
+        assert 0 <= self.step - self.gate.version < self.every
         assert self.used + len(self.live) <= (self.eta + self.gate.version + 1) * self.batch
 
     @invariant()
     def something_can_happen(self) -> None:
-        over = self.gate.version == self.steps
+        over = self.step == self.steps
         assert over or self.gate.can_admit() or self.running() or len(self.finished()) >= self.batch
         assert not (over and self.gate.can_admit())
 
 
 TestRun = Run.TestCase
 TestRun.settings = settings(deadline=None, max_examples=60, stateful_step_count=60)
+
+
+def test_nothing_is_admitted_between_two_pushes() -> None:
+    gate = AdmissionGate(max_staleness=2, batch_groups=1)
+    for _ in range(3):
+        gate.on_admitted(), gate.on_accepted()
+    gate.on_step(1)
+    assert gate.capacity == 0 and gate.waiting == 2, "a new group would be of version 0 at step 3"
+    gate.on_version(2)
+    assert gate.capacity == 2 and gate.waiting == 1
 
 
 def test_without_a_bound_generation_never_waits() -> None:

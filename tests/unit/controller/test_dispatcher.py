@@ -109,6 +109,7 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
 
     def check() -> None:
         assert dispatcher.counts["groups"] == gate.running + gate.accepted + gate.rejected
+        assert len(dispatcher.running) == gate.running
         assert 0 <= dispatcher.in_flight <= gate.running * SIZE
         assert gate.accepted + gate.running <= (ETA + gate.version + 1) * BATCH
 

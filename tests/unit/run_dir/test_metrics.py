@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import torch
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metrics import (
     STEP_KEYS,
+    EventFollower,
     MetricsLog,
     append_event,
     read_events,
@@ -126,22 +126,16 @@ print([name for name in ("wandb", "torch") if name in sys.modules])
     assert output.strip() == "[]"
 
 
-def test_offline_wandb_needs_no_account_and_writes_into_the_run_directory(tmp_path):
-    code = """
-import sys
-from pathlib import Path
-from areal_lite.config import LoggerConfig
-from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog
-config = {"seed": 1, "path": Path("model")}
-log = MetricsLog(Path(sys.argv[1]), LoggerConfig(wandb="offline"), config)
-log.log({**dict.fromkeys(STEP_KEYS, 0), "loss": float("nan"), "reward_mean": 0.25})
-log.close()
-"""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-    environment |= {"HOME": str(tmp_path / "home"), "WANDB_SILENT": "true"}
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    # In a process of its own: wandb's service completes its file when that process exits.
-    subprocess.run([sys.executable, "-c", code, str(run_dir)], env=environment, check=True)
-    (record,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"reward_mean" in record.read_bytes()
+def test_a_follower_reads_each_line_once_and_only_when_it_is_complete(tmp_path):
+    follower = EventFollower(tmp_path, "evals")
+    assert follower.read() == []
+    append_event(tmp_path, "evals", {"version": 0})
+    append_event(tmp_path, "evals", {"version": 1})
+    assert follower.read() == [{"version": 0}, {"version": 1}]
+    assert follower.read() == []
+    with open(tmp_path / "evals.jsonl", "a") as file:
+        file.write('{"vers')
+        file.flush()
+        assert follower.read() == []
+        file.write('ion": 2}\nno JSON\n[3]\n\xff\n{"version": 4}\n')
+    assert follower.read() == [{"version": 2}, {"version": 4}]

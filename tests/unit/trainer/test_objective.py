@@ -18,6 +18,7 @@ from areal_lite.config import (
     AlgoConfig,
     CorrectionConfig,
     KLConfig,
+    RejectionConfig,
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
@@ -115,6 +116,26 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
+def plain_rejected(t: FlatBatch, rejection: RejectionConfig) -> set[int]:
+    """The tokens that `test_every_loss_against_loops` rejects, by its own formulas."""
+    usable = [i for i, m in enumerate(t.mask.tolist()) if m]
+    p, q = t.prox.exp().tolist(), t.behavior.exp().tolist()
+    if rejection.by == "tv":
+        outward = {i for i in usable if float(t.advantages[i]) * (p[i] - q[i]) > 0}
+        return {i for i in outward if abs(p[i] - q[i]) > rejection.above}
+    if rejection.by == "ratio":
+        groups = {s: [i for i in usable if t.sequence_ids[i] == s] for s in t.sequence_ids.tolist()}
+        means = {s: sum(p[i] / q[i] for i in own) / len(own) for s, own in groups.items() if own}
+        return {i for s in means if means[s] > rejection.above for i in groups[s]}
+    if rejection.by == "square":
+        squares = {i: math.log(p[i] / q[i]) ** 2 for i in usable}
+        left = sorted(usable, key=squares.__getitem__)
+        while left and sum(map(squares.__getitem__, left)) >= rejection.above * len(left):
+            left.pop()
+        return set(usable) - set(left)
+    return set()
+
+
 def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens: int) -> float:
     """The same loss of one minibatch, as loops. Advantages are taken from `t`."""
     sequences: dict[int, list[int]] = {}
@@ -125,16 +146,19 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
         x.tolist() for x in (logprobs, t.prox, t.behavior, t.reference, t.advantages)
     )
     correction, total = algo.correction, 0.0
+    rejected = plain_rejected(t, algo.rejection)
     tokens = sum(map(len, sequences.values()))
     for places in sequences.values():
-        n = len(places)
+        n, left = len(places), [i for i in places if i not in rejected]
         target = lp if algo.loss == "reinforce" else prox
 
-        def weight(i, target=target, places=places, n=n):
+        def weight(i, target=target, left=left):
+            if i not in left:
+                return 0.0
             d = target[i] - behave[i]
             if correction.level != "token":
-                d = sum(target[j] - behave[j] for j in places) / (
-                    n if correction.level == "geometric" else 1
+                d = sum(target[j] - behave[j] for j in left) / (
+                    len(left) if correction.level == "geometric" else 1
                 )
             if correction.mode == "off":
                 return 1.0
@@ -150,7 +174,7 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
                 "constant": 1 / max_new_tokens / len(sequences),
             }[algo.reduction]
             anchor = prox if algo.decoupled else behave
-            w = weight(i) if algo.decoupled or algo.loss == "reinforce" else 1.0
+            w = weight(i) if algo.decoupled or algo.loss == "reinforce" else float(i in left)
             r = math.exp(lp[i] - anchor[i])
             if algo.loss == "gspo":
                 r = math.exp(sum(lp[j] - anchor[j] for j in places) / n)
@@ -162,11 +186,19 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
             else:
                 value = -adv[i] * lp[i] * (clip(r, low, high) if algo.loss == "cispo" else 1.0)
             total += share * w * value
-            d = lp[i] - ref[i]
+            d = lp[i] - {"reference": ref, "proximal": prox, "behavior": behave}[algo.kl.to][i]
             kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algo.kl.estimator]
             wk = weight(i, prox)
             total += share * (algo.kl.coef * wk * kl - algo.entropy_coef * float(entropy[i]))
     return total
+
+
+REJECTIONS = [
+    RejectionConfig(),
+    RejectionConfig(by="tv", above=0.05, outward=True),
+    RejectionConfig(by="ratio", level="sequence", above=1.1),
+    RejectionConfig(by="square", level="batch", above=0.04),
+]
 
 
 @settings(max_examples=150, deadline=None)
@@ -180,9 +212,11 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
     decoupled=st.booleans(),
     coef=st.sampled_from([0.0, 0.1]),
     budget=st.integers(3, 40),
+    rejection=st.sampled_from(REJECTIONS),
+    to=st.sampled_from(["reference", "proximal", "behavior"]),
 )
 def test_every_loss_against_loops(
-    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget
+    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget, rejection, to
 ):
     correction = CorrectionConfig(mode, level, cap=1.5)
     algo = AlgoConfig(
@@ -192,9 +226,10 @@ def test_every_loss_against_loops(
         correction=correction,
         eps_high=0.3,
         entropy_coef=coef / 2,
+        rejection=rejection,
     )
     algo = replace(
-        algo, kl=KLConfig(coef, estimator, "loss"), dual_clip=2.0 if loss == "ppo" else None
+        algo, kl=KLConfig(coef, estimator, "loss", to), dual_clip=2.0 if loss == "ppo" else None
     )
     config = TrainConfig(model="", algo=algo, rollout=RolloutConfig(max_new_tokens=11))
     batch = make_batch(seed)
@@ -215,6 +250,7 @@ def test_gradients_do_not_depend_on_packing(loss, num):
             loss=loss,
             reduction="sequence",
             correction=CorrectionConfig(level="geometric"),
+            rejection=RejectionConfig(by="square", level="batch", above=0.04),
             tb_beta=0.5,
         ),
     )
@@ -268,6 +304,72 @@ def beta_of(algo: AlgoConfig, version: int) -> float:
     objective = build_objective(TrainConfig(model="", algo=replace(algo, loss="tb")))
     assert isinstance(objective, BalanceObjective)
     return objective.beta(version)
+
+
+@pytest.mark.parametrize("loss", sorted(RATIO_LOSSES))
+def test_a_loss_without_mismatch_has_smaller_log_ratios(loss):
+    """Scaled by 1 - E[d^2 of fresh tokens] / E[d^2 of tokens as old], not at all if none is."""
+    algo = AlgoConfig(loss=loss, rejection=REJECTIONS[3], eps_high=0.3)
+    plain, apart = (
+        TrainConfig(model="", algo=replace(algo, correct_mismatch=correct))
+        for correct in (True, False)
+    )
+    batch = make_batch(12, groups=8)
+    t, logprobs, entropy = tensors_of(batch, apart, 4)
+    squares: dict[int, list[float]] = {}
+    d, ages = (t.prox - t.behavior).tolist(), (VERSION - t.versions).tolist()
+    usable = [i for i, m in enumerate(t.mask.tolist()) if m]
+    for i in usable:
+        squares.setdefault(ages[i], []).append(d[i] ** 2)
+    moments = {age: sum(own) / len(own) for age, own in squares.items()}
+    assert 0 in moments and any(m > moments[0] for m in moments.values())
+    other, _, _ = tensors_of(batch, plain, 4)
+    for i in usable:
+        share = max(0.0, 1 - moments[0] / moments[ages[i]])
+        other.behavior[i] = t.prox[i] - share * d[i]
+    got, _ = loss_in_parts(t, batch, logprobs, entropy, apart, budget=9)
+    expected, _ = loss_in_parts(other, batch, logprobs, entropy, plain, budget=10**6)
+    assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    for i in usable:
+        t.versions[i] = 2
+    got, _ = loss_in_parts(t, batch, logprobs, entropy, apart, budget=9)
+    expected, _ = loss_in_parts(t, batch, logprobs, entropy, plain, budget=9)
+    assert float(got.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", "product"])
+def test_the_optimal_baseline_has_the_weights_of_the_loss(reduction, level):
+    config = TrainConfig(
+        model="",
+        algo=AlgoConfig(
+            reduction=reduction,
+            correction=CorrectionConfig("cap", level, 1.4),
+            advantage=AdvantageConfig(mean="optimal", std="off"),
+        ),
+    )
+    batch = make_batch(13)
+    t, _, _ = tensors_of(batch, config, 2)
+    build_objective(config).set_targets(t, summed)
+    ratio = (t.prox - t.behavior).exp().tolist()
+    norms = []
+    for s in range(batch.num_sequences):
+        own = [i for i in range(len(ratio)) if t.sequence_ids[i] == s and t.mask[i]]
+        product = math.prod(ratio[i] for i in own)
+        weights = [min(ratio[i] if level == "token" else product, 1.4) for i in own]
+        norm = sum(w * w for w in weights)
+        norms.append(norm / max(len(own), 1) ** 2 if reduction == "sequence" else norm)
+    for s in range(batch.num_sequences):
+        group = [i for i, g in enumerate(batch.group_ids) if g == batch.group_ids[s]]
+        total = sum(norms[i] for i in group)
+        rewards = [float(batch.rewards[i]) for i in group]
+        baseline = (
+            sum(norms[i] * float(batch.rewards[i]) for i in group) / total
+            if total
+            else (sum(rewards) / len(rewards))
+        )
+        for value in t.advantages[t.sequence_ids == s]:
+            assert float(value) == pytest.approx(float(batch.rewards[s]) - baseline, abs=1e-6)
 
 
 def test_kl_in_the_reward_of_groups():
@@ -384,6 +486,13 @@ def test_the_kl_term_shares_the_weight_of_a_decoupled_loss(monkeypatch):
     t, logprobs, entropy = tensors_of(batch, config, 0)
     loss_in_parts(t, batch, logprobs, entropy, config, budget=10**6)
     assert len(calls) == 1
+
+
+def test_only_a_divergence_from_the_reference_needs_one():
+    for to in ("reference", "proximal", "behavior"):
+        algo = AlgoConfig(kl=KLConfig(0.1, "k2", "loss", to))
+        objective = build_objective(TrainConfig(model="", algo=algo))
+        assert objective.needs_reference == (to == "reference")
 
 
 def test_selected_tokens_keep_their_sequence_ids():

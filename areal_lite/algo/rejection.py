@@ -1,0 +1,138 @@
+"""Rejection of tokens that the policy has moved too far from, besides their weight.
+
+With p and q the probabilities of a token under the proximal and the behavior policy, r = p / q and
+d = log r, its distance is
+
+    ratio        r
+    k1           d
+    square       d^2, whose mean is M2PO's second moment (arXiv 2510.01161); twice k2
+    k3           exp(d) - 1 - d, estimates KL(behavior || proximal); algo/kl.py has the source
+    k3_reverse   exp(-d) - 1 + d, the same estimate for tokens of the proximal policy; kl_k3 of
+                 inclusionAI/AReaL (areal/utils/data.py)
+    tv           |p - q|, the total variation if all other tokens count as one (DPPO's binary
+                 approximation, arXiv 2602.04879)
+
+Levels, the unit that is rejected when its distance is above a bound or below another:
+
+    token        a token by its own distance
+    sequence     all tokens of a sequence, by the mean of their distances: of `ratio`, the
+                 arithmetic mean of the sequence's ratios
+    batch        the tokens with the largest distances of an update, until the mean of the others is
+                 below the bound: of `square`, the mask of M2PO
+
+With `outward`, only tokens that the update would move further away can be rejected: those with
+A d > 0, where A is the advantage (DPPO; so does M2PO's code, Infini-AI-Lab/M2PO).
+
+A rejected token has no share in the loss and none in the weight of its sequence. The denominator
+counts it, as in algo/correction.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_lite.algo.sequences import sequence_mean
+
+LEVELS = ("token", "sequence", "batch")
+_DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ratio": lambda prox, behavior: (prox - behavior).exp(),
+    "k1": lambda prox, behavior: prox - behavior,
+    "square": lambda prox, behavior: (prox - behavior) ** 2,
+    "k3": lambda prox, behavior: torch.expm1(prox - behavior) - (prox - behavior),
+    "k3_reverse": lambda prox, behavior: torch.expm1(behavior - prox) + (prox - behavior),
+    "tv": lambda prox, behavior: (prox.exp() - behavior.exp()).abs(),
+}
+DISTANCES = tuple(_DISTANCES)
+_LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Settings of the rejection; see the module. `by=None` rejects nothing."""
+
+    by: str | None = None
+    level: str = "token"
+    above: float = 0.2
+    below: float | None = None
+    outward: bool = False
+
+
+@torch.no_grad()
+def distance(prox: Tensor, behavior: Tensor, mask: Tensor, *, by: str) -> Tensor:
+    """Compute the distance of each token, float [t], 0 where masked.
+
+    Raises ValueError for an unknown distance.
+    """
+    if by not in _DISTANCES:
+        raise ValueError(f"algo.rejection.by={by}: use one of {', '.join(DISTANCES)}")
+    zero = torch.zeros_like(prox)
+    values = _DISTANCES[by](torch.where(mask, prox, zero), torch.where(mask, behavior, zero))
+    return torch.where(mask, values, zero)
+
+
+def accepted(
+    prox: Tensor,
+    behavior: Tensor,
+    mask: Tensor,
+    rejection: Rejection,
+    *,
+    sequence_ids: Tensor,
+    advantages: Tensor,
+    limit: Tensor | None = None,
+) -> Tensor:
+    """Return the unmasked tokens that are not rejected, bool [t].
+
+    Args:
+        prox: float [t], log-probs under the weights just before the step
+        behavior: float [t], log-probs under the weights that sampled the tokens
+        mask: bool [t], without tokens that have no finite behavior log-prob
+        sequence_ids: int [t]; with level `sequence`, whole sequences
+        advantages: float [t], for `outward`
+        limit: from `batch_limit`, for level `batch`
+    """
+    if rejection.by is None:
+        return mask
+    values = distance(prox, behavior, mask, by=rejection.by)
+    if rejection.level == "sequence":
+        values = sequence_mean(values, mask, sequence_ids)[sequence_ids]
+    far = values > rejection.above if limit is None else values.float() > limit
+    if rejection.below is not None:
+        far = far | (values < rejection.below)
+    if rejection.outward:
+        far = far & outward(prox, behavior, advantages)
+    return mask & ~far
+
+
+def outward(prox: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    """Mark the tokens whose update moves them further from the behavior policy: bool [t]."""
+    return advantages * (prox - behavior) > 0
+
+
+@torch.no_grad()
+def batch_limit(
+    values: Tensor, *, bound: float, reduce: Callable[[Tensor], Tensor] = lambda partial: partial
+) -> Tensor:
+    """Find the largest limit such that the values up to it have a mean below `bound`: a scalar.
+
+    Every rank calls it. The limit is the same on all ranks, and equal values stay or leave
+    together. With bits in the order of the numbers, as float32 has them for positive ones, each
+    round finds eight bits of the limit.
+
+    Args:
+        values: float [t] >= 0, of this rank's tokens
+        reduce: sums a tensor over ranks
+    """
+    ordered = values.float().sort().values
+    sums = torch.cat([ordered.new_zeros(1), ordered]).double().cumsum(0)
+    digits = torch.arange(256, dtype=torch.int32, device=values.device)
+    limit = torch.zeros_like(digits[:1])
+    for shift, choices in ((24, 128), (16, 256), (8, 256), (0, 256)):
+        candidates = (limit + (digits[:choices] << shift)).clamp(max=_LARGEST)
+        below = torch.searchsorted(ordered, candidates.view(torch.float32), right=True)
+        count, total = reduce(torch.stack([below.double(), sums[below]]))
+        # The mean grows with the limit, so all candidates up to the last good one are good.
+        good = (total < bound * count) | (count == 0)
+        limit = candidates[good.sum() - 1].view(1)
+    return limit.view(torch.float32)[0]

@@ -1,0 +1,102 @@
+"""Settings that are allowed but cannot do what they are for. Each caution is one line.
+
+`areal-lite train --dry-run` prints the cautions, and `areal-lite diagnose` compares the staleness
+of a run with what its objective bears.
+"""
+
+from typing import NamedTuple
+
+from areal_lite.config.algo import AlgoConfig
+from areal_lite.config.commands import TrainConfig
+
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+
+
+class Bearable(NamedTuple):
+    """The staleness, in training steps, up to which an objective is known to learn; the source."""
+
+    steps: int
+    objective: str
+    shown: str
+
+
+def cautions(config: TrainConfig) -> list[str]:
+    """Return what a run with these settings should know beforehand."""
+    found = [
+        _idle_clip(config),
+        _idle_penalty(config),
+        _idle_mismatch(config),
+        _too_stale(config),
+    ]
+    return [caution for caution in found if caution]
+
+
+def clip_is_idle(config: TrainConfig) -> bool:
+    """Tell whether the ratio that the loss clips is always 1."""
+    algo = config.algo
+    return (
+        algo.loss in CLIPPED_LOSSES
+        and algo.decoupled
+        and algo.prox != "loglinear"
+        and config.trainer.minibatches == 1
+    )
+
+
+def bearable_staleness(algo: AlgoConfig) -> Bearable | None:
+    """Return the staleness that is known to be borne; None for Trajectory Balance: any is."""
+    if algo.loss == "tb":
+        return None
+    if algo.rejection.by is not None:
+        return Bearable(256, "a rejection of distant tokens", "arXiv 2510.01161: 256 updates")
+    if algo.scale_lr_by_ess:
+        return Bearable(128, "a learning rate that follows ess", "arXiv 2602.17616: 128 steps")
+    if algo.loss in CLIPPED_LOSSES and not algo.decoupled:
+        return Bearable(
+            2, "a clip around the behavior policy", "arXiv 2505.24298: AIME24 42.0 -> 23.3 at 4"
+        )
+    if algo.correction.mode == "off":
+        return Bearable(1, "a weight of 1", "nothing accounts for the policy that sampled")
+    return Bearable(8, "a bounded weight", "arXiv 2505.24298: AIME24 42.0 -> 41.0 at 8, 38.7 at 16")
+
+
+def _idle_clip(config: TrainConfig) -> str | None:
+    if not clip_is_idle(config):
+        return None
+    return (
+        "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
+        "in which the ratio to the proximal policy is 1. For a clip that acts, set "
+        "trainer.minibatches=2 and algo.prox=recompute"
+    )
+
+
+def _idle_penalty(config: TrainConfig) -> str | None:
+    algo = config.algo
+    if not algo.kl.coef or algo.kl.to != "proximal" or config.trainer.minibatches > 1:
+        return None
+    if algo.prox == "loglinear":
+        return None
+    return (
+        "algo.kl.to=proximal changes nothing: trainer.minibatches=1 makes one update a batch, and "
+        "before it the policy is the proximal one. Set trainer.minibatches=2 or algo.kl.to=behavior"
+    )
+
+
+def _idle_mismatch(config: TrainConfig) -> str | None:
+    buffer = config.buffer
+    if config.algo.correct_mismatch or not (buffer.fixed_lag and buffer.max_staleness):
+        return None
+    return (
+        f"algo.correct_mismatch=false changes nothing: with buffer.fixed_lag=true and "
+        f"buffer.max_staleness={buffer.max_staleness} no token is fresh"
+    )
+
+
+def _too_stale(config: TrainConfig) -> str | None:
+    bearable, allowed = bearable_staleness(config.algo), config.buffer.max_staleness
+    if bearable is None or allowed <= bearable.steps:
+        return None
+    return (
+        f"buffer.max_staleness={allowed} is more than the {bearable.steps} that "
+        f"{bearable.objective} is known to bear ({bearable.shown}): lower it, or see algo=m2po and "
+        "algo=vcpo"
+    )

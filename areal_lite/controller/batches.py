@@ -1,0 +1,213 @@
+"""The batches: each step gets one, once, and every rank pulls its shard of it.
+
+* Every rank can pull its shard any number of times. All ranks see the same order of batches and
+  resyncs.
+* While the trainer waits for a batch anyway, it pushes its weights to stale servers (`Resync`).
+* `step` counts the trainer's completed steps, which only some pushes follow (`sync.every`).
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.controller.loop_lag import LoopLag
+from areal_lite.controller.messages import Answer, BatchReady, PullBatch, Resync
+from areal_lite.controller.queue import BatchAssignment, GroupQueue
+from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.controller.run_stats import batch_info
+from areal_lite.run_dir.store import Store
+from areal_lite.servers.fleet import Fleet
+from areal_lite.trajectory import Group
+
+
+@dataclass(frozen=True, slots=True)
+class _AssignedBatch:
+    """The batch of one step, and its facts for the metrics."""
+
+    assignment: BatchAssignment
+    info: dict[str, Any]
+
+
+class Batches:
+    """Assigns finished groups to steps.
+
+    `step` counts completed steps, `lag` is that of the event loop, `was_asked` tells whether a rank
+    has come.
+
+    Args:
+        config: the run's configuration.
+        dispatcher: drops overdue groups, and is described in the facts of a batch.
+        fleet: knows the stale servers.
+        clock: wall-clock seconds.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        clock: Callable[[], float],
+    ):
+        self._config = config
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._clock = clock
+        self.step = 0
+        self.queue = _make_queue(config)
+        self.lag = LoopLag()
+        self.was_asked = False
+        # Set, and replaced by a new one, when a batch may have become ready.
+        self._changed = asyncio.Event()
+        # By step. A task ends when the batch is assigned.
+        self._assignments: dict[int, asyncio.Task[_AssignedBatch]] = {}
+        # How many resyncs were requested, the event of the next one, and whether one is pending.
+        self._resyncs = 0
+        self._resync_requested = asyncio.Event()
+        self._resyncing = False
+        # Since when a whole batch waits for an older group, in wall-clock seconds.
+        self._held_since: float | None = None
+
+    def recover(self, store: Store, version: int) -> None:
+        """Resume at `version` with the finished groups of `store`."""
+        self.step = version
+        if isinstance(self.queue, ReplayBuffer):
+            for group, used in store.finished_groups():
+                self.queue.put(group, used)
+        else:
+            for group in store.waiting_groups():
+                self.queue.put(group)
+
+    def put(self, group: Group) -> None:
+        """Queue a finished group, which may complete a batch."""
+        self.queue.put(group)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everything that waits for a batch.
+
+        The event is replaced: clearing an event that several tasks wait for would lose wake-ups.
+        """
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    @property
+    def pending(self) -> list[int]:
+        """Return the steps whose batch was asked for and is not complete."""
+        return [step for step, task in self._assignments.items() if not task.done()]
+
+    def on_push(self) -> None:
+        """Record the end of a push: servers that are stale after it need another one."""
+        self._resyncing = False
+
+    def on_step(self, step: int) -> list[tuple[int, list[int]]]:
+        """Record that `step` steps are complete; return the latest of them with their groups."""
+        self.step = step
+        self.notify()
+        done = [s for s, task in self._assignments.items() if s < step and task.done()]
+        return [(s, self._assignments.pop(s).result().assignment.group_ids) for s in done]
+
+    async def pull(self, request: PullBatch) -> Answer:
+        """Wait for the batch of a step, or for a resync request that this rank has not had yet.
+
+        Raises ValueError for a step that is over, and for a rank that the batch was not dealt to.
+        """
+        self._check_pull(request)
+        self.was_asked = True
+        step, rank, world = request.step, request.rank, request.world
+        if step not in self._assignments:
+            self._assignments[step] = asyncio.create_task(self._assign(step, world))
+        task = self._assignments[step]
+        if await self._resync_comes_first(request.resyncs, task):
+            return Resync(), ()
+        try:
+            # Shielded: all ranks await the task, so a rank that goes away must not cancel it.
+            batch = await asyncio.shield(task)
+        except (ValueError, RuntimeError):
+            # The next request tries again.
+            self._assignments.pop(step, None)
+            raise
+        shards = batch.assignment.shards
+        if len(shards) != world:
+            raise ValueError(
+                f"{request}, but that batch was assigned to {len(shards)} ranks already"
+            )
+        return BatchReady(batch.info), shards[rank].to_frames()
+
+    def _check_pull(self, request: PullBatch) -> None:
+        if request.step < self.step:
+            raise ValueError(f"{request} was asked for, but {self.step} steps are complete")
+        if not 0 <= request.rank < request.world:
+            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
+
+    async def _resync_comes_first(self, resyncs: int, task: asyncio.Task[Any]) -> bool:
+        """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
+
+        `resyncs` is the number of resyncs that the rank has had.
+        """
+        while resyncs >= self._resyncs and not task.done():
+            requested = asyncio.ensure_future(self._resync_requested.wait())
+            await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
+            requested.cancel()
+        return resyncs < self._resyncs
+
+    async def _assign(self, step: int, world: int) -> _AssignedBatch:
+        """Wait until the batch of `step` is complete, and assign it to `world` ranks.
+
+        It waits for groups, and for the end of the step before: a rank may ask for the next batch
+        before rank 0 has reported it. A delivered group, a server and a recorded step unblock it.
+        """
+        started = self._clock()
+        while step >= self.step:
+            changed = self._changed
+            if step == self.step:
+                if assignment := await self._take(step, world):
+                    return _AssignedBatch(assignment, self._info(assignment, step, started))
+                self._request_resync()
+            await changed.wait()
+        raise ValueError(f"{self.step} steps are complete, but step {step} never got its batch")
+
+    async def _take(self, step: int, world: int) -> BatchAssignment | None:
+        """Drop overdue groups, then take a batch; None while there are too few groups.
+
+        With a fixed lag a batch is only taken when nothing more can be generated before the step,
+        and with a window when it passes few enough groups that still run.
+        """
+        for group in self.queue.drop_overdue(step):
+            await self._dispatcher.drop(group, f"overdue at step {step}")
+        if self._config.buffer.fixed_lag and not self._dispatcher.admission.drained:
+            return None
+        count = self._config.trainer.batch_groups
+        oldest = min(self._dispatcher.running, default=None)
+        if self._held_since is None and self.queue.held_back(count, oldest):
+            self._held_since = self._clock()
+        return self.queue.take(count, step, world, oldest)
+
+    def _request_resync(self) -> None:
+        """Let the trainer, which is waiting anyway, push its weights to the stale servers."""
+        if self._fleet.router.stale and not self._resyncing:
+            self._resyncing = True
+            self._resyncs += 1
+            self._resync_requested.set()
+            self._resync_requested = asyncio.Event()
+
+    def _info(self, assignment: BatchAssignment, step: int, started: float) -> dict[str, Any]:
+        """Describe the batch and the run, for the metrics."""
+        now, held_since = self._clock(), self._held_since
+        self._held_since = None
+        buffer = self._config.buffer
+        bound = None if buffer.replay.capacity else buffer.max_staleness
+        return {
+            **batch_info(assignment, step, bound, self._dispatcher, self.queue),
+            "straggler_wait_s": 0.0 if held_since is None else now - held_since,
+            "wait_s": now - started,
+            "loop_lag_p99_s": self.lag.take_p99(),
+        }
+
+
+def _make_queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
+    if config.buffer.replay.capacity:
+        return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
+    return GroupQueue(config.buffer.max_staleness, config.buffer.overdue, config.buffer.window)

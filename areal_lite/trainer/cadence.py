@@ -1,0 +1,36 @@
+"""The cadence of pushes: which steps end with one, and which pushes are evaluated.
+
+With `sync.every` = N the weights after steps N, 2N, 3N, ... and after the last step are pushed. A
+version is the number of completed steps of its weights, so the servers have the versions 0, N, 2N,
+... An evaluation needs weights that the servers have. It therefore follows the first push at or
+after a multiple of `eval.every`, and no weights are evaluated twice.
+
+Both depend on the number of completed steps alone, so a resumed run keeps them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadence:
+    """When weights are pushed and evaluated. All numbers are training steps.
+
+    Args:
+        every: steps from push to push, N.
+        eval_every: steps from evaluation to evaluation; 0 for none during training.
+        steps: steps of the run.
+    """
+
+    every: int
+    eval_every: int
+    steps: int
+
+    def pushes(self, done: int) -> bool:
+        """Tell whether the weights after `done` steps are pushed."""
+        return done % self.every == 0 or done == self.steps
+
+    def evaluates(self, done: int) -> bool:
+        """Tell whether the push after `done` steps is evaluated while training goes on."""
+        if not self.eval_every or not self.pushes(done) or done == self.steps:
+            return False
+        return done // self.eval_every > (done - self.every) // self.eval_every

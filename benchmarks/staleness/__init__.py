@@ -1,0 +1,1 @@
+"""Which objective bears stale data: studies, their runs and pictures."""

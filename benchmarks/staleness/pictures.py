@@ -1,0 +1,108 @@
+"""Pictures of the studies, from their records."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+COLORS = {"decoupled": "#0072b2", "behavior": "#d55e00", "unweighted": "#6a3d9a"}
+LABELS = {
+    "decoupled": "decoupled, weighted",
+    "behavior": "clip around the behavior policy",
+    "unweighted": "decoupled, no weight",
+}
+
+
+def draw(study: str, records: list[dict], path: Path) -> None:
+    """Draw the picture of a study. Without records there is none."""
+    if records:
+        {"grid": _grid, "speed": _speed}[study](records, path)
+
+
+def _grid(records: list[dict], path: Path) -> None:
+    """Draw the reward over the steps: a row per lag, a column per learning rate."""
+    lags = sorted({r["lag"] for r in records})
+    lrs = sorted({r["lr"] for r in records})
+    figure, rows = _axes(len(lags), len(lrs))
+    for row, lag in zip(rows, lags):
+        for axes, lr in zip(row, lrs):
+            _curves(axes, [r for r in records if r["lag"] == lag and r["lr"] == lr])
+            axes.set(title=f"lag {lag}, learning rate {lr:g}", ylim=(0, 1), xlabel="step")
+    rows[0][0].legend(frameon=False, fontsize=8)
+    rows[0][0].set_ylabel("reward")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _speed(records: list[dict], path: Path) -> None:
+    """Draw reward (top) and log-prob of the carry (bottom) over the steps, a column per lag.
+
+    The dotted line grows by ln(1 + eps) / (lag + 1) a step, the bound of the clip around the
+    behavior policy for a token that every step raises.
+    """
+    eps = min(r["eps"] for r in records)
+    lags = sorted({r["lag"] for r in records})
+    figure, (top, bottom) = _axes(2, len(lags))
+    for above, below, lag in zip(top, bottom, lags):
+        own = [r for r in records if r["lag"] == lag and r["eps"] == eps]
+        _curves(above, own)
+        above.set(title=f"lag {lag}, eps {eps:g}", ylim=(0, 1))
+        _curves(below, own, "carry")
+        starts = [r["carry"][0] for r in own]
+        steps = np.arange(len(own[0]["rewards"]))
+        bound = np.mean(starts) + steps * np.log1p(eps) / (lag + 1)
+        below.plot(steps, np.minimum(bound, 0), ":", color="#555555", label="speed limit")
+        below.set(xlabel="step", ylim=(-4, 0.1))
+    top[0].set_ylabel("reward")
+    bottom[0].set_ylabel("log-prob of a due carry, nats")
+    top[0].legend(frameon=False, fontsize=8)
+    bottom[-1].legend(*_only(bottom[-1], "speed limit"), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _axes(rows: int, columns: int) -> tuple[plt.Figure, np.ndarray]:
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(3.2 * columns, 2.8 * rows),
+        layout="constrained",
+        sharey="row",
+        squeeze=False,
+    )
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+        one.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def _curves(axes: Axes, records: list[dict], key: str = "rewards") -> None:
+    """Draw a thin line per seed and a thick one for their mean, arm by arm."""
+    for arm, color in COLORS.items():
+        values = [r[key] for r in records if r["arm"] == arm]
+        if not values:
+            continue
+        length = min(map(len, values))
+        table = np.array([v[:length] for v in values], np.float64)
+        first = 0
+        if key == "rewards":  # means of five steps, so that the lines can be told apart
+            table = np.array([np.convolve(row, np.full(5, 0.2), "valid") for row in table])
+            first = 4
+        steps = np.arange(first, length)
+        axes.plot(steps, table.T, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(
+            steps,
+            np.ma.masked_invalid(table).mean(0),
+            color=color,
+            linewidth=1.8,
+            label=LABELS[arm],
+        )
+
+
+def _only(axes: Axes, label: str) -> tuple[list, list[str]]:
+    handles, labels = axes.get_legend_handles_labels()
+    return [h for h, text in zip(handles, labels) if text == label], [label]

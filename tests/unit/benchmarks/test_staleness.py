@@ -1,0 +1,157 @@
+"""The pure parts of the staleness study: cells, carries and statistics."""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from areal_lite.config import to_dataclass
+from areal_lite.config.compose import compose_config
+from areal_lite.quickstart import addition
+from areal_lite.run_dir.store import Store
+from areal_lite.trajectory import Group, Trajectory
+from benchmarks.staleness import paired
+from benchmarks.staleness.carries import carry_logprobs
+from benchmarks.staleness.checks import check_run, check_study
+from benchmarks.staleness.studies import STUDIES
+
+rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_cells_are_the_runs_that_they_name(study: str) -> None:
+    cells = STUDIES[study](3)
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells[:4]:
+        config = to_dataclass(
+            compose_config("train", ["model=warm", "run_dir=run", *cell.settings])
+        )
+        assert config.buffer.max_staleness == cell.lag and config.buffer.fixed_lag
+        assert (config.trainer.lr, config.seed, config.data.seed) == (cell.lr, 3, 3)
+        assert config.algo.eps_low == config.algo.eps_high == cell.eps
+
+
+def test_the_probability_of_a_carry_is_the_policys(tmp_path: Path) -> None:
+    """A policy that writes a due carry with probability p[version], and says so."""
+    p = {0: 0.12, 1: 0.5, 3: 0.97}
+    rng = random.Random(1)
+    store = Store(tmp_path / "trajectories.sqlite")
+    for number, version in enumerate(p):
+        some = [_completion(rng, i, version, p[version]) for i in range(40)]
+        group = Group(
+            group_id=number,
+            prompt_id=str(number),
+            size=len(some),
+            trajectories=[t for t, _ in some],
+        )
+        for sample, trajectory in enumerate(group.trajectories):
+            trajectory.group_id, trajectory.sample_index = number, sample
+        store.admit(number, str(number), number, number + 1, len(some), 0.0)
+        store.finish(group, [(None, text) for _, text in some], None, 1.0)
+    store.close()
+    found = carry_logprobs(tmp_path / "trajectories.sqlite")
+    assert found[2] is None and len(found) == 4
+    for version, probability in p.items():
+        assert found[version] == pytest.approx(math.log(probability), abs=1e-4)
+
+
+def _completion(rng: random.Random, index: int, version: int, p: float) -> tuple[Trajectory, str]:
+    """Return a teacher's solution as a trajectory whose carries have their probabilities."""
+    problem = addition.make_problem("train", index, max_digits=6)
+    text = addition.demonstration(problem, rng, forget_carry=1 - p)
+    logprobs = [0.0] * (len(text) + 3)
+    lines, start, due = text.split("\n"), 3, False
+    for line in lines[:-1]:
+        taken = line[line.index("=") - 1]
+        if due:
+            logprobs[start + line.index("=") - 1] = math.log(p if taken == "1" else 1 - p)
+        due = line[line.index("=") + 1] == "1"
+        start += len(line) + 1
+    versions = np.repeat([-1, version], [3, len(text)]).astype(np.int32)
+    trajectory = Trajectory(
+        group_id=0,
+        prompt_id="",
+        sample_index=0,
+        tokens=np.ones(len(versions), np.int32),
+        loss_mask=versions >= 0,
+        behavior_logprobs=np.array(logprobs, np.float32),
+        versions=versions,
+        finish_reason="stop",
+        reward=0.0,
+    )
+    return trajectory, text
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (None, ""),
+        ("stuck", "stuck batch: steps 1 and 2"),
+        ("tokens", "rogue normaliser: step 2"),
+        ("short", "step 2 used 1 groups"),
+    ],
+)
+def test_a_run_is_checked_by_its_store(tmp_path: Path, fault: str | None, message: str) -> None:
+    store = Store(tmp_path / "trajectories.sqlite")
+    metrics = [{"trained_tokens": 0.0}, {"trained_tokens": 0.0}]
+    for number in range(3 if fault == "short" else 4):
+        step = number // 2
+        trajectory, text = _completion(random.Random(1), number, step, 0.5)
+        trajectory.group_id = number
+        prompt = str(number % 2 if fault == "stuck" else number)
+        group = Group(group_id=number, prompt_id=prompt, size=1, trajectories=[trajectory])
+        store.admit(number, prompt, number, number + 1, 1, 0.0)
+        store.finish(group, [(None, text)], None, 1.0)
+        store.use([number], step)
+        metrics[step]["trained_tokens"] += len(text)
+    store.close()
+    if fault == "tokens":
+        metrics[1]["trained_tokens"] += 1
+    if fault is None:
+        check_run(tmp_path / "trajectories.sqlite", metrics, 2)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_run(tmp_path / "trajectories.sqlite", metrics, 2)
+
+
+def test_runs_are_checked_against_each_other() -> None:
+    run = {"arm": "decoupled", "clip_fraction": 0.1, "name": "x"}
+    check_study([{**run, "seed": seed, "prompts": seed} for seed in (1, 1, 2)])
+    with pytest.raises(ValueError, match="runs of seed 1 saw different"):
+        check_study([{**run, "seed": 1, "prompts": prompts} for prompts in (1, 2)])
+    with pytest.raises(ValueError, match="two seeds saw the same"):
+        check_study([{**run, "seed": seed, "prompts": 1} for seed in (1, 2)])
+    with pytest.raises(ValueError, match="idle clip: x"):
+        check_study([{**run, "seed": 1, "prompts": 1, "clip_fraction": 0.0}])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=12))
+def test_a_difference_is_that_of_a_paired_t_test(pairs: list[tuple[float, float]]) -> None:
+    a, b = zip(*pairs)
+    found = paired.difference(a, b)
+    spread = np.std(np.subtract(a, b), ddof=1)
+    if spread < 1e-9:
+        assert found.low == pytest.approx(found.high) and found.mean == pytest.approx(a[0] - b[0])
+        return
+    reference = stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert found[1:3] == pytest.approx((reference.low, reference.high))
+
+
+@given(rewards, st.floats(0, 1))
+def test_steps_to_a_threshold_by_brute_force(values: list[float], threshold: float) -> None:
+    means = [sum(values[i - 10 : i]) / 10 for i in range(10, len(values) + 1)]
+    first = next((i for i, mean in enumerate(means, 10) if mean >= threshold - 1e-9), None)
+    if all(abs(mean - threshold) > 1e-9 for mean in means):
+        assert paired.steps_to(values, threshold) == first
+    assert paired.best_mean(values) == pytest.approx(max(means))
+    assert paired.last_mean(values) == pytest.approx(means[-1])
+
+
+def test_one_pair_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="two pairs"):
+        paired.difference([1.0], [0.5])

@@ -1,0 +1,84 @@
+"""Plain words and options of the command line become overrides, whatever a folder is called."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_lite.cli import main, parse
+from areal_lite.config import COMMANDS, compose_config
+from areal_lite.config.arguments import quoted, switches
+
+FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
+
+
+@pytest.mark.parametrize("command", ["export", "report", "inspect", "trace", "diagnose"])
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_word_is_the_run_directory(command, folder):
+    _, overrides = parse(command, [folder])
+    assert compose_config(command, overrides).run_dir == folder
+
+
+def test_words_options_and_settings_mix():
+    flags, overrides = parse("report", ["--follow", "runs/a", "port=8000", "--help"])
+    config = compose_config("report", overrides)
+    assert (config.run_dir, config.follow, config.demo, config.port) == (
+        "runs/a",
+        True,
+        False,
+        8000,
+    )
+    assert "--help" in flags
+    _, overrides = parse("compare", [*FOLDERS, "out=x.html"])
+    assert compose_config("compare", overrides).runs == FOLDERS
+
+
+PRINTABLE = st.characters(exclude_characters="$", exclude_categories=["Cs", "Cc", "Zl", "Zp"])
+
+
+@given(st.text("\\'\"a ,[") | st.text(PRINTABLE))
+def test_any_text_survives_quoting(text):
+    [override] = OverridesParser.create().parse_overrides([f"key={quoted(text)}"])
+    assert override.value() == text
+
+
+def test_every_switch_of_a_command_is_one_of_its_settings():
+    assert switches("report") == {"--demo": "demo=true", "--follow": "follow=true"}
+    for command in COMMANDS:
+        compose_config(command, [override for override in switches(command).values()])
+
+
+def run(capsys, *args: str) -> str:
+    status = main(list(args))
+    lines = capsys.readouterr().err.splitlines()
+    assert status in (1, 2) and len(lines) == 1, lines
+    return lines[0]
+
+
+def test_mistakes_are_one_line(capsys, tmp_path):
+    for command in ("report", "inspect", "trace", "diagnose", "export"):
+        assert f"{tmp_path} is not a run directory" in run(capsys, command, str(tmp_path))
+        assert "nowhere: there is no such folder" in run(capsys, command, "nowhere")
+    assert "takes one folder, not 2: runs/b" in run(capsys, "report", "runs/a", "runs/b")
+    assert "nowhere: there is no such folder" in run(capsys, "compare", "nowhere", str(tmp_path))
+    assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
+    assert "unknown option --follow" in run(capsys, "trace", "--follow")
+    assert "runs/a has no value: write runs/a=…" in run(capsys, "train", "runs/a")
+
+
+def test_a_chat_takes_a_model_or_a_run(capsys, tmp_path):
+    model, run_dir = tmp_path / "model", tmp_path / "run"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for folder, key in ((model, "model"), (run_dir, "run_dir")):
+        config = compose_config("chat", parse("chat", [str(folder)])[1])
+        assert config[key] == str(folder)
+    assert "set either model or run_dir" in run(capsys, "chat")
+    assert "set either model or run_dir" in run(capsys, "chat", str(model), "run_dir=x")
+    assert "run: there is no such folder" in run(capsys, "chat", str(run_dir))
+
+
+def test_the_help_shows_both(capsys):
+    for command, words in (("report", "[RUN]"), ("compare", "[RUN RUN …]"), ("export", "[RUN]")):
+        assert main([command, "--help"]) == 0
+        assert f"areal-lite {command} {words} [key=value …]" in capsys.readouterr().out

@@ -1,0 +1,69 @@
+"""The batches of a controller without servers: what a step waits for, and what it reports."""
+
+import asyncio
+from types import SimpleNamespace
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller.controller import Controller
+from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.messages import BatchReady, PullBatch
+from tests.unit.controller.test_queue import group
+
+
+def controller_with(*running: int, clock) -> Controller:
+    """Return a controller of batches of two, in which these groups run and none may pass one."""
+    config = TrainConfig(model="m", run_dir="r")
+    config.trainer.batch_groups, config.buffer.window = 2, 1
+    parts = Dependencies(
+        prompts=SimpleNamespace(num_prompts=1),
+        eval_prompts=None,
+        tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98),
+        rewards=None,
+        store=SimpleNamespace(),
+        clock=clock,
+    )
+    controller = Controller(config, parts, client=None, announced=list)
+    for group_id in running:
+        controller.dispatcher.running.add(group_id)
+        controller.dispatcher.admission.on_admitted()
+    return controller
+
+
+async def pull_while(controller: Controller, event) -> BatchReady:
+    """Pull the first batch, which is not assigned until `event()` happens; return the reply."""
+    reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1)))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not reply.done()
+    event()
+    return (await asyncio.wait_for(reply, 5))[0]
+
+
+def test_a_whole_batch_waits_for_a_straggler_and_reports_for_how_long() -> None:
+    times = iter([100.0, 103.0, 107.5])
+
+    async def run() -> BatchReady:
+        controller = controller_with(0, 3, clock=lambda: next(times))
+        for group_id in (1, 2):
+            controller.batches.put(group(group_id, [0]))
+
+        def finish() -> None:
+            controller.dispatcher.running.remove(0)
+            controller.batches.put(group(0, [0]))
+
+        return await pull_while(controller, finish)
+
+    info = asyncio.run(run()).info
+    assert (info["straggler_wait_s"], info["wait_s"], info["passed_groups"]) == (4.5, 7.5, 0)
+
+
+def test_a_straggler_that_is_filtered_lets_the_batch_go() -> None:
+    """No group is delivered then, so nothing else would wake the trainer's request."""
+
+    async def run() -> BatchReady:
+        controller = controller_with(0, 3, clock=lambda: 0.0)
+        for group_id in (1, 2):
+            controller.batches.put(group(group_id, [0]))
+        return await pull_while(controller, lambda: controller.dispatcher._reject(0))
+
+    assert asyncio.run(run()).info["queue_depth"] == 0
