@@ -11,10 +11,11 @@ import sys
 from typing import Any, NamedTuple
 
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.config import COMMANDS, compose_config, to_dataclass
+from areal_lite.config.arguments import overrides_of, switches, usage_of_words
 from areal_lite.config.errors import did_you_mean, explain, one_line
 from areal_lite.launch.placement import quickstart_overrides
 
@@ -56,6 +57,12 @@ _COMMANDS = {
         "greedy accuracy and pass@k of a checkpoint on held-out problems",
     ),
     "generate": Command("areal_lite.launch.evaluate:run", "try prompts on a checkpoint"),
+    "chat": Command(
+        "areal_lite.launch.chat:run", "talk to a model, or to a run's newest checkpoint"
+    ),
+    "export": Command(
+        "areal_lite.launch.export:run", "a run's checkpoint as a Hugging Face folder"
+    ),
     "report": Command("areal_lite.report.commands:report", "one page about a run, for a browser"),
     "compare": Command("areal_lite.report.commands:compare", "one page about two or more runs"),
     "inspect": Command("areal_lite.report.commands:inspect", "trajectories in the terminal"),
@@ -88,14 +95,14 @@ _FLAGS = (*_HELP, *_SWEEP, "--cfg", *_MODES)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    _import_from_working_directory()
+    import_from_working_directory()
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in _HELP:
         print(_usage())
         return 0 if args else 2
     command = args[0]
     try:
-        flags, overrides = _parse(command, args[1:])
+        flags, overrides = parse(command, args[1:])
         if command == "quickstart":
             overrides = [*quickstart_overrides(overrides), *overrides]
         if text := _shown(command, flags, overrides):
@@ -119,7 +126,14 @@ def checked_config(command: str, overrides: list[str]) -> Any:
 
     Raises ValueError for a broken rule, and an error of Hydra or OmegaConf for a bad override.
     """
-    composed = compose_config(command, overrides)
+    return check_composed(command, compose_config(command, overrides))
+
+
+def check_composed(command: str, composed: DictConfig) -> Any:
+    """Convert the composed settings of `command` to their dataclass, complete and valid.
+
+    Raises as `checked_config` does.
+    """
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
             f"{missing[0]} is not set: add {missing[0]}=… "
@@ -132,28 +146,30 @@ def checked_config(command: str, overrides: list[str]) -> Any:
     return config
 
 
-def _import_from_working_directory() -> None:
+def import_from_working_directory() -> None:
     """Let users name modules of the working directory, as `python -m` and all roles of a run do."""
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
 
 
-def _parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
+def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags and the overrides in `args`. Raises ValueError for what is unknown."""
     if command not in _COMMANDS:
         hint = did_you_mean(command, _COMMANDS) or f"choose one of {', '.join(_COMMANDS)}"
         raise ValueError(f"unknown command {command!r}; {hint}")
+    switched = switches(command)
     flags = {arg for arg in args if arg.startswith("-")}
-    for flag in sorted(flags.difference(_FLAGS)):
-        hint = did_you_mean(flag, _FLAGS) or f"choose one of {', '.join(_FLAGS)}"
+    known = (*_FLAGS, *switched)
+    for flag in sorted(flags.difference(known)):
+        hint = did_you_mean(flag, known) or f"choose one of {', '.join(known)}"
         raise ValueError(f"unknown option {flag}; {hint}")
     for flag, mode in _MODES.items():
         if flag in flags and command != mode.command:
             raise ValueError(f"{flag} is for `areal-lite {mode.command}`, where it {mode.does}")
-    overrides = [arg for arg in args if arg not in flags]
-    if "--cfg" in flags and "job" in overrides:  # Hydra's `--cfg job`
-        overrides.remove("job")
-    return flags, overrides
+    others = [switched.get(arg, arg) for arg in args if arg not in flags or arg in switched]
+    if "--cfg" in flags and "job" in others:  # Hydra's `--cfg job`
+        others.remove("job")
+    return flags, overrides_of(command, others)
 
 
 def _shown(command: str, flags: set[str], overrides: list[str]) -> str:
@@ -203,9 +219,11 @@ def _help(command: str, composed: Any) -> str:
     from areal_lite.config.reference import groups_text, help_text
 
     usages = {
-        "[key=value …]": "",
+        f"{usage_of_words(command)}[key=value …]": "",
         "--cfg job [key=value …]": "prints the settings and their values",
     }
+    for switch, override in switches(command).items():
+        usages[switch] = override
     for flag, mode in _MODES.items():
         if mode.command == command:
             usages[f"{flag} [key=value …]"] = mode.does

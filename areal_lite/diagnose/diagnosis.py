@@ -64,4 +64,4 @@ def alarm_line(run_dir: Path) -> str | None:
     if not any(finding.severity is Severity.ALARM for finding in findings):
         return None
     count = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
-    return f"areal-lite diagnose run_dir={run_dir} explains {count}"
+    return f"areal-lite diagnose {run_dir} explains {count}"

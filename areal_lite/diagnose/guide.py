@@ -126,6 +126,16 @@ GUIDE = (
         ("logprob_mismatch", "bad_numbers"),
     ),
     Advice(
+        learning.too_stale,
+        "Tokens are staler than the objective is known to bear",
+        ("staleness_max", "stale_square", "mismatch_square"),
+        "staleness_max above what `areal_lite/config/cautions.py` lists for the objective",
+        "`buffer.max_staleness` suits another correction of stale tokens",
+        "lower `buffer.max_staleness`; or train with `algo=m2po` or `algo=vcpo`, or with "
+        "`algo.decoupled=true` and `algo.correction.mode=cap`",
+        ("low_ess",),
+    ),
+    Advice(
         operation.reward_failures,
         "Rewards fail",
         ("reward_failures",),
@@ -240,8 +250,16 @@ GUIDE = (
         ("pause_s", "push_s", "total_s", "megabytes", "drained"),
         "above {pause_share:.0%} of the time",
         "weights take long compared with a step, or the interrupt mode waits",
-        "set `rollout.interrupt=in_place`; raise `trainer.batch_groups` for fewer pushes; try "
-        "another `sync.transport`",
+        "set `rollout.interrupt=in_place`; raise `sync.every` or `trainer.batch_groups` "
+        "for fewer pushes; try another `sync.transport`",
+    ),
+    Advice(
+        operation.stragglers,
+        "Batches wait for slow groups",
+        ("straggler_wait_s", "passed_groups", "length_max"),
+        "above {straggler_share:.0%} of the time",
+        "a few groups last much longer than the others, and no more may pass them",
+        "raise `buffer.window` and `buffer.max_staleness`, or lower `rollout.max_new_tokens`",
     ),
     Advice(
         operation.overdue_tokens,

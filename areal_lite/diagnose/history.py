@@ -53,6 +53,11 @@ class History:
         """Say whether all steps are trained."""
         return len(self.metrics) >= self.config.trainer.steps
 
+    @property
+    def takes_turns(self) -> bool:
+        """Say whether generation waits for every push, as nothing may start for later steps."""
+        return self.config.max_lead < self.config.sync.every
+
     def values(self, key: str) -> np.ndarray:
         """Return `key` of each step, float64 [steps], NaN where it is unknown."""
         found = [m.get(key) for m in self.metrics]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.config.cautions import CLIPPED_LOSSES, bearable_staleness, clip_is_idle
 from areal_lite.diagnose.history import History
 from areal_lite.diagnose.limits import limit
 from areal_lite.diagnose.sign import Sign, alarm, hint
 
-_CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 # Below this many nats the growth of a difference is that of rounding.
 _ROUNDING = 1e-3
 
@@ -64,6 +64,17 @@ def low_ess(run: History) -> Sign | None:
     return hint(text) if at_cap or rejected > limit("rejected") else None
 
 
+def too_stale(run: History) -> Sign | None:
+    """Find tokens that are older than the objective is known to bear."""
+    oldest, bearable = run.recent("staleness_max"), bearable_staleness(run.config.algo)
+    if bearable is None or not len(oldest) or oldest.max() <= bearable.steps:
+        return None
+    return hint(
+        f"tokens up to {oldest.max():.0f} steps old; {bearable.objective} is known to bear "
+        f"{bearable.steps} ({bearable.shown})"
+    )
+
+
 def entropy_collapse(run: History) -> Sign | None:
     """Find a policy that lost its entropy before the task is solved."""
     first, recent, reward = run.first("entropy"), run.recent("entropy"), run.recent("reward_mean")
@@ -105,7 +116,7 @@ def falling_accuracy(run: History) -> Sign | None:
     for name, lines in sets.items():
         (_, last), (best, top) = lines[-1], max(lines, key=lambda pair: pair[1])
         error = math.sqrt((last * (1 - last) + top * (1 - top)) / best["problems"])
-        steps = int(np.sum(run.values("version") <= best["version"]))
+        steps = int(np.sum(run.values("step") <= best["version"]))
         # No reward exists before training, so the first ones of training are used.
         earlier = rewards[max(steps - least, 0) : max(steps, least)]
         later = rewards[max(steps, len(rewards) - least) :]
@@ -178,14 +189,16 @@ def idle_clip(run: History) -> Sign | None:
     """Find a clip that never removed a gradient."""
     clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
     clipped = clipped[np.isfinite(clipped)]
-    if run.config.algo.loss not in _CLIPPED_LOSSES or len(clipped) < limit("recent_steps"):
+    if run.config.algo.loss not in CLIPPED_LOSSES or len(clipped) < limit("recent_steps"):
         return None
     if clipped.any():
         return None
     largest = f"{np.nanmax(ratio):.3g}" if np.isfinite(ratio).any() else "unknown"
+    always = "; with these settings it is always 1" if clip_is_idle(run.config) else ""
     return hint(
         f"clip_fraction was 0 in all {len(clipped)} steps; largest ratio {largest}; "
         f"algo.prox={run.config.algo.prox}, trainer.minibatches={run.config.trainer.minibatches}"
+        f"{always}"
     )
 
 

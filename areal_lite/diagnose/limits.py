@@ -46,6 +46,7 @@ LIMITS = {
     "overdue_share": Limit(
         0.1, "of the sampled tokens: a tenth of the servers' work is thrown away"
     ),
+    "straggler_share": Limit(0.1, "of the time: the trainer has a whole batch and may not take it"),
     "distinct_share": Limit(0.1, "0 if all completions of a prompt are the same, 1 if none are"),
     "pause_share": Limit(
         0.1, "of the time, in which no server generates; docs/servers.md has the costs of each mode"

@@ -117,7 +117,7 @@ def tight_staleness(run: History) -> Sign | None:
 def _waiting(run: History) -> str | None:
     """Describe a trainer that waits long; None if it does not, or if the schedule makes it."""
     wait, share = run.share_of_time("wait_s"), _in_flight(run)
-    if not run.config.buffer.max_staleness or wait is None or wait <= limit("wait_share"):
+    if run.takes_turns or wait is None or wait <= limit("wait_share"):
         return None
     return (
         f"the trainer waits {wait:.0%} of the time; requests in flight {share:.0%} of the limit; "
@@ -129,7 +129,9 @@ def _waiting(run: History) -> str | None:
 def _held_back(run: History) -> bool:
     """Say whether tokens are as stale as allowed while fewer requests run than allowed."""
     staleness = run.middle("staleness_max")
-    at_bound = len(staleness) and np.median(staleness) >= run.config.buffer.max_staleness
+    # Between two pushes the age of the oldest tokens rises to the bound.
+    lowest = run.config.max_lead - run.config.sync.every + 1
+    at_bound = len(staleness) and np.median(staleness) >= lowest
     return bool(at_bound) and _in_flight(run) < limit("full_share")
 
 
@@ -144,7 +146,7 @@ def _in_flight(run: History) -> float:
 def slow_trainer(run: History) -> Sign | None:
     """Find servers that idle because the trainer has all the batches it can use."""
     wait, queue = run.share_of_time("wait_s"), run.middle("queue_depth")
-    if not run.config.buffer.max_staleness or wait is None or not len(queue):
+    if run.takes_turns or wait is None or not len(queue):
         return None
     full = np.median(queue) >= run.config.trainer.batch_groups
     if wait >= limit("busy_share") or not full or _in_flight(run) > limit("in_flight_share"):
@@ -159,12 +161,23 @@ def slow_trainer(run: History) -> Sign | None:
 def long_pauses(run: History) -> Sign | None:
     """Find pushes that stop generation for a large part of the time."""
     share = run.share_of_time("pause_s")
-    if not run.config.buffer.max_staleness or share is None or share <= limit("pause_share"):
+    if run.takes_turns or share is None or share <= limit("pause_share"):
         return None
     pause_s, time_s = np.median(run.middle("pause_s")), np.median(run.middle("time_s"))
     return hint(
         f"pushes pause generation {share:.0%} of the time; medians: {pause_s:.2f} s of a step of "
         f"{time_s:.2f} s"
+    )
+
+
+def stragglers(run: History) -> Sign | None:
+    """Find batches that wait for an older group, because of the window."""
+    share = run.share_of_time("straggler_wait_s")
+    if share is None or share <= limit("straggler_share"):
+        return None
+    return hint(
+        f"whole batches wait {share:.0%} of the time for a group that more than "
+        f"buffer.window={run.config.buffer.window} younger groups would pass"
     )
 
 

@@ -9,6 +9,7 @@ import re
 from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.limits import LIMITS
 from areal_lite.run_dir.metrics import STEP_KEYS
+from areal_lite.run_dir.wandb_log import wandb_name
 
 # Metrics besides STEP_KEYS.
 MEANINGS = {
@@ -24,6 +25,8 @@ MEANINGS = {
     "distinct_share": "different completions of a prompt, as a share of all",
     "distinct_correct": "different completions of a prompt with a positive reward",
     "masked_tokens": "sampled tokens that are too stale to train on",
+    "passed_groups": "used groups that are younger than the oldest group that still runs",
+    "straggler_wait_s": "seconds that a whole batch waited for an older group (`buffer.window`)",
     "queue_depth": "groups that are left in the queue after the batch was taken",
     "in_flight": "trajectories that are being generated",
     "concurrency_limit": "trajectories that may be generated at a time",
@@ -46,7 +49,7 @@ MEANINGS = {
     "ratio_max": "largest ratio of a token",
     "ratio_chi2": "mean squared distance of the ratio from 1",
     "behavior_weight": "mean weight of a token after the correction",
-    "rejected": "share of tokens that the correction left out",
+    "rejected": "share of tokens that the correction and the rejection left out",
     "behave_kl_k1": "the same as behave_kl, by the estimator -d, which can be negative",
     "behave_abs": "mean absolute difference of proximal and behavior log-probs, in nats",
     "entropy": "mean entropy of the policy per token, in nats",
@@ -56,6 +59,12 @@ MEANINGS = {
     "masked_nonfinite": "tokens left out because their log-prob is not finite",
     "tokens_by_staleness": "tokens in the loss by staleness, from 0",
     "behave_abs_by_staleness": "behave_abs by staleness, from 0",
+    "mismatch_square": "mean squared log-ratio of tokens of the current version, in nats^2: "
+    "the disagreement of servers and trainer",
+    "grad_cosine": "cosine of the gradients of consecutive updates, with trainer.gradient_cosine: "
+    "near 0 for fresh batches, near 1 if stale ones push the same way",
+    "stale_square": "what that is larger for older tokens: staleness alone",
+    "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     "train_s": "seconds of training",
     "push_s": "seconds of the push and the comparison of log-probs before it",
     "paused_at": "wall-clock seconds at which the pause began",
@@ -71,6 +80,7 @@ MEANINGS = {
 # Without a row the value depends on the task.
 HEALTHY = {
     "staleness_max": "at most `buffer.max_staleness`",
+    "server_lag": "0 to `sync.every` - 1, in turn",
     "behave_kl": "below 0.01; 0 without staleness",
     "ess": "above 0.9",
     "grad_norm": "steady; at most a few steps above `trainer.clip_grad`",
@@ -81,6 +91,8 @@ HEALTHY = {
     "nonfinite_tokens": "0",
     "distinct_share": "above 0.5 for long answers",
     "masked_tokens": "below 2 % of tokens",
+    "passed_groups": "at most `buffer.window`",
+    "straggler_wait_s": "a few percent of time_s",
     "queue_depth": "0 to a batch",
     "in_flight": "near concurrency_limit",
     "dropped_groups": "0",
@@ -106,8 +118,8 @@ _PAGE = """\
 # Diagnosing a run
 
 ```
-areal-lite diagnose run_dir=runs/NAME
-areal-lite diagnose demo=true
+areal-lite diagnose runs/NAME
+areal-lite diagnose --demo
 ```
 
 `diagnose` reads the run directory of a run that ended, was killed, or is still going, and changes
@@ -128,10 +140,12 @@ newest {recent_steps:g} steps, and need {least_steps:g} of them.
 ## Metrics
 
 The keys of a line of metrics.jsonl. Filters and critics add some. The last column names the
-findings that tell what is a bad value and what to change then.
+findings that tell what is a bad value and what to change then. In
+[wandb](operations.md#wandb) the name of a metric begins with its group, as in
+`reward/reward_mean`.
 
-| metric | meaning | healthy | findings |
-|---|---|---|---|
+| metric | group | meaning | healthy | findings |
+|---|---|---|---|---|
 {metrics}
 
 ## Thresholds
@@ -151,7 +165,8 @@ def page() -> str:
         for advice in GUIDE
     ]
     metrics = [
-        f"| `{key}` | {_cell(meaning)} | {HEALTHY.get(key, '')} | {_found_by(key)} |"
+        f"| `{key}` | {_group(key)} | {_cell(meaning)} | {HEALTHY.get(key, '')} "
+        f"| {_found_by(key)} |"
         for key, meaning in {**STEP_KEYS, **MEANINGS}.items()
     ]
     limits = [
@@ -164,6 +179,10 @@ def page() -> str:
         limits="\n".join(limits),
         **values,
     )
+
+
+def _group(key: str) -> str:
+    return (wandb_name(key) or "").rpartition("/")[0]
 
 
 def _found_by(key: str) -> str:

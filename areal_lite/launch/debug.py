@@ -7,14 +7,18 @@
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
+from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import train_pool
+from areal_lite.report.panel import View
 from areal_lite.report.progress import Progress
+from areal_lite.report.train_view import eta
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
@@ -28,7 +32,7 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
     The version stays 0, so the staleness bound is raised until all groups are admitted.
     """
     groups = config.trainer.steps * config.trainer.batch_groups
-    config.buffer.max_staleness = config.trainer.steps - 1
+    config.buffer.max_staleness, config.buffer.window = config.trainer.steps - 1, None
     save_config(config, run_dir)
     servers = dict(enumerate(placement.servers))
     with train_pool(config, run_dir, servers) as pool, Roles(run_dir) as roles:
@@ -36,25 +40,48 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
         store = Store(run_dir / STORE_FILE, read_only=True)
-        with Progress(groups, "group") as progress:
-            while (done := store.counts()["finished"]) < groups:
+        started_at = time.monotonic()
+
+        def view() -> View:
+            done = store.counts()["finished"]
+            pace_s = [(time.monotonic() - started_at) / done] if done else []
+            return View(
+                title=f"rollouts · {run_dir}",
+                unit="group",
+                done=done,
+                total=groups,
+                eta_s=eta(pace_s, groups - done, 0.0),
+            )
+
+        with Progress(view) as progress:
+            while store.counts()["finished"] < groups:
                 roles.check()
                 pool.check()
-                progress.update(done)
+                progress.poll()
                 time.sleep(_POLL_INTERVAL_S)
-            progress.update(done)
         store.close()
         write_json(run_dir / TOTALS_FILE, client.finish())
         client.close()
         roles.wait([controller])
 
 
-def train_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
-    """Train on the batches of a stored run. Raises RoleFailed when a role fails."""
+def train_only(
+    config: TrainConfig, run_dir: Path, placement: Placement, report_steps: Callable[[], None]
+) -> None:
+    """Train on the batches of a stored run. Raises RoleFailed when a role fails.
+
+    `report_steps` is called several times a second.
+    """
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
         controller = roles.start_module("controller", "areal_lite.controller.stored_run")
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-        roles.wait([*ranks, controller])
+        with Progress(RunWatch(config, run_dir).view) as progress:
+
+            def watch() -> None:
+                progress.poll()
+                report_steps()
+
+            roles.wait([*ranks, controller], watch=watch)

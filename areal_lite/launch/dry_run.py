@@ -10,13 +10,14 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from areal_lite.config import TrainConfig
+from areal_lite.config.cautions import cautions
 from areal_lite.launch import memory
 from areal_lite.launch.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
-from areal_lite.launch.placement import Placement, place
+from areal_lite.launch.placement import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.cuda import gpu_memory
-from areal_lite.system.gpus import resolve_device, visible_gpus
+from areal_lite.system.gpus import resolve_device
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
@@ -25,14 +26,12 @@ _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
 def run(config: TrainConfig) -> int:
     """Print the plan and return the exit status. Raises ValueError where a run would."""
     trainer = config.trainer
-    on_gpu = resolve_device(config.server.device) == "cuda"
-    gpus = visible_gpus() if on_gpu else []
-    placement = place(gpus, trainer, config.server, config.sync.transport)
+    placement = place_run(config)
     hf = AutoConfig.from_pretrained(config.model, local_files_only=True)
     check_layout(hf, trainer)
     dtype = select_dtype(trainer, select_device(trainer))
     name = str(dtype).removeprefix("torch.")
-    default = 2 if on_gpu else 4
+    default = 2 if resolve_device(config.server.device) == "cuda" else 4
     serving = default if config.server.dtype == "auto" else _ITEMSIZE[config.server.dtype]
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
     trains_on_gpu = select_device(trainer).type == "cuda"
@@ -51,6 +50,8 @@ def run(config: TrainConfig) -> int:
         sections["mixture of experts"] = [
             "on a GPU the trainer computes one expert after the other: right, but slow"
         ]
+    if warned := cautions(config):
+        sections["cautions"] = warned
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     print("\n\n".join(texts))
     return 0
@@ -69,10 +70,21 @@ def objective_lines(config: TrainConfig) -> list[str]:
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
     return [
         f"objective: {algo.loss}{decoupled}{advantages}, "
-        f"tokens at most {_count(config.buffer.max_staleness, 'version')} stale",
+        f"tokens at most {_count(config.buffer.max_staleness, 'step')} stale",
+        *_window_lines(config),
         f"reward: {config.reward.function}",
         f"workflow: {config.rollout.workflow}",
         f"prompts: {config.data.source}" + (f", {config.data.path}" if config.data.path else ""),
+    ]
+
+
+def _window_lines(config: TrainConfig) -> list[str]:
+    """Say what a window does, if there is one."""
+    if config.buffer.window is None:
+        return []
+    return [
+        f"at most {_count(config.buffer.window, 'group')} may pass one that still runs: no token "
+        "is overdue"
     ]
 
 
@@ -145,6 +157,8 @@ def trainer_lines(
         lines.append(_line("reference", worst.weights, note))
     stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
     lines.append(_line("in all", worst.total + critic, f"on each rank{stage}"))
+    copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1)
+    lines.append(_line("saving", copies, "estimated, host memory while a checkpoint is copied"))
     if trainer.offload:
         moved = worst.gradients + worst.moments
         lines.append(_line("offloaded", moved, "between steps, from a GPU"))
@@ -174,8 +188,20 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     return [
         f"{_size(sum(buckets))} in {_count(len(buckets), 'bucket')}, "
         f"the largest {_size(max(buckets))}, to each server "
-        f"(sync.transport={config.sync.transport})"
+        f"(sync.transport={config.sync.transport})",
+        cadence_line(config),
     ]
+
+
+def cadence_line(config: TrainConfig) -> str:
+    """Say when weights are pushed, and whether generation waits for it."""
+    every = config.sync.every
+    pushes = f"after every {_count(every, 'step')}" if every > 1 else "after every step"
+    if config.buffer.replay.capacity:
+        return f"{pushes}; generation never waits"
+    if spare := config.max_lead + 1 - every:
+        return f"{pushes}; generation runs up to {_count(spare, 'step')} ahead of it"
+    return f"{pushes}; generation waits for it, as buffer.max_staleness admits nothing more"
 
 
 def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:

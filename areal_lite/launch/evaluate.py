@@ -50,21 +50,21 @@ def _run(config: EvalCommandConfig | GenerateConfig, run_dir: Path) -> int:
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,
-        gpus=dict(enumerate(_gpus_of_servers(config.server))),
+        gpus=dict(enumerate(gpus_of_servers(config.server))),
     )
     try:
         with pool:
             pool.wait_ready()
             evaluates = isinstance(config, EvalCommandConfig)
             work = _evaluate(config, run_dir) if evaluates else _generate(config, run_dir)
-            asyncio.run(_while_servers_last(work, pool))
+            asyncio.run(while_servers_last(work, pool))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) -> None:
+async def while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) -> None:
     """Wait for `work`. Raises RoleFailed when no server is left."""
     task = asyncio.create_task(work)
     while not task.done():
@@ -77,7 +77,7 @@ async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool)
     task.result()
 
 
-def _gpus_of_servers(server: ServerConfig) -> list[list[str]]:
+def gpus_of_servers(server: ServerConfig) -> list[list[str]]:
     """Assign all visible GPUs to the servers: there is no trainer."""
     gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
     return divide_gpus(gpus, server.count, server.tensor_parallel)
@@ -88,7 +88,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
     workflow = load_workflow(config.rollout)
-    async with _open_fleet(config, run_dir) as fleet, started(workflow, config):
+    async with open_fleet(config.server, run_dir) as fleet, started(workflow, config):
         dependencies = Dependencies(
             prompts=None,
             eval_prompts=load_prompts(config.data, config.model, "eval"),
@@ -126,7 +126,7 @@ async def _generate(config: GenerateConfig, run_dir: Path) -> None:
     tokenizer = Tokenizer(config.model)
     rollout = config.rollout
     params = sampling_params(rollout, tokenizer)
-    async with _open_fleet(config, run_dir) as fleet:
+    async with open_fleet(config.server, run_dir) as fleet:
 
         async def sample(prompt: Prompt, number: int) -> str:
             server = await fleet.reserve(1)
@@ -162,17 +162,15 @@ def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 @asynccontextmanager
-async def _open_fleet(
-    config: EvalCommandConfig | GenerateConfig, run_dir: Path
-) -> AsyncIterator[Fleet]:
+async def open_fleet(server: ServerConfig, run_dir: Path) -> AsyncIterator[Fleet]:
     """Watch the announced servers as long as the block runs."""
-    client = SGLangClient(config.server.health_timeout_s)
+    client = SGLangClient(server.health_timeout_s)
     fleet = Fleet(
         client,
         lambda: announced_servers(run_dir),
         lambda: None,
         partial(mark_unhealthy, run_dir),
-        config.server.health_interval_s,
+        server.health_interval_s,
     )
     watching = asyncio.create_task(fleet.watch())
     try:

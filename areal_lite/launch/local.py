@@ -11,7 +11,7 @@ The controller waits for servers to be announced, the trainer for its first batc
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from areal_lite.config import TrainConfig, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
-from areal_lite.launch.placement import Placement, place
+from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.roles import RoleFailed, Roles
+from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
-from areal_lite.report.progress import FollowedProgress
+from areal_lite.report.progress import Progress
 from areal_lite.report.summary import build_summary
 from areal_lite.report.summary_table import summary_table
-from areal_lite.report.text import pause
-from areal_lite.run_dir.metrics import forget_after, read_metrics
+from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (
     STOPPED,
@@ -40,7 +40,9 @@ from areal_lite.run_dir.resume import (
     stop_requested,
 )
 from areal_lite.system.files import write_json
-from areal_lite.system.gpus import resolve_device, visible_gpus
+
+OnStep = Callable[[dict[str, Any]], object]
+"""Called with each line of metrics.jsonl, soon after its training step."""
 
 
 def run(config: TrainConfig) -> int:
@@ -56,17 +58,48 @@ def run(config: TrainConfig) -> int:
 
 def run_locked(config: TrainConfig) -> int:
     """Train as `run` does, while the caller holds the lock of the run directory."""
+    try:
+        stopped = train_and_report(config)
+    except (RuntimeError, TimeoutError) as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
+        return 1
+    print(Path(config.run_dir) / SUMMARY_FILE)
+    return STOPPED if stopped else 0
+
+
+def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool:
+    """Train the steps that are left, write summary.json and report.png, and print the summary.
+
+    Returns whether the run was asked to stop before its last step. The caller holds the lock of the
+    run directory. Raises RuntimeError or TimeoutError when a role fails. A run that fails or is
+    interrupted leaves a summary of its steps, too.
+    """
     run_dir = Path(config.run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr)
     set_aside_damaged(run_dir)
     if start_version(run_dir) >= config.trainer.steps:
-        return _already_complete(config, run_dir)
+        _report_complete(config, run_dir)
+        return False
     for model in filter(None, (config.model, config.algo.reference)):
         check_model_folder(Path(model))
-    return _train_and_report(config, run_dir)
+    started_at = time.time()
+    try:
+        train(config, run_dir, on_step)
+    except (RuntimeError, TimeoutError, KeyboardInterrupt):
+        if read_metrics(run_dir):
+            finish(config, run_dir, started_at)
+        raise
+    finish(config, run_dir, started_at)
+    stopped = stop_requested(run_dir)
+    if stopped:
+        print(
+            f"stopped as requested after step {start_version(run_dir)}: resume=auto continues",
+            file=sys.stderr,
+        )
+    return stopped
 
 
-def _already_complete(config: TrainConfig, run_dir: Path) -> int:
+def _report_complete(config: TrainConfig, run_dir: Path) -> None:
     """Report a run that has no steps left."""
     print(
         f"the run is complete: it has a checkpoint of step {start_version(run_dir)}, "
@@ -76,70 +109,69 @@ def _already_complete(config: TrainConfig, run_dir: Path) -> int:
     clear_stop_request(run_dir)
     if not (run_dir / SUMMARY_FILE).exists():
         finish(config, run_dir, time.time())
-    print(run_dir / SUMMARY_FILE)
-    return 0
 
 
-def _train_and_report(config: TrainConfig, run_dir: Path) -> int:
-    started_at = time.time()
-    try:
-        train(config, run_dir)
-    except (RuntimeError, TimeoutError, KeyboardInterrupt) as error:
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if not interrupted:
-            print(f"areal-lite: {error}", file=sys.stderr)
-        if read_metrics(run_dir):
-            finish(config, run_dir, started_at)
-        return 130 if interrupted else 1
-    finish(config, run_dir, started_at)
-    stopped = stop_requested(run_dir)
-    if stopped:
-        print(
-            f"stopped as requested after step {start_version(run_dir)}: resume=auto continues",
-            file=sys.stderr,
-        )
-    print(run_dir / SUMMARY_FILE)
-    return STOPPED if stopped else 0
-
-
-def train(config: TrainConfig, run_dir: Path) -> None:
+def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> None:
     """Run all roles until the trainer and the controller have ended.
 
     Raises RoleFailed when a role fails.
     """
     remove_stale_files(run_dir)
-    gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
-    placement = place(gpus, config.trainer, config.server, config.sync.transport)
+    placement = place_run(config)
     if config.debug == "rollout_only":
         rollout_only(config, run_dir, placement)
     elif config.debug == "train_only":
-        train_only(config, run_dir, placement)
+        train_only(config, run_dir, placement, _step_reporter(run_dir, on_step))
     else:
-        _train(config, run_dir, placement)
+        _train(config, run_dir, placement, on_step)
 
 
-def _train(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
+def _train(
+    config: TrainConfig, run_dir: Path, placement: Placement, on_step: OnStep | None
+) -> None:
     steps = config.trainer.steps
     save_config(config, run_dir)
     if version := start_version(run_dir):
         print(f"the run resumes from step {version}", file=sys.stderr)
     forget_after(run_dir, version)
+    report_steps = _step_reporter(run_dir, on_step)
     servers = dict(enumerate(placement.servers))
-    with train_pool(config, run_dir, servers) as pool, Roles(run_dir) as roles:
+    with (
+        train_pool(config, run_dir, servers) as pool,
+        Roles(run_dir) as roles,
+        Progress(RunWatch(config, run_dir).view) as progress,
+    ):
+
+        def start() -> None:
+            progress.poll()
+            roles.check()
+
+        def watch() -> None:
+            progress.poll()
+            report_steps()
+            check_servers(pool, run_dir, steps)
+
         controller = roles.start_module("controller", "areal_lite.controller.service")
         if placement.shared:  # SGLang sizes its KV cache by the memory that it finds free
-            pool.wait_ready(roles.check)
+            pool.wait_ready(start)
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-        pool.wait_ready(roles.check)
-        with FollowedProgress(run_dir, "metrics", steps, "step", step_fields) as progress:
+        pool.wait_ready(start)
+        roles.wait([*ranks, controller], watch=watch)
 
-            def watch() -> None:
-                progress.poll()
-                check_servers(pool, run_dir, steps)
 
-            roles.wait([*ranks, controller], watch=watch)
+def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:
+    """Return a function that passes the training steps since its last call to `on_step`."""
+    steps = EventFollower(run_dir, "metrics")
+    steps.read()  # those of an earlier start
+
+    def report() -> None:
+        if on_step:
+            for step in steps.read():
+                on_step(step)
+
+    return report
 
 
 def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
@@ -153,16 +185,6 @@ def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
     except RoleFailed:
         if len(read_metrics(run_dir)) < steps:
             raise
-
-
-def step_fields(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the fields of the progress line from a line of metrics.jsonl."""
-    return {
-        "reward": step["reward_mean"],
-        "staleness": step["staleness_mean"],
-        "tok_per_s": step["tokens"] / step["time_s"],
-        "pause": None if step["pause_s"] is None else pause(step["pause_s"]),
-    }
 
 
 def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:

@@ -7,7 +7,8 @@ through a folder (`sync.transport=disk`), because NCCL refuses two ranks on one 
 
 from dataclasses import dataclass
 
-from areal_lite.config import ServerConfig, TrainerConfig
+from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
+from areal_lite.config.rules import check_devices
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 
 # Of a shared GPU. The rest is for CUDA itself, CUDA graphs, and what SGLang computes with.
@@ -27,6 +28,38 @@ class Placement:
         return any(gpu in self.trainer for gpus in self.servers for gpu in gpus)
 
 
+def place_run(config: TrainConfig) -> Placement:
+    """Assign the GPUs of this machine to the processes of a run.
+
+    Raises ValueError for devices that this machine lacks or that do not go together, and as `place`
+    does.
+    """
+    trainer, server, transport = config.trainer, config.server, config.sync.transport
+    check_trainer_device(trainer, "trainer")
+    _check_gpu_is_there(server.device, "server")
+    devices = resolve_device(trainer.device), resolve_device(server.device)
+    check_devices(*devices, transport)
+    return place(visible_gpus() if "cuda" in devices else [], trainer, server, transport)
+
+
+def check_trainer_device(trainer: TrainerConfig, key: str) -> None:
+    """Check that the trainer at `key` can use its device on this machine. Raises ValueError."""
+    _check_gpu_is_there(trainer.device, key)
+    if trainer.device == "cpu" and resolve_device("auto") == "cuda":
+        raise ValueError(
+            f"{key}.device=cpu on a machine with a GPU, which Megatron-core would use: "
+            "hide it with CUDA_VISIBLE_DEVICES="
+        )
+
+
+def _check_gpu_is_there(device: str, key: str) -> None:
+    if device == "cuda" and not visible_gpus():
+        raise ValueError(
+            f"{key}.device=cuda, but no GPU is visible: set {key}.device=cpu, or look at "
+            "CUDA_VISIBLE_DEVICES and the driver"
+        )
+
+
 def place(
     gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transport: str
 ) -> Placement:
@@ -37,11 +70,12 @@ def place(
     Args:
         gpus: the visible GPUs; empty on a machine without any.
         trainer: says how many ranks there are.
-        server: says how many servers there are, and of which size.
+        server: says how many servers there are, and of which size. They may be on the CPU.
         transport: `sync.transport`.
     """
     ranks = trainer.world_size
-    needed = ranks + server.count * server.tensor_parallel
+    size = 0 if server.device == "cpu" else server.tensor_parallel
+    needed = ranks + server.count * size
     if not gpus:
         return Placement([], [[] for _ in range(server.count)])
     if len(gpus) == 1 and needed == 2:
@@ -55,10 +89,10 @@ def place(
     if len(gpus) < needed:
         raise ValueError(
             f"{len(gpus)} GPUs for {ranks} trainer ranks and {server.count} servers of "
-            f"{server.tensor_parallel}: {needed} are needed; lower trainer.data_parallel "
+            f"{size}: {needed} are needed; lower trainer.data_parallel "
             "(or another of its parallel sizes), server.count or server.tensor_parallel"
         )
-    return Placement(gpus[:ranks], divide_gpus(gpus[ranks:], server.count, server.tensor_parallel))
+    return Placement(gpus[:ranks], divide_gpus(gpus[ranks:], server.count, size))
 
 
 def _check_shares(trainer: float | None, server: float | None) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config import (
+    ChatConfig,
     DataConfig,
     EvalCommandConfig,
+    ExportConfig,
     GenerateConfig,
     QuickstartConfig,
     ServerConfig,
@@ -31,13 +33,13 @@ from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import stored_max_staleness
 from areal_lite.data.prompts import prompt_source
-from areal_lite.launch.placement import place
+from areal_lite.launch.placement import check_trainer_device, place_run
 from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.cuda import check_cuda
-from areal_lite.system.gpus import resolve_device, visible_gpus
+from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import NODE, listen_address
 
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
@@ -47,7 +49,9 @@ def check_config(config: Any) -> None:
     """Check one command's configuration. Raises ValueError."""
     check_fields(config)
     check_rules(config)
-    if isinstance(config, tuple(VIEWS.values())):
+    if isinstance(config, ChatConfig):
+        return _chat(config)
+    if isinstance(config, (ExportConfig, *VIEWS.values())):
         return  # run_dir is a run to read
     if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
         _model_folder("model", config.model)
@@ -65,13 +69,23 @@ def check_config(config: Any) -> None:
         layout(config)
     if isinstance(config, SftConfig):
         _demonstrations(config, "data.source")
+        check_trainer_device(config.trainer, "trainer")
     if isinstance(config, QuickstartConfig):
         _demonstrations(config.sft, "sft.data.source")
+        check_trainer_device(config.sft.trainer, "sft.trainer")
     run_dir = Path(getattr(config, "run_dir", os.devnull))
     if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
         if isinstance(config, TrainConfig):
             _resume(config)
         _same_command(config, run_dir)
+
+
+def _chat(config: ChatConfig) -> None:
+    if config.model is not None:
+        _model_folder("model", config.model)
+    _ports(config.server)
+    if resolve_device(config.server.device) == "cuda":
+        check_cuda()
 
 
 def _training(config: TrainConfig) -> None:
@@ -87,8 +101,7 @@ def _training(config: TrainConfig) -> None:
         )
     _eval_files(config)
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
-        gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
-        place(gpus, config.trainer, config.server, config.sync.transport)
+        place_run(config)
         _weight_folder(config)
     if config.debug_run is not None:
         stored_max_staleness(Path(config.debug_run))

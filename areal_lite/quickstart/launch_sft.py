@@ -1,13 +1,23 @@
 """`areal-lite sft`: start the ranks of a supervised warm-up and show their progress."""
 
 import sys
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from areal_lite.config import SftConfig, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed, Roles
-from areal_lite.report.progress import FollowedProgress
+from areal_lite.report.panel import Row, Section, View, sparkline
+from areal_lite.report.progress import Progress
+from areal_lite.report.text import short
+from areal_lite.report.train_view import eta
+from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.resume import lock_run_dir
+
+# Those whose mean pace is shown.
+_RECENT_STEPS = 50
 
 
 def run(config: SftConfig) -> int:
@@ -24,15 +34,9 @@ def run(config: SftConfig) -> int:
 def _warm_up(config: SftConfig, run_dir: Path) -> int:
     check_model_folder(Path(config.model))
     save_config(config, run_dir)
-    progress = FollowedProgress(
-        run_dir,
-        "sft",
-        config.trainer.steps,
-        "warm-up step",
-        lambda step: {"loss": step["loss"]},
-    )
+    (run_dir / "sft.jsonl").unlink(missing_ok=True)  # a warm-up always starts from the beginning
     try:
-        with Roles(run_dir) as roles, progress:
+        with Roles(run_dir) as roles, Progress(WarmUpWatch(config, run_dir).view) as progress:
             ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
             roles.wait(ranks, watch=progress.poll)
     except RoleFailed as error:
@@ -40,3 +44,38 @@ def _warm_up(config: SftConfig, run_dir: Path) -> int:
         return 1
     print(config.out)
     return 0
+
+
+class WarmUpWatch:
+    """Follows the file of a warm-up."""
+
+    def __init__(self, config: SftConfig, run_dir: Path):
+        self._config = config
+        self._run_dir = run_dir
+        self._file = EventFollower(run_dir, "sft")
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
+        self._losses: list[float] = []
+
+    def view(self) -> View:
+        """Return what is to be seen now."""
+        new = self._file.read()
+        self._recent.extend(new)
+        self._losses += [step["loss"] for step in new]
+        total = self._config.trainer.steps
+        view = View(title=f"warm-up · {self._run_dir}", unit="warm-up step", done=0, total=total)
+        if not self._recent:
+            return replace(view, waits=[Row("trainer", "loads the model")])
+        step = self._recent[-1]
+        times_s = [step["time_s"] for step in self._recent]
+        rate = self._config.batch_size * len(times_s) / sum(times_s)
+        loss = f"{short(step['loss'])} {sparkline(self._losses, 10)}"
+        return replace(
+            view,
+            done=step["step"],
+            eta_s=eta(times_s, total - step["step"], 0.0),
+            line={"loss": step["loss"]},
+            sections=[
+                Section("learning", [Row("loss", loss)]),
+                Section("speed", [Row("demonstrations", f"{short(rate)}/s")]),
+            ],
+        )

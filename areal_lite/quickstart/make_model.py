@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_lite.config import MakeModelConfig
-from areal_lite.system.files import publish_folder, scratch_folder
+from areal_lite.system.files import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -24,10 +24,9 @@ def run(config: MakeModelConfig) -> int:
     tokenizer = build_char_tokenizer()
     model = _new_model(config, tokenizer)
     out = Path(config.out)
-    scratch = scratch_folder(out)
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    publish_folder(scratch, out)
+    with new_folder(out) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{out}: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens of vocabulary")
     return 0

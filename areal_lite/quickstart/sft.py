@@ -9,6 +9,7 @@ Demonstration i depends on the seed and i only, so any number of ranks sees the 
 import logging
 import random
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ def train(config: SftConfig, run_dir: Path) -> None:
     """Warm up and export to `config.out`."""
     policy = Policy(config.trainer, Path(config.model), config.seed)
     tokenizer = Tokenizer(config.model)
+    last = time.time()
     for step in range(config.trainer.steps):
         first = step * config.batch_size
         indices = range(first, first + config.batch_size)
@@ -40,7 +42,9 @@ def train(config: SftConfig, run_dir: Path) -> None:
         batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in own])
         result = update(policy, batch)
         if dist.get_rank() == 0:
-            append_event(run_dir, "sft", {"step": step + 1, **result})
+            now = time.time()
+            append_event(run_dir, "sft", {"step": step + 1, "time_s": now - last, **result})
+            last = now
     policy.export_hf(config.out)
     shutdown()
 

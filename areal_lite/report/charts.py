@@ -47,10 +47,10 @@ LINES = (
     Line(
         "staleness",
         "Staleness of the tokens trained on",
-        "weight versions",
+        "training steps",
         (("staleness_mean", "mean"), ("staleness_max", "largest")),
-        "How many versions older than the trained policy the sampling weights were. The largest "
-        "must stay at or below the bound.",
+        "How many training steps older than the trained policy the sampling weights were. The "
+        "largest must stay at or below the bound.",
     ),
     Line(
         "behave_kl",
@@ -139,9 +139,9 @@ def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
             "staleness_histogram",
             "bars",
             "Tokens by staleness",
-            "The share of the tokens in batches that weights so many versions older had sampled. "
+            "The share of the tokens in batches that weights so many steps older had sampled. "
             "0 is on-policy." + masked,
-            "staleness, weight versions",
+            "staleness, training steps",
             "share of the tokens",
         ),
         "labels": [str(versions) for versions in range(len(tokens))],

@@ -15,7 +15,7 @@ from areal_lite.config.report import (
     TraceConfig,
 )
 from areal_lite.report import demo
-from areal_lite.run_dir.paths import TRACE_FILE
+from areal_lite.run_dir.paths import TRACE_FILE, check_run_dir
 from areal_lite.system.files import write_atomically
 
 
@@ -39,6 +39,8 @@ def compare(config: CompareConfig) -> int:
     runs = [Path(run) for run in config.runs]
     if config.demo:
         runs = [demo.unpack("demo"), demo.unpack("demo-sync")]
+    for run_dir in runs:
+        check_run_dir(run_dir)
     write_atomically(Path(config.out), compare_page(runs))
     print(config.out)
     return 0
@@ -70,9 +72,8 @@ def chosen_run(config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConf
     if config.demo:
         return demo.unpack()
     if config.run_dir is None:
-        raise ValueError("run_dir is not set: add run_dir=… (or demo=true for a run to look at)")
-    if not Path(config.run_dir).is_dir():
-        raise ValueError(f"run_dir={config.run_dir}: there is no such folder")
+        raise ValueError("run_dir is not set: name a run directory, or add --demo for a small run")
+    check_run_dir(Path(config.run_dir))
     return Path(config.run_dir)
 
 

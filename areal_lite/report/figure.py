@@ -88,7 +88,7 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
     """Plot the training reward and its running mean, and the held-out accuracies as points."""
     axes.set(title="Reward and held-out accuracy", xlabel="training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = run.series("version")
+    steps = run.series("step")
     reward = run.series("reward_mean")
     axes.plot(steps, reward, color=BLUE, alpha=0.3, linewidth=1)
     trend = {"color": BLUE, "linewidth": 2, "marker": _marker(steps)}
@@ -122,10 +122,10 @@ def _draw_accuracy(
 
 
 def _draw_staleness(axes: Axes, run: RunData) -> None:
-    """Plot the mean and largest staleness of each step's tokens, and its bound, in versions."""
-    axes.set(title="Staleness of the tokens trained on", xlabel="training step", ylabel="versions")
+    """Plot the mean and largest staleness of each step's tokens, and its bound, in steps."""
+    axes.set(title="Staleness of the tokens trained on", xlabel="training step", ylabel="steps")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = run.series("version")
+    steps = run.series("step")
     mean = run.series("staleness_mean")
     largest = run.series("staleness_max")
     axes.fill_between(steps, largest, step="mid", color=BLUE, alpha=0.13, linewidth=0)

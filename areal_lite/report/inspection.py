@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from areal_lite.config.report import InspectConfig
 from areal_lite.report.columns import open_store
 from areal_lite.report.page_data import read_run_config
 from areal_lite.report.pieces import token_decoder, token_texts
-from areal_lite.report.text import short
+from areal_lite.report.text import short, visible
 from areal_lite.run_dir.paths import STORE_FILE
 
-# Model text could move the cursor or write to the clipboard.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
 
@@ -99,11 +96,6 @@ def trajectory_text(row: dict[str, Any], texts: list[str]) -> RenderableType:
     if end < len(texts):
         parts += _part("environment" if end else "prompt", texts[end:], "dim")
     return Group(*parts)
-
-
-def visible(text: str) -> str:
-    """Return text without control characters: each is written as its code."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _part(label: str, texts: list[str], style: str) -> list[RenderableType]:

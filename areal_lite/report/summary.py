@@ -16,7 +16,7 @@ from areal_lite.run_dir.paths import REPORT_FILE
 def build_summary(
     run_dir: Path, config: TrainConfig, started_at: float, finished_at: float
 ) -> dict[str, Any]:
-    """Count the results of a run: times in seconds, staleness in versions.
+    """Count the results of a run: times in seconds, staleness in training steps.
 
     Rates count the trajectories that were trained on, per second between the start of the first
     trajectory and the end of the last step. Raises ValueError when `run_dir` is not a directory.

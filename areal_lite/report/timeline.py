@@ -59,7 +59,8 @@ def draw_timeline(axes: Axes, run: RunData) -> None:
     pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in run.pushes.items()}
     visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
     _draw_pauses(axes, visible)
-    _label_versions(axes, visible, left, right)
+    before = max((v for v, span in pauses.items() if span[0] < left), default=0)
+    _label_versions(axes, visible, before, left, right)
 
 
 def _draw_bars(axes: Axes, trajectories: list[dict[str, Any]], run: RunData, origin: float) -> None:
@@ -76,12 +77,15 @@ def _draw_pauses(axes: Axes, pauses: Pauses) -> None:
         axes.axvline(start, color="black", linewidth=0.9, zorder=3)
 
 
-def _label_versions(axes: Axes, pauses: Pauses, left: float, right: float) -> None:
-    """Draw a strip above the bars: the version that the servers have, in its color."""
+def _label_versions(axes: Axes, pauses: Pauses, before: int, left: float, right: float) -> None:
+    """Draw a strip above the bars: the version that the servers have, in its color.
+
+    `before` is the version before the first of `pauses`.
+    """
     if not pauses:
         return
     versions = sorted(pauses)
-    starts = [(versions[0] - 1, left), *((v, pauses[v][1]) for v in versions)]
+    starts = [(before, left), *((v, pauses[v][1]) for v in versions)]
     ends = [*(pauses[v][0] for v in versions), right]
     transform = axes.get_xaxis_transform()
     strip = {"transform": transform, "clip_on": False}

@@ -12,7 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Of a file's lstat: all but the time of the last access, which reading it here changes.
+_LASTING = ("st_mode", "st_ino", "st_uid", "st_gid", "st_size", "st_mtime_ns", "st_ctime_ns")
 _STATUS = ("Threads", "SigPnd", "ShdPnd", "SigBlk", "SigIgn", "Cpus_allowed")
+
+
+def _lasting(path: Path) -> tuple[int, ...]:
+    status = path.lstat()
+    return tuple(getattr(status, name) for name in _LASTING)
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Victim:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         status = dict(line.split(":\t", 1) for line in lines)
         files = {
-            str(path): (path.lstat(), path.is_file() and path.read_bytes())
+            str(path): (_lasting(path), path.is_file() and path.read_bytes())
             for path in (self.folder, *sorted(self.folder.rglob("*")))
         }
         return {

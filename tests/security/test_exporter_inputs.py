@@ -16,6 +16,7 @@ import pytest
 from areal_lite.report import exporter as module
 from areal_lite.report.exporter import exporter
 from areal_lite.servers.registry import ServerInfo, announce_server, announced_servers
+from tests.security.mutation import mutated
 from tests.unit.report.synthetic_run import step_record
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
@@ -143,35 +144,6 @@ def test_a_drip_of_headers_ends(tmp_path, monkeypatch) -> None:
 WORDS = [b"null", b"[", b"{", b'"', b"\n", b": ", b"&a", b"*a", b"!!x ", b"${a}", b"9" * 999]
 
 
-def mutated(rng: random.Random, raw: bytes) -> bytes:
-    data = bytearray(raw)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(4):
-            case 0:
-                data[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                del data[at : at + rng.randint(1, 30)]
-            case 2:
-                words = [
-                    b"null",
-                    b"[",
-                    b"{",
-                    b'"',
-                    b"\n",
-                    b": ",
-                    b"&a",
-                    b"*a",
-                    b"!!x ",
-                    b"${a}",
-                    b"9" * 999,
-                ]
-                data[at:at] = rng.choice(words)
-            case 3:
-                data[at:at] = data[at : at + rng.randint(1, 30)]
-    return bytes(data)
-
-
 def fuzz(folder: Path, cases: int, seed: int) -> None:
     rng = random.Random(seed)
     run_dir = good_run(folder)
@@ -179,7 +151,7 @@ def fuzz(folder: Path, cases: int, seed: int) -> None:
     with serving(run_dir) as port:
         for _ in range(cases):
             name = rng.choice([*honest])
-            (run_dir / name).write_bytes(mutated(rng, honest[name]))
+            (run_dir / name).write_bytes(mutated(rng, honest[name], WORDS))
             started = time.monotonic()
             assert "areal_lite_run_malformed" in get(port)
             json.loads(get(port, "/servers"))

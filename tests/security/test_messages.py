@@ -19,6 +19,7 @@ import zmq.asyncio
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.message_server import MessageServer
 from areal_lite.controller.messages import Address, BeginPush, Envelope, Evaluate, PullBatch, Pushed
+from tests.security.mutation import mutated
 from tests.unit.controller.test_messages import handler
 
 HONEST = [
@@ -30,22 +31,6 @@ HONEST = [
 # Lists and objects that claim to be large, deep lists, halves of numbers and texts.
 WORDS = [b"\x91" * 2000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"]
 WORDS += [b"\xc1", b"\xc0", b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xcb\x7f\xf8", b"\x80"]
-
-
-def mutated(rng: random.Random, raw: bytes) -> bytes:
-    data = bytearray(raw)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(4):
-            case 0:
-                data[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                del data[at : at + rng.randint(1, 10)]
-            case 2:
-                data[at:at] = rng.choice(WORDS)
-            case 3:
-                data[at:at] = data[at : at + rng.randint(1, 20)]
-    return bytes(data)
 
 
 async def obedient(request) -> tuple:
@@ -70,7 +55,9 @@ def fuzz(run_dir: Path, cases: int, seed: int) -> None:
             dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
             dealer.connect(address.url)
             for case in range(cases):
-                frames = [mutated(rng, rng.choice(HONEST)) for _ in range(rng.choice([1, 1, 1, 2]))]
+                frames = [
+                    mutated(rng, rng.choice(HONEST), WORDS) for _ in range(rng.choice([1, 1, 1, 2]))
+                ]
                 await dealer.send_multipart(frames)
                 if case % 100 == 99:
                     started = time.monotonic()
@@ -109,7 +96,7 @@ def test_mutated_handshakes(tmp_path) -> None:
         def attack() -> None:
             for _ in range(300):
                 with socket.create_connection((host, int(port))) as stranger, suppress(OSError):
-                    stranger.sendall(mutated(rng, GREETING + hello))
+                    stranger.sendall(mutated(rng, GREETING + hello, WORDS))
 
         with closing(ControllerClient(tmp_path, timeout_s=20)) as trainer:
             await asyncio.to_thread(attack)

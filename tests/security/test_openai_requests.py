@@ -18,6 +18,7 @@ from areal_lite.data.text_bound import characters_per_token
 from areal_lite.rollout.openai import connections, endpoint
 from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
 from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
+from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -283,35 +284,6 @@ def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monke
 WORDS = [b"null", b"true", b"[", b"{}", b"1e999", b'"\\ud800"', b"\xff", b"-", b"9" * 5000]
 
 
-def mutated(rng: random.Random, raw: bytes) -> bytes:
-    data = bytearray(raw)
-    for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(5):
-            case 0:
-                data[at : at + 1] = bytes([rng.randrange(256)])
-            case 1:
-                del data[at : at + rng.randint(1, 12)]
-            case 2:
-                words = [
-                    b"null",
-                    b"true",
-                    b"[",
-                    b"{}",
-                    b"1e999",
-                    b'"\\ud800"',
-                    b"\xff",
-                    b"-",
-                    b"9" * 5000,
-                ]
-                data[at:at] = rng.choice(words)
-            case 3:
-                data[at:at] = data[at : at + rng.randint(1, 20)]
-            case 4:
-                data[at:at] = b"[" * rng.choice([5, 2000])
-    return bytes(data)
-
-
 def fuzz(folder, cases: int, seed: int) -> None:
     rng = random.Random(seed)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -327,7 +299,9 @@ def fuzz(folder, cases: int, seed: int) -> None:
             # Each request begins an episode of its own.
             conversation.__init__(conversation.episode)
             started = time.monotonic()
-            status, text = await agent.post(mutated(rng, json.dumps(rng.choice(honest)).encode()))
+            status, text = await agent.post(
+                mutated(rng, json.dumps(rng.choice(honest)).encode(), WORDS)
+            )
             assert time.monotonic() - started < 5
             assert status in statuses, text
             statuses[status] += 1

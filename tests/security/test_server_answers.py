@@ -26,6 +26,7 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import EOS, FakeSGLang
 from tests.lying_sglang import LyingSGLang, as_json, body, forever
+from tests.security.mutation import mutated
 
 PROMPT = np.array([5, 6, 7], np.int32)
 PARAMS = SamplingParams(4, 1.0, (EOS,), vocab_size=98)
@@ -340,27 +341,8 @@ def test_what_every_server_refuses_is_no_failure_of_theirs() -> None:
     asyncio.run(main())
 
 
-def mutated(rng: random.Random, raw: bytes) -> bytes:
-    """Change an honest answer at one to three places."""
-    data = bytearray(raw)
-    for _ in range(rng.randint(1, 3)):
-        at = rng.randrange(len(data))
-        match rng.randrange(6):
-            case 0:
-                data[at] = rng.randrange(256)
-            case 1:
-                del data[at : at + rng.randint(1, 20)]
-            case 2:
-                data[at:at] = rng.choice([b"null", b"[[[", b"1e999", b"-", b'"', b"{}", b"\xff"])
-            case 3:
-                data[at:at] = bytes(data[at : at + rng.randint(1, 30)])
-            case 4:
-                data[at:at] = b"9" * rng.choice([1, 10, 400, 5000])
-            case 5:
-                data[at:at] = b"[" * rng.choice([10, 2000, 100_000])
-        if not data:
-            break
-    return bytes(data)
+WORDS = [b"null", b"[[[", b"1e999", b"-", b'"', b"{}", b"\xff", b"9", b"9" * 400, b"9" * 5000]
+WORDS += [b"[" * 10, b"[" * 2000, b"[" * 100_000]
 
 
 def fuzz(cases: int, seed: int) -> None:
@@ -387,7 +369,7 @@ def fuzz(cases: int, seed: int) -> None:
     slowest, accepted = 0.0, 0
     for _ in range(cases):
         parse, raw = rng.choice([*others, *((None, raw) for raw in honest)])
-        raw = mutated(rng, raw)
+        raw = mutated(rng, raw, WORDS)
         started = time.perf_counter()
         with contextlib.suppress(ServerFailed):
             if parse:

@@ -58,7 +58,7 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     both = [f"model={folder}", f"run_dir={folder}/run"]
     needed = (
         dict.fromkeys(COMMANDS, both)
-        | dict.fromkeys(VIEWS, both[1:])
+        | dict.fromkeys([*VIEWS, "export", "chat"], both[1:])
         | {"compare": [], "doctor": []}
     )
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}

@@ -5,21 +5,26 @@ import importlib.util
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
+import areal_lite
+from areal_lite.api import TrainResult
+from areal_lite.cli import parse
 from areal_lite.config import COMMANDS
-from areal_lite.config.compose import compose_config
+from areal_lite.config.compose import as_overrides, compose_config
 from areal_lite.launch.sweep import sweep
+from tests import docs_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FOLDERS = "areal_lite|benchmarks|conf|docs|examples|tests"
@@ -28,9 +33,9 @@ PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*<>-]*\w(?:::\w+)?")
 PLACEHOLDER = re.compile(r"<\w+>")
 MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+)?")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
-FLAGS = ("--dry-run", "--print", "--help", "--cfg", "job")
+FLAGS = ("--dry-run", "--print", "--help", "--cfg", "job")  # not settings
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 
 
 def commands(text: str) -> Iterator[list[str]]:
@@ -113,7 +118,9 @@ def test_every_module_and_its_objects_exist(page: Path) -> None:
 
 
 def attribute_of(module: str, name: str) -> bool:
-    """Whether `name` is defined in the file of `module`."""
+    """Whether `name` is defined in the file of `module`, or offered by the package."""
+    if module == "areal_lite" and name in areal_lite.__all__:
+        return True
     source = ROOT / (module.replace(".", "/") + ".py")
     return source.is_file() and name in defined(source)
 
@@ -136,13 +143,65 @@ def test_every_command_composes(page: Path) -> None:
         else:
             runs = [overrides]
         for run in runs:
-            compose_config(command, run)
+            compose_config(command, parse(command, run)[1])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_the_settings_of_a_script_compose(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = []
+
+    def train(settings: dict[str, object], on_step: Callable[[dict], object]) -> TrainResult:
+        composed.append(compose_config("train", as_overrides(settings)))
+        on_step({"step": 1, "reward_mean": 0.5})
+        return TrainResult(run_dir=Path("run"), summary={"accuracy_after": 1.0})
+
+    monkeypatch.setattr("areal_lite.train", train, raising=False)
+    for language, body in FENCED.findall((ROOT / page).read_text()):
+        if language == "python":
+            exec(body, {})
+    assert len(composed) == 1 and "model" in composed[0]
 
 
 def test_the_commands_are_found() -> None:
     found = [words for page in PAGES for words in commands(page.read_text())]
     assert len(found) >= 20
     assert {"train", "quickstart", "slurm"} <= {words[0] for words in found}
+
+
+def test_every_command_is_run_somewhere_or_says_why_not() -> None:
+    tables = docs_commands.ELSEWHERE, docs_commands.NOWHERE
+    found = [line for page in docs_commands.PAGES for line in docs_commands.commands(page)]
+    assert sum(map(docs_commands.runs_here, found)) >= 30
+    for table in tables:
+        used = {docs_commands.entry(line, tables[0] | tables[1]) for line in found}
+        assert set(table) <= used, "an entry that no command needs any more"
+    for runner in set(docs_commands.ELSEWHERE.values()):
+        assert (ROOT / runner).is_file(), runner
+
+
+@pytest.mark.parametrize("page", docs_commands.PAGES, ids=lambda page: page.parent.name + page.stem)
+def test_a_block_with_a_command_has_nothing_else(page: Path) -> None:
+    for language, body in FENCED.findall(page.read_text()):
+        lines = [line for line in body.replace("\\\n", " ").splitlines() if not language]
+        lines = [line for line in lines if line.strip() and not line.startswith("#")]
+        unknown = [line for line in lines if not docs_commands.COMMAND.match(line)]
+        assert unknown in ([], lines), f"not a command: {unknown}"
+
+
+def test_the_commands_of_a_page_are_found_and_made_small(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```\nareal-lite train model=m \\\n    seed=2   # comment\nstep 1: loss\n```\n"
+        "```text\npython no.py\n```\n```\n# only a comment\n. .venv/bin/activate\n```\n"
+    )
+    first, second = docs_commands.commands(page)
+    assert (first, second) == ("areal-lite train model=m seed=2", ". .venv/bin/activate")
+    small = docs_commands.runnable(first, "", small=True)
+    assert small.startswith(first) and "trainer.steps=2" in small
+    assert docs_commands.runnable(first, "", small=False) == first
+    rest = docs_commands.runnable("areal-lite train … seed=3", "model=m seed=2", small=False)
+    assert rest == "areal-lite train model=m seed=2 seed=3"
+    assert not docs_commands.runs_here("docker compose up")
 
 
 def test_the_table_of_rooms_is_in_the_order_of_the_layers() -> None:

@@ -132,6 +132,12 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("low_ess", ALARM, {"ess": 0.3}, "ess 0.30"),
     ("low_ess", HINT, {"weight_max": 9.0, "ess": 0.8}, "cap of 5 in 100%"),
     ("low_ess", HINT, {"rejected": 0.2}, "20.0% of the tokens"),
+    (
+        "too_stale",
+        HINT,
+        {"staleness_max": 12},
+        "12 steps old; a bounded weight is known to bear 8",
+    ),
     ("reward_failures", ALARM, {"reward_failures": lambda step: 20 * step}, "600 failures, 23.8%"),
     ("reward_failures", HINT, {"reward_failures": lambda step: 2 * step}, "60 failures, 3.0%"),
     # The count starts again with each start of the controller.
@@ -147,6 +153,7 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("tight_staleness", HINT, {"wait_s": 5.0, "staleness_max": 4, "in_flight": 20}, "31%"),
     ("slow_trainer", HINT, {"wait_s": 0.01, "queue_depth": 90, "in_flight": 2}, "90 groups"),
     ("long_pauses", HINT, {"pause_s": 3.0}, "30% of the time"),
+    ("stragglers", HINT, {"straggler_wait_s": 3.0}, "wait 30% of the time"),
     ("overdue_tokens", HINT, {"masked_tokens": 1280}, "20% of the tokens"),
     ("overdue_tokens", HINT, {"dropped_groups": lambda step: 10 * step}, "300 groups dropped"),
     ("busy_controller", HINT, {"loop_lag_p99_s": 0.4}, "0.40 s"),
@@ -166,6 +173,34 @@ def test_a_failure_is_the_only_finding(
     tmp_path: Path, name: str, severity: Severity, series: dict[str, Any], number: str
 ) -> None:
     assert number in the_only(make_run(tmp_path / "run", **series), name, severity)
+
+
+@pytest.mark.parametrize(
+    ("override", "bears"),
+    [
+        ("algo.decoupled=false", 2),
+        ("algo.correction.mode='off'", 1),
+        ("algo.loss=reinforce", 8),
+        ("algo.rejection.by=tv", 256),
+        ("algo.scale_lr_by_ess=true", 128),
+    ],
+)
+def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: str, bears: int):
+    at = make_run(tmp_path / "at", override, staleness_max=bears)
+    assert "too_stale" not in findings(at)
+    above = make_run(tmp_path / "above", override, staleness_max=bears + 1)
+    assert f"is known to bear {bears} (" in findings(above)["too_stale"].evidence
+
+
+def test_trajectory_balance_bears_everything(tmp_path: Path):
+    assert not findings(make_run(tmp_path / "run", "algo.loss=tb", staleness_max=500))
+
+
+def test_a_clip_that_cannot_act_is_told_from_one_that_did_not(tmp_path: Path):
+    one = make_run(tmp_path / "one", clip_fraction=0.0)
+    assert "with these settings it is always 1" in findings(one)["idle_clip"].evidence
+    two = make_run(tmp_path / "two", "trainer.minibatches=2", clip_fraction=0.0)
+    assert "always" not in findings(two)["idle_clip"].evidence
 
 
 def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,6 +228,14 @@ def test_the_demo_runs_have_no_alarm_and_the_hints_that_are_true(tmp_path: Path,
     assert "53 at the top, 2 at the bottom" in found["too_easy"].evidence or name != "demo"
 
 
+def test_a_trainer_that_must_wait_for_its_own_pushes_is_no_finding(tmp_path: Path) -> None:
+    """Nothing may start for the steps after a push before it has come."""
+    waits = {"wait_s": 6.0, "staleness_max": lambda step: (step - 1) % 5}
+    assert not findings(make_run(tmp_path / "turns", "sync.every=5", **waits))
+    run_dir = make_run(tmp_path / "ahead", "sync.every=3", **waits)
+    assert findings(run_dir).keys() == {"slow_servers"}
+
+
 def test_the_command_prints_alarms_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +244,7 @@ def test_the_command_prints_alarms_first(
     blocks = capsys.readouterr().out.split("\n\n")[1:]
     assert [block.split()[0] for block in blocks] == ["ALARM", "HINT", "HINT"]
     assert "lower buffer.max_staleness or trainer.lr" in blocks[0]
-    assert alarm_line(run_dir) == f"areal-lite diagnose run_dir={run_dir} explains 3 findings"
+    assert alarm_line(run_dir) == f"areal-lite diagnose {run_dir} explains 3 findings"
 
 
 def test_one_cause_is_one_finding(tmp_path: Path) -> None:
@@ -348,4 +391,4 @@ def test_a_folder_without_a_run_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["diagnose", f"run_dir={tmp_path}"]) == 1
-    assert "is not the directory of a training run" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err

@@ -10,6 +10,10 @@ from areal_lite.diagnose.page import HEALTHY, MEANINGS, page
 from areal_lite.report import demo
 from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
 
+# Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
+# The run is also older than some metrics.
+CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "server_lag"}
+CONDITIONAL |= {"passed_groups", "straggler_wait_s"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -22,7 +26,7 @@ def test_the_page_is_current() -> None:
 def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
     known = STEP_KEYS.keys() | MEANINGS.keys()
     logged = {key for line in read_metrics(demo.unpack("demo", tmp_path)) for key in line}
-    assert logged == known
+    assert logged <= known <= logged | CONDITIONAL
     used = {key for advice in GUIDE for key in advice.metrics}
     assert used - {"critic_skipped"} | HEALTHY.keys() <= known
 

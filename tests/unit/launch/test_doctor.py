@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import main
+from areal_lite.cli import checked_config, main
 from areal_lite.launch import doctor
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -22,7 +22,7 @@ def lines(output: str) -> dict[str, str]:
 
 def test_every_check_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A folder that does not exist yet is checked where it would be made.
-    status = main(["doctor", f"folder={tmp_path}/not/yet"])
+    status = main(["doctor", f"folder={tmp_path}/not/yet", "--quick"])
     found = lines(capsys.readouterr().out)
     names = ["machine", "GPU", "versions", "plugins", "ports", "locks", "store", "clock"]
     assert list(found) == names
@@ -36,6 +36,7 @@ def test_a_folder_that_cannot_be_used_fails(capsys: pytest.CaptureFixture[str]) 
     assert main(["doctor", "folder=/proc/self"]) == 1
     found = lines(capsys.readouterr().out)
     assert found["locks"] == found["store"] == "FAIL" and found["ports"] == "ok"
+    assert found["run"] == "skip"  # it could not work
 
 
 def test_the_pins_are_those_of_the_project() -> None:
@@ -96,3 +97,29 @@ def test_a_wrong_clock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor.time, "time", lambda: now + 90)
     with pytest.raises(ValueError, match=re.compile(r"(89|90) s off .*NTP")):
         doctor.check_clock(tmp_path)
+
+
+def test_a_run_that_fails_shows_why_and_leaves_nothing(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "RUN_SETTINGS", ("trainer.steps=none",))
+    with pytest.raises(ValueError, match=r"(?s)exited with status 2.*trainer\.steps.*quickstart"):
+        doctor.check_run(tmp_path)
+    monkeypatch.setattr(doctor, "RUN_TIMEOUT_S", 0.0)
+    with pytest.raises(ValueError, match="not done after 0 s"):
+        doctor.check_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_settings_of_the_run_are_valid(tmp_path) -> None:
+    config = checked_config("quickstart", [f"run_dir={tmp_path}", *doctor.RUN_SETTINGS])
+    assert config.trainer.steps == 2 and config.reward.function.endswith(":share_of_digits")
+    assert doctor.share_of_digits("a1b2", "") == 0.5 and doctor.share_of_digits("", "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("difference", "verified"), [(0.2, 8), (None, 8), (float("nan"), 8), (1e-7, 0)]
+)
+def test_a_server_that_did_not_take_the_weights_fails(difference, verified) -> None:
+    good = {"logprob_diff": 1e-7, "pause_s": 0.03, "verified": 8}
+    assert "paused for 30 ms" in doctor._agreement([good, good])
+    with pytest.raises(ValueError, match="differ by"):
+        doctor._agreement([good | {"verified": verified}, good | {"logprob_diff": difference}])

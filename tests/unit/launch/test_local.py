@@ -1,10 +1,10 @@
-"""The supervisor on one machine: a run without servers, and its progress line."""
+"""The supervisor on one machine: a run without servers."""
 
 import json
 
 import pytest
 
-from areal_lite.launch.local import check_servers, step_fields
+from areal_lite.launch.local import _step_reporter, check_servers
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool
 
@@ -44,8 +44,14 @@ def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None
         check_servers(pool, tmp_path, steps=3)
 
 
-def test_the_progress_line_of_a_step_without_a_push() -> None:
-    step = {"reward_mean": 0.5, "staleness_mean": None, "tokens": 300, "time_s": 1.5}
-    fields = {"reward": 0.5, "staleness": None, "tok_per_s": 200.0}
-    assert step_fields(step | {"pause_s": None}) == fields | {"pause": None}
-    assert step_fields(step | {"pause_s": 0.04}) == fields | {"pause": "40 ms"}
+def test_each_new_step_is_reported_once(tmp_path) -> None:
+    trained(tmp_path, 2)  # by an earlier start
+    seen: list[dict] = []
+    report = _step_reporter(tmp_path, seen.append)
+    report()
+    assert seen == []
+    trained(tmp_path, 4)
+    report()
+    report()
+    assert seen == [{"step": 3}, {"step": 4}]
+    _step_reporter(tmp_path, None)()

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite import cli
 from areal_lite.config import TrainerConfig
-from areal_lite.launch import memory
+from areal_lite.launch import dry_run, memory
 from areal_lite.megatron.architectures import ARCHITECTURES
 
 SIZES = dict(
@@ -173,7 +173,43 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert "workflow: areal_lite.rollout.workflows.single_turn:single_turn" in shown
     assert "8 groups x 8 = 64 sequences" in shown
     assert "10 steps: 20 updates, 640 sequences" in shown
+    saving = 36 * memory.num_parameters(hf_config("qwen3"))
+    (line,) = [line for line in shown.splitlines() if line.startswith("  saving")]
+    assert dry_run._size(saving) in line and "host memory" in line
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "algo.eps_low and algo.eps_high never act"),
+        (["algo.prox=reuse"], "algo.eps_low and algo.eps_high never act"),
+        (["trainer.minibatches=2"], None),
+        (["algo.decoupled=false", "schedule=one_step"], None),
+        (
+            ["algo=olmorl", "trainer.minibatches=2", "buffer.max_staleness=16"],
+            "staleness=16 is more",
+        ),
+        (["algo=m2po", "buffer.max_staleness=200"], None),
+        (
+            ["algo=m2po", "algo.kl={coef: 0.1, to: proximal}"],
+            "algo.kl.to=proximal changes nothing",
+        ),
+        (
+            ["algo=m2po", "algo.correct_mismatch=false", "buffer.fixed_lag=true"],
+            "algo.correct_mismatch=false changes nothing",
+        ),
+    ],
+)
+def test_a_dry_run_cautions_against_settings_that_cannot_work(
+    model, tmp_path, capsys, monkeypatch, overrides, message
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", "--dry-run", *where, *overrides]) == 0
+    _, found, cautions = capsys.readouterr().out.partition("\n\ncautions\n")
+    assert bool(found) == bool(message)
+    assert (message or "") in cautions and cautions.count("\n") == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +219,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
         ("trainer.lr_decay_steps=1000", 2, "trainer.lr_decay_steps=1000"),
         ("trainer.pipeline_parallel=3", 1, "4 layers cannot be split"),
         ("trainer.tensor_parallel=4", 1, "num_key_value_heads=2"),
-        ("trainer.device=cuda", 1, "trainer.device=cuda"),
+        ("trainer.device=cuda", 2, "trainer.device=cuda"),
     ],
 )
 def test_a_dry_run_refuses_what_a_run_would(model, capsys, monkeypatch, override, status, message):

@@ -46,7 +46,7 @@ def keys_of_a_batch_reply() -> set[str]:
             clock=lambda: 0.0,
         )
         controller = Controller(config, parts, client=None, announced=list)
-        controller.queue.put(
+        controller.batches.queue.put(
             Group(
                 group_id=0,
                 prompt_id="prompt",

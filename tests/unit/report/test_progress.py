@@ -1,14 +1,13 @@
-"""The progress line: its text, its ETA, and how often it is written."""
+"""The progress of work: its line, how often it is written, and where a panel takes its place."""
 
 import io
-import re
-import sys
 
 import pytest
+from rich.console import Console
 
-from areal_lite.report.progress import FollowedProgress, Progress, progress_line
+from areal_lite.report.panel import View
+from areal_lite.report.progress import Progress, progress_line, takes_panel
 from areal_lite.report.text import duration, pause, short
-from areal_lite.run_dir.metrics import append_event
 
 
 class Clock:
@@ -23,21 +22,41 @@ class Terminal(io.StringIO):
         return True
 
 
+class Work:
+    """Work that goes on, and its view."""
+
+    done = 0
+
+    def __init__(self, total: int, unit: str = "step"):
+        self.total = total
+        self.unit = unit
+
+    def view(self) -> View:
+        left = float(self.total - self.done)
+        return View(title="work", unit=self.unit, done=self.done, total=self.total, eta_s=left)
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+
+
+def line(done: int, total: int, elapsed_s: float = 3.0, **changes) -> str:
+    view = View(title="", unit="step", done=done, total=total, **changes)
+    return progress_line(view, elapsed_s)
+
+
 def test_the_line_as_documented():
-    line = progress_line(
-        "step", 12, 60, 32.5, {"reward": 0.71, "staleness": 1.2, "tok_per_s": 4100, "eval": None}
+    values = {"reward": 0.71, "staleness": 1.2, "tok_per_s": 4100, "eval": None}
+    assert line(12, 60, eta_s=130.0, line=values) == (
+        "step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10"
     )
-    assert line == "step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10"
-
-
-def test_the_eta_uses_the_pace_since_the_start():
-    assert progress_line("step", 12, 60, 32.5, {}, before=2) == "step 12/60 · ETA 2:36"
-    assert progress_line("step", 2, 60, 32.5, {}, before=2) == "step 2/60"
 
 
 def test_no_eta_before_the_first_and_none_after_the_last():
-    assert progress_line("problem", 0, 5, 3.0, {}) == "problem 0/5"
-    assert progress_line("problem", 5, 5, 61.0, {}) == "problem 5/5 · took 1:01"
+    assert line(0, 5) == "step 0/5"
+    assert line(5, 5, 61.0, eta_s=0.0) == "step 5/5 · took 1:01"
 
 
 @pytest.mark.parametrize(
@@ -78,70 +97,59 @@ def test_pauses(seconds, text):
     assert pause(seconds) == text
 
 
-def test_a_log_file_gets_a_line_every_ten_seconds_and_the_last():
-    clock, stream = Clock(), io.StringIO()
-    with Progress(100, "step", stream=stream, clock=clock) as progress:
-        for done in range(1, 101):
+def test_a_log_gets_a_line_every_ten_seconds_and_the_last():
+    clock, stream, work = Clock(), io.StringIO(), Work(100)
+    with Progress(work.view, stream=stream, clock=clock) as progress:
+        for work.done in range(1, 101):
             clock.now += 0.5
-            progress.update(done)
+            progress.poll()
     lines = stream.getvalue().splitlines()
     assert [line.split(" · ")[0] for line in lines] == [
-        f"step {n}/100" for n in (1, 21, 41, 61, 81, 100)
+        f"step {n}/100" for n in (2, 22, 42, 62, 82, 100)
     ]
-    assert lines[1].endswith("ETA 0:40")  # 21 steps took 10.5 s, 79 are left
+    assert lines[1].endswith("ETA 1:18")
     assert lines[-1].endswith("took 0:50")
 
 
-def on_terminal(monkeypatch, columns: int) -> tuple[list[str], str]:
-    """Return the states of a line of three updates, and everything that was written."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
-    clock, stream = Clock(), Terminal()
-    with Progress(10, "step", stream=stream, clock=clock) as progress:
-        for done in (1, 2, 3):
+def test_a_log_gets_no_line_without_progress():
+    clock, stream, work = Clock(), io.StringIO(), Work(10)
+    work.done = 3  # by an earlier process
+    with Progress(work.view, stream=stream, clock=clock) as progress:
+        for _ in range(100):
             clock.now += 1.0
-            progress.update(done, reward=0.5)
-            print(f"message {done}", file=sys.stderr)
-    written = stream.getvalue()
-    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", written)
-    return [line for line in re.split(r"[\r\n]+", text) if line], written
+            progress.poll()
+        assert stream.getvalue() == ""
+        work.done = 4
+        clock.now += 1.0
+        progress.poll()
+        assert stream.getvalue() == "step 4/10 · ETA 0:06\n"
+    assert stream.getvalue() == "step 4/10 · ETA 0:06\n", "no line twice"
 
 
-def test_a_terminal_line_stays_in_place_below_messages(monkeypatch):
-    lines, written = on_terminal(monkeypatch, 80)
-    states = list(dict.fromkeys(line for line in lines if "step" in line))
-    assert [state[20:] for state in states] == [
-        " step 1/10 · reward 0.5 · ETA 0:09",
-        " step 2/10 · reward 0.5 · ETA 0:08",
-        " step 3/10 · reward 0.5 · ETA 0:07",
-    ]
-    assert [line for line in lines if "step" not in line] == [f"message {n}" for n in (1, 2, 3)]
-    assert lines[-1] == states[-1], "the last state is left on the screen"
-    assert written.count("\n") == 4, "one line for each message, and one for the progress"
-    assert written.endswith("\x1b[?25h"), "the cursor is back"
+def test_the_view_is_asked_for_at_most_once_a_second():
+    clock, work, asked = Clock(), Work(10), []
+    with Progress(lambda: asked.append(clock.now) or work.view(), clock=clock) as progress:
+        for _ in range(40):
+            clock.now += 0.125
+            progress.poll()
+    assert asked == [100, 101, 102, 103, 104, 105, 105]
 
 
-def test_a_narrow_terminal_has_no_bar_and_cuts_the_line(monkeypatch):
-    lines, _ = on_terminal(monkeypatch, 20)
-    assert [line for line in lines if "step 3" in line][-1] == "step 3/10 · reward …"
+@pytest.mark.parametrize(
+    "name, value, panel",
+    [("TERM", "xterm", True), ("TERM", "dumb", False), ("CI", "true", False), ("CI", "", True)],
+)
+def test_which_terminals_take_a_panel(monkeypatch, name, value, panel):
+    monkeypatch.setenv(name, value)
+    assert takes_panel(Console(file=Terminal())) == panel
+    assert not takes_panel(Console(file=io.StringIO()))
 
 
 def test_a_terminal_without_cursor_movement_gets_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    with Progress(2, "step", stream=stream) as progress:
-        progress.update(1)
-        progress.update(2)
-    assert stream.getvalue() == "step 1/2 · ETA 0:00\nstep 2/2 · took 0:00\n"
-
-
-def test_the_progress_of_another_process_continues_an_earlier_one(tmp_path, capsys):
-    append_event(tmp_path, "sft", {"loss": 3.0})
-    with FollowedProgress(
-        tmp_path, "sft", 3, "step", lambda line: {"loss": line["loss"]}
-    ) as progress:
-        progress.poll()
-        append_event(tmp_path, "sft", {"loss": 2.0})
-        append_event(tmp_path, "sft", {"loss": 1.0})
-        progress.poll()
-    assert capsys.readouterr().err == "step 3/3 · loss 1 · took 0:00\n"
+    clock, stream, work = Clock(), Terminal(), Work(2)
+    with Progress(work.view, stream=stream, clock=clock) as progress:
+        for work.done in (1, 2):
+            clock.now += 15
+            progress.poll()
+    assert stream.getvalue() == "step 1/2 · ETA 0:01\nstep 2/2 · took 0:30\n"

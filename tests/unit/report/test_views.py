@@ -204,6 +204,6 @@ def test_the_demo_works_in_every_command(tmp_path: Path, monkeypatch, capsys) ->
 
 def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert main(["report"]) == 1
-    assert "run_dir is not set: add run_dir=… (or demo=true" in capsys.readouterr().err
+    assert "run_dir is not set: name a run directory, or add --demo" in capsys.readouterr().err
     assert main(["trace", "run_dir=nowhere"]) == 1
-    assert "run_dir=nowhere: there is no such folder" in capsys.readouterr().err
+    assert "nowhere: there is no such folder" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Train from a script or a notebook, as `areal-lite train` does.
+
+    import areal_lite
+
+    result = areal_lite.train(
+        {"model": "models/tiny", "trainer.steps": 20},
+        on_step=lambda step: print(step["step"], step["reward_mean"]),
+    )
+    print(result.summary["accuracy_after"], result.model)
+
+Both compose and check the same settings and launch the same run. Mistakes in the settings and
+failures of the run are exceptions here, and exit statuses there.
+"""
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_lite.cli import check_composed, import_from_working_directory
+from areal_lite.config import TrainConfig, compose_config, register
+from areal_lite.config.compose import as_overrides
+from areal_lite.config.errors import explain
+from areal_lite.launch.local import OnStep, train_and_report
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR, SUMMARY_FILE
+from areal_lite.run_dir.resume import lock_run_dir
+
+Settings = Iterable[str] | Mapping[str, Any] | TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The directory of a run that ended, and the content of its summary.json."""
+
+    run_dir: Path
+    summary: dict[str, Any]
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained weights, in Hugging Face format."""
+        return self.run_dir / CHECKPOINTS_DIR / HF_DIR
+
+
+def train(settings: Settings, on_step: OnStep | None = None) -> TrainResult:
+    """Train on this machine until the last step, or until the run is asked to stop.
+
+    An exception in `on_step` ends the run. Call this in the main thread, which receives signals.
+
+    Args:
+        settings: overrides as on the command line (`["model=…", "trainer.steps=20"]`), the same as
+            a dictionary, or a whole configuration.
+        on_step: called with each new line of metrics.jsonl.
+
+    Raises ValueError for wrong settings, and RuntimeError or TimeoutError when a process of the run
+    fails.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("areal_lite.train works in the main thread only: call it there")
+    import_from_working_directory()
+    try:
+        config = check_composed("train", _composed(settings))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(explain(error, "train")) from error
+    run_dir = Path(config.run_dir)
+    with lock_run_dir(run_dir):
+        train_and_report(config, on_step)
+        summary = json.loads((run_dir / SUMMARY_FILE).read_text())
+    return TrainResult(run_dir=run_dir, summary=summary)
+
+
+def _composed(settings: Settings) -> DictConfig:
+    if isinstance(settings, str):
+        raise ValueError(f"settings={settings!r}: give a list of overrides or a dictionary")
+    if isinstance(settings, TrainConfig):
+        setup_globals()  # with `register`, what the settings may refer to: ${now:…} and ${token:}
+        register("train")
+        return OmegaConf.structured(settings)
+    if isinstance(settings, Mapping):
+        return compose_config("train", as_overrides(settings))
+    return compose_config("train", list(settings))

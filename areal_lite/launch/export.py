@@ -1,0 +1,108 @@
+"""Run `areal-lite export`: turn a run's checkpoint into a Hugging Face folder.
+
+It starts no server and uses no GPU, so it can run beside the run that wrote the checkpoint.
+"""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+from omegaconf import OmegaConf
+
+from areal_lite.config import ExportConfig, stored_settings
+from areal_lite.data.model_folder import check_model_folder
+from areal_lite.run_dir.manifest import damage
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, check_run_dir
+from areal_lite.run_dir.resume import checkpoint_steps, newest_whole_step
+
+
+def run(config: ExportConfig) -> int:
+    """Write the folder and print its path. Returns the exit status.
+
+    Raises ValueError for a run without such a checkpoint, and for a folder that is not empty.
+    """
+    run_dir = Path(config.run_dir)
+    check_run_dir(run_dir)
+    step = config.step or newest_step(run_dir)
+    out = Path(config.out) if config.out else export_folder(run_dir, step)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"out={out} is not an empty folder: remove it or choose another one")
+    print(export_step(run_dir, step, out, config.model, config.dtype))
+    return 0
+
+
+def export_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder of the run's exported checkpoint of `step`."""
+    return run_dir / EXPORTS_DIR / f"step-{step}"
+
+
+def model_of_run(run_dir: Path) -> Path:
+    """Return a Hugging Face folder with the weights of the run's newest checkpoint.
+
+    It is exported unless it exists. Raises ValueError as `export_step` does.
+    """
+    check_run_dir(run_dir)
+    step = newest_step(run_dir)
+    final = run_dir / CHECKPOINTS_DIR / HF_DIR
+    # A run exports its final weights before it publishes the checkpoint of its last step.
+    if final.is_dir() and OmegaConf.select(stored_settings(run_dir), "trainer.steps") == step:
+        return final
+    folder = export_folder(run_dir, step)
+    return folder if folder.is_dir() else export_step(run_dir, step, folder)
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the step of the run's newest checkpoint that is whole. Raises ValueError without one.
+
+    It warns of damaged ones that are newer, and leaves them as they are.
+    """
+    step, reasons = newest_whole_step(run_dir)
+    for path, reason in reasons.items():
+        print(f"{path} is damaged: {reason}", file=sys.stderr)
+    if not step:
+        raise ValueError(
+            f"run_dir={run_dir} has no checkpoint yet: a run writes one every trainer.save_every "
+            "steps, and at its end"
+        )
+    return step
+
+
+def export_step(
+    run_dir: Path, step: int, out: Path, model: str | None = None, dtype: str = "auto"
+) -> Path:
+    """Write the checkpoint of `step` to the folder `out`, and return `out`.
+
+    Raises ValueError when there is no such checkpoint, when it is damaged, or when the model from
+    which the run started is not there.
+
+    Args:
+        run_dir: the run.
+        step: a step with a checkpoint.
+        out: a folder that does not exist, or is empty.
+        model: the model from which the run started; None: where the run's settings say.
+        dtype: of the weights; `auto` is that of the checkpoint.
+    """
+    checkpoint = run_dir / CHECKPOINTS_DIR / f"step-{step}"
+    steps = checkpoint_steps(checkpoint.parent)
+    if step not in steps:
+        found = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"step={step}: no such checkpoint in {checkpoint.parent}; it has {found}")
+    if reason := damage(checkpoint):
+        raise ValueError(f"{checkpoint} is damaged: {reason}; choose another step")
+    source = Path(model or stored_settings(run_dir)["model"])
+    if not source.is_dir():
+        raise ValueError(
+            f"the run started from the model {source}, which is not there: add model=… with the "
+            "folder to which it was moved"
+        )
+    check_model_folder(source)
+    # Megatron-core would use a GPU that it sees, and a run may need all of its memory.
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch and Megatron-core warn of what their own code uses
+        from areal_lite.megatron.hf.convert import convert  # torch is slow to import
+
+        written = convert(checkpoint, source, out, dtype)
+    print(f"step {step} of {run_dir}, {str(written).removeprefix('torch.')}", file=sys.stderr)
+    return out

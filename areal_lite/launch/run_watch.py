@@ -1,0 +1,145 @@
+"""A training run as its panel shows it, read from what its processes write to its directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from areal_lite.config import TrainConfig
+from areal_lite.diagnose.diagnosis import Finding, diagnose
+from areal_lite.diagnose.history import read_history
+from areal_lite.report.panel import Notice, View
+from areal_lite.report.train_view import RECENT_STEPS, RunState, train_view
+from areal_lite.run_dir.controller_status import read_status
+from areal_lite.run_dir.metrics import EventFollower
+from areal_lite.run_dir.paths import LOGS_DIR
+from areal_lite.system.threads import start_daemon
+
+# A diagnosis reads all records of a run. It may take this share of one core, and is not repeated
+# before so many seconds.
+_DIAGNOSIS_SHARE = 0.05
+_DIAGNOSIS_INTERVAL_S = 10.0
+_SHOWN_FINDINGS = 2
+_SHOWN_WARNINGS = 2
+# Warnings of libraries are about their own settings.
+_WARNING = re.compile(
+    r"\S+ (?P<time>[\d:]+)\S* (?P<level>WARNING|ERROR) (?:areal_lite|__main__)\S*: (?P<text>.*)"
+)
+_ROLES = ("controller", "trainer")
+# Of a log that grows faster, only the newest bytes are read.
+_LOG_BYTES = 65536
+
+
+class RunWatch:
+    """Follows the files of a run."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path):
+        """Begin before the processes of the run start."""
+        self._config = config
+        self._run_dir = run_dir
+        self._metrics = EventFollower(run_dir, "metrics")
+        self._evals = EventFollower(run_dir, "evals")
+        self._warnings = _Warnings(run_dir / LOGS_DIR)
+        self._findings = _Findings(run_dir)
+        earlier = self._metrics.read()  # by another start of the run
+        self._steps = deque(earlier, RECENT_STEPS)
+        self._rewards = _rewards(earlier)
+        self._evaluation: dict[str, Any] | None = None
+        self._step_at: float | None = None  # of the newest step of this start
+
+    def view(self) -> View:
+        """Return what is to be seen now."""
+        now = time.monotonic()
+        if steps := self._metrics.read():
+            self._steps.extend(steps)
+            self._rewards += _rewards(steps)
+            self._step_at = now
+        for evaluation in self._evals.read():
+            self._evaluation = evaluation
+        return train_view(
+            RunState(
+                config=self._config,
+                steps=list(self._steps),
+                rewards=self._rewards,
+                evaluation=self._evaluation,
+                status=read_status(self._run_dir),
+                since_step_s=now - self._step_at if self._step_at else 0.0,
+                notices=[*self._findings.read(now), *self._warnings.read()],
+            )
+        )
+
+
+def _rewards(steps: list[dict[str, Any]]) -> list[float]:
+    return [step["reward_mean"] for step in steps if step["reward_mean"] is not None]
+
+
+class _Findings:
+    """The newest findings about a run. A thread looks for them, again and again."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._notices: list[Notice] = []
+        self._diagnosis: Future[list[Finding]] | None = None
+        self._started_at = 0.0
+        self._due_at = 0.0
+
+    def read(self, now: float) -> list[Notice]:
+        """Return the notices of the newest diagnosis, and start the next one if it is due."""
+        if self._diagnosis is None:
+            if now >= self._due_at:
+                self._started_at = now
+                self._diagnosis = start_daemon(self._diagnose)
+        elif self._diagnosis.done():
+            cost_s = now - self._started_at
+            self._due_at = now + max(_DIAGNOSIS_INTERVAL_S, cost_s / _DIAGNOSIS_SHARE)
+            # Files that a run is about to write may be incomplete: the next look may do better.
+            if self._diagnosis.exception() is None:
+                self._notices = finding_notices(self._diagnosis.result(), self._run_dir)
+            self._diagnosis = None
+        return self._notices
+
+    def _diagnose(self) -> list[Finding]:
+        return diagnose(read_history(self._run_dir))
+
+
+def finding_notices(findings: list[Finding], run_dir: Path) -> list[Notice]:
+    """Return the most important findings, and the command that says what to do."""
+    if not findings:
+        return []
+    shown = [Notice(finding.severity, finding.title) for finding in findings[:_SHOWN_FINDINGS]]
+    return [*shown, Notice("remedy", f"areal-lite diagnose {run_dir}")]
+
+
+class _Warnings:
+    """The newest warnings and errors in the logs of controller and trainer."""
+
+    def __init__(self, logs: Path):
+        """Leave out what an earlier start has logged."""
+        self._logs = logs
+        self._read = {path: path.stat().st_size for path in self._paths()}
+        self._notices: deque[Notice] = deque(maxlen=_SHOWN_WARNINGS)
+
+    def read(self) -> list[Notice]:
+        """Return the newest warnings, the newest first."""
+        for path in self._paths():
+            for line in self._new_lines(path):
+                if found := _WARNING.match(line):
+                    text = f"{found['time']} {path.stem}: {found['text']}"
+                    self._notices.appendleft(Notice(found["level"].lower(), text))
+        return list(self._notices)
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for role in _ROLES for path in self._logs.glob(f"{role}*.log"))
+
+    def _new_lines(self, path: Path) -> list[str]:
+        with open(path, "rb") as log:
+            start = max(self._read.get(path, 0), log.seek(0, os.SEEK_END) - _LOG_BYTES)
+            log.seek(start)
+            complete = log.read().rpartition(b"\n")[0]
+        self._read[path] = start + len(complete)
+        return complete.decode(errors="replace").splitlines()

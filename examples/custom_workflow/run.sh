@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train with a workflow of your own. Arguments are settings:
+#   bash examples/custom_workflow/run.sh rollout.workflow_args.patience=1
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+# shellcheck source=examples/warm_model.sh
+. ../warm_model.sh
+
+areal-lite train "model=$warm" \
+  data.max_digits=3 rollout.workflow=my_workflow:Referee algo=quickstart \
+  rollout.group_size=8 rollout.max_new_tokens=64 \
+  trainer.batch_groups=32 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=24 "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Train with a verifier that runs programs in the sandbox. Arguments are settings:
+#   bash examples/program_verifier/run.sh trainer.steps=5
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+# shellcheck source=examples/warm_model.sh
+. ../warm_model.sh
+
+areal-lite train "model=$warm" \
+  data.max_digits=3 reward.function=my_verifier:work_reward reward.workers=2 algo=quickstart \
+  rollout.group_size=8 rollout.max_new_tokens=64 \
+  trainer.batch_groups=32 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=24 \
+  eval.problems=100 "$@"

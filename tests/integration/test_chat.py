@@ -1,0 +1,75 @@
+"""`areal-lite chat` as a user has it: lines in, answers out, and no server afterwards."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_lite.data.tokenizer import Tokenizer
+
+QUESTIONS = ("12+34=", "Why?")
+TOKENS = 20  # more than one request answers
+
+
+def greedy(model: str, question: str) -> str:
+    """Return what transformers answers."""
+    tokenizer = Tokenizer(model)
+    prompt = torch.tensor([tokenizer.encode(question)])
+    network = AutoModelForCausalLM.from_pretrained(model)
+    answer = network.generate(prompt, max_new_tokens=TOKENS, do_sample=False)[0, prompt.shape[1] :]
+    return tokenizer.decode(answer.tolist())
+
+
+def servers_of(model: str) -> list[str]:
+    """List the processes that serve the model."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        if "areal_lite.servers.serve" in text and model in text:
+            found.append(text)
+    return found
+
+
+def read(process: subprocess.Popen, expected: str) -> None:
+    """Read as much output as `expected` has, and compare."""
+    assert process.stdout is not None
+    output = b""
+    while len(output) < len(expected.encode()) and (
+        more := os.read(process.stdout.fileno(), 65536)
+    ):
+        output += more
+    assert output.decode() == expected
+
+
+def test_lines_are_answered_and_the_server_is_stopped(tiny_model, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_lite", "chat", tiny_model]
+        + [f"max_new_tokens={TOKENS}", "temperature=0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open(tmp_path / "stderr", "wb"),
+        env=os.environ | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    try:
+        assert process.stdin is not None
+        for question in QUESTIONS:
+            process.stdin.write(f"{question}\n\n".encode())
+            process.stdin.flush()
+            answer = greedy(tiny_model, question)
+            ended = len(Tokenizer(tiny_model).encode(answer)) < TOKENS
+            read(process, answer + ("\n" if ended else " […]\n"))
+        assert servers_of(tiny_model)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130, (tmp_path / "stderr").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert not servers_of(tiny_model)
+    assert not list(tmp_path.glob("areal_lite*"))

@@ -1,0 +1,175 @@
+"""The code of the examples does what their pages say; integration/test_examples.py runs them."""
+
+import asyncio
+import json
+import random
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config import to_dataclass
+from areal_lite.config.compose import compose_config
+from areal_lite.data.prompts import Prompt, load_prompts
+from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.quickstart import addition
+from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.runner import run_workflow
+from tests.unit.rollout.episodes import playing
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FOLDERS = sorted(page.parent for page in EXAMPLES.glob("*/README.md"))
+PROBLEM = addition.Problem(47, 85, 2)
+PROMPT, ANSWER = "b4a7+B8A5=?", "x1y3z2"
+RIGHT = "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    build_char_tokenizer().save_pretrained(folder)
+    return Tokenizer(folder)
+
+
+def code(name: str) -> dict:
+    """Run a file of the examples and return its names."""
+    return runpy.run_path(str(EXAMPLES / name))
+
+
+def test_the_list_of_the_examples_is_complete() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    assert [folder.name for folder in FOLDERS] == sorted(
+        re.findall(r"\]\((\w+)/README\.md\)", page)
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_example_has_a_command_and_a_short_page(folder: Path) -> None:
+    page = (folder / "README.md").read_text()
+    assert f"bash examples/{folder.name}/run.sh" in page
+    assert 15 <= len(page.splitlines()) <= 50
+
+
+def test_the_reward_counts_the_right_digits() -> None:
+    reward = code("custom_reward/my_reward.py")["digits_right"]
+    assert reward(RIGHT, ANSWER) == 1.0
+    assert reward("#x1y3z9", ANSWER) == pytest.approx(2 / 3)
+    assert reward("#y3z2", ANSWER) == pytest.approx(2 / 3)
+    assert reward("#x1y3z2w1", ANSWER) == 3 / 4
+    for junk in ("", "#", "x", "####", "z" * 1000, "\n"):
+        assert 0.0 <= reward(junk, ANSWER) < 1.0
+
+
+def test_the_rows_are_additions_with_a_carry(tmp_path, monkeypatch, tokenizer) -> None:
+    monkeypatch.chdir(tmp_path)
+    code("custom_dataset/make_data.py")["main"]()
+    rows = {
+        name: [json.loads(line) for line in Path(f"data/{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    }
+    assert len(rows["test"]) == 200 and len(rows["train"]) > 3000
+    problems = [row["problem"] for part in rows.values() for row in part]
+    assert len(problems) == len(set(problems)), "nothing that is held out is trained on"
+    for row in rows["test"]:
+        a, b = ("".join(re.findall(r"\d", number)) for number in row["problem"].split("+"))
+        problem = addition.Problem(int(a), int(b), 2)
+        assert addition.prompt(problem) == row["problem"]
+        assert addition.answer(problem) == row["solution"]
+        assert int(a[1]) + int(b[1]) >= 10
+
+
+@pytest.mark.parametrize("more", [[], ["data.source=hf", "data.path=data", "data.eval_path=null"]])
+def test_the_rows_are_read_as_files_and_as_a_hugging_face_data_set(
+    more: list[str], tmp_path, monkeypatch, tokenizer, tmp_path_factory
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code("custom_dataset/make_data.py")["main"]()
+    script = (EXAMPLES / "custom_dataset" / "run.sh").read_text()
+    command = re.search(r"^areal-lite train(.*)", script, re.DOTALL | re.MULTILINE)
+    words = [word for word in shlex.split(command[1].replace("\\\n", " ")) if "$" not in word]
+    config = to_dataclass(compose_config("train", ["model=m", *words, *more]))
+    for split, count in ("train", None), ("eval", 200):
+        prompts = load_prompts(config.data, tokenizer.path, split)
+        assert count in (None, prompts.num_prompts) and prompts[0].answer.startswith(("x", "y"))
+
+
+def play(tokenizer: Tokenizer, workflow, script: list[str]):
+    """Run a workflow on 47 + 85 with a policy that says `script`; return reward and text."""
+
+    async def main():
+        prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
+        async with playing(tokenizer, prompt, script) as (episodes, _, _):
+            (trajectory,) = await asyncio.gather(*run_workflow(workflow, episodes))
+            return trajectory.reward, tokenizer.decode(trajectory.tokens)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "script, shares, whole",
+    [
+        (["a7+A5+0=1z2\n", "b4+B8+1=1y3\n", "#x1y3z2"], 1.0, 1.0),
+        (["a7+A5+0=1z2\n", "b4+B8+0=1y2\n"], 1 / 3, 0.0),
+        (["a7+A5+0=1z2\n", "b4+B8+1=1y3\n", "#y3z2"], 2 / 3, 0.0),
+        (["nonsense"], 0.0, 0.0),
+    ],
+)
+def test_the_referee_ends_an_episode_at_the_first_wrong_line(
+    tokenizer, script: list[str], shares: float, whole: float
+) -> None:
+    referee = code("custom_workflow/my_workflow.py")["Referee"]
+    reward, text = play(tokenizer, referee(), script)
+    assert reward == pytest.approx(shares)
+    assert text.removeprefix(PROMPT).replace("<eos>", "") == "".join(script)
+    assert play(tokenizer, referee(all_or_nothing=True), script)[0] == whole
+
+
+def test_the_referee_knows_the_solution_of_every_problem() -> None:
+    solution = code("custom_workflow/my_workflow.py")["solution"]
+    for index in range(200):
+        problem = addition.make_problem("train", index, max_digits=3)
+        lines = solution(addition.prompt(problem), addition.answer(problem))
+        assert "".join(lines) == addition.demonstration(problem, random.Random(0))
+
+
+@pytest.mark.parametrize(
+    "script, reward", [([RIGHT], 1.0), (["#z1", RIGHT], 0.5), (["#z1", "?"], 0.0)]
+)
+def test_the_agent_asks_once_more_after_a_wrong_answer(
+    tokenizer, script: list[str], reward: float
+) -> None:
+    agent = code("openai_agent/my_agent.py")["agent"]
+
+    async def main() -> None:
+        endpoint = OpenAIEndpoint()
+        await endpoint.start()
+        prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
+        async with playing(tokenizer, prompt, script) as (episodes, client, _):
+            with endpoint.conversation(episodes[0]) as (key, conversation):
+                assert await agent(endpoint.base_url, key, prompt) == reward
+            assert len(client.seen) == len(script)
+            assert conversation.trajectory(reward).reward == reward
+        await endpoint.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "completion, reward",
+    [
+        (RIGHT, 1.0),
+        (RIGHT.replace("b4+B8+1", "b4+B9+0"), 1.0),  # another sum, which holds
+        (RIGHT.replace("1z2", "0z2"), 0.0),
+        (RIGHT.replace("#x1", "#x2"), 0.0),
+        ("9**9**9=1\n#x1y3z2", 0.0),
+        ("1=1 or open('/tmp/x', 'w')\n#x1y3z2", 0.0),
+        ("no work at all", 0.0),
+    ],
+)
+def test_the_verifier_checks_answer_and_work(completion: str, reward: float) -> None:
+    verifier = code("program_verifier/my_verifier.py")["work_reward"]
+    assert asyncio.run(verifier(completion, ANSWER)) == reward
