@@ -27,6 +27,17 @@ def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
+def combined(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Combine the metrics of two sets of tokens, which have the same names."""
+
+    def both(name: str) -> Tensor:
+        if name.endswith("_max"):
+            return torch.maximum(one[name], two[name])
+        return one[name] + two[name]
+
+    return {name: both(name) for name in one}
+
+
 def _largest(values: Tensor) -> Tensor:
     return values.max() if len(values) else values.new_zeros(())
 

@@ -33,7 +33,7 @@ class Critic(TrainableModel):
 
         The microbatches partition the batch.
         """
-        return self.outputs(microbatches, value_head)
+        return self.outputs(microbatches, value_head)[0]
 
     def update(self, microbatches: Sequence[Microbatch], loss_fn: ValueLossFn) -> dict[str, float]:
         """Run one optimizer step on the sum of `loss_fn` over the microbatches.

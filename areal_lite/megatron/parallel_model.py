@@ -95,18 +95,18 @@ class ParallelModel:
         )
 
     @torch.no_grad()
-    def outputs(self, microbatches: Sequence[Microbatch], head: Head) -> Tensor:
-        """Compute the head's first result for all tokens of a flat batch: float32 [T], every rank.
+    def outputs(self, microbatches: Sequence[Microbatch], head: Head, num: int = 1) -> Tensor:
+        """Compute the head's first `num` results for all tokens of a flat batch, on every rank.
 
-        The microbatches partition the batch.
+        The microbatches partition the batch. Returns float32 [num, T].
         """
         self.model.eval()
         tokens = 1 + max(int(m.token_index.max()) for m in microbatches)
-        result = torch.zeros(tokens, device=self.device)
+        result = torch.zeros(num, tokens, device=self.device)
 
         def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch) -> None:
             if not is_filler(microbatch):
-                result[microbatch.token_index] = outputs[0]
+                result[:, microbatch.token_index] = torch.stack(outputs[:num])
 
         self.run(self.chunks, microbatches, head, finish, forward_only=True)
         self.from_last_stage(result)

@@ -38,7 +38,17 @@ class Policy(TrainableModel):
 
         The microbatches partition the batch.
         """
-        return self.outputs(microbatches, self.language_head(temperature))
+        return self.outputs(microbatches, self.language_head(temperature))[0]
+
+    def logprobs_and_entropies(
+        self, microbatches: Sequence[Microbatch], temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the log-probs and entropies of all tokens, in nats: float32 [T] each.
+
+        The microbatches partition the batch. Every rank gets the results.
+        """
+        logprobs, entropies = self.outputs(microbatches, self.language_head(temperature), num=2)
+        return logprobs, entropies
 
     def update(
         self,

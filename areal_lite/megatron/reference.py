@@ -35,7 +35,7 @@ class Reference(ParallelModel):
         for parameter, waiting in zip(self._parameters, self._waiting):
             parameter.data = waiting.to(self.device, non_blocking=True)
         try:
-            return self.outputs(self.microbatches(batch), self.language_head(temperature))
+            return self.outputs(self.microbatches(batch), self.language_head(temperature))[0]
         finally:
             self._release()
 

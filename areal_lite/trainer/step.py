@@ -4,6 +4,7 @@
 
 * An update takes whole groups. A microbatch contributes its share of a mean over the whole update,
   on all data-parallel ranks, so the result does not depend on packing or on the number of ranks.
+* The model does not run on sequences that have no gradient, but they count in means and metrics.
 * Every rank calls every function, in the same order: forward passes and updates are collective.
 
 The objective (areal_lite/algo/objectives) decides what is computed; this module decides the order.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.losses import LossOutput
+from areal_lite.algo.metrics import combined
 from areal_lite.algo.objectives.base import FlatBatch, Objective, denominator
 from areal_lite.algo.objectives.critic import critic_loss
 from areal_lite.algo.objectives.metrics import batch_metrics
@@ -46,12 +48,20 @@ class StepResult:
 class _Update:
     """The tokens of one optimizer update; all token indices point into the batch of the step.
 
-    token_index: int64, on the device: all tokens of `microbatches`.
+    microbatches: the sequences that have a gradient, or the first one if this rank has none;
+    token_index: int64, on the device: all tokens of the update;
+    idle_index: those of the sequences without a gradient.
     """
 
     microbatches: list[Microbatch]
     token_index: Tensor
+    idle_index: Tensor
     first: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no sequence of this rank has a gradient."""
+        return len(self.idle_index) == len(self.token_index)
 
 
 def policy_step(
@@ -64,7 +74,9 @@ def policy_step(
     objective.set_targets(flat, data_parallel_sum)
     updates = [
         _run_update(models, objective, flat, update, config)
-        for update in _updates(models.policy, batch, config.trainer.minibatches)
+        for update in _updates(
+            models.policy, batch, objective.trains_on(flat), config.trainer.minibatches
+        )
     ]
     if not objective.recompute_prox:
         models.policy.from_last_stage(flat.prox)  # the loss has filled it in there
@@ -109,23 +121,31 @@ def _forward_passes(
     """Set the log-probs and values before the step that the objective needs."""
     microbatches = models.policy.microbatches(batch)
     if objective.recompute_prox:
-        flat.prox = models.policy.logprobs(microbatches, temperature)
+        flat.prox, flat.entropy = models.policy.logprobs_and_entropies(microbatches, temperature)
     if models.reference:
         flat.reference = models.reference.logprobs(batch, temperature)
     if models.critic:
         flat.values = models.critic.values(microbatches)
 
 
-def _updates(policy: Policy, batch: TrainBatch, num: int) -> Iterator[_Update]:
-    """Yield `num` updates of equally many whole groups each."""
+def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> Iterator[_Update]:
+    """Yield `num` updates of equally many whole groups each; trains_on: bool [n]."""
+    active = trains_on.cpu().numpy()
     for number, sequences in enumerate(batch.minibatches(num)):
-        token_index = torch.from_numpy(batch.token_indices(sequences))
+        idle = sequences[~active[sequences]]
+        chosen = sequences[active[sequences]]
+        if not len(chosen):
+            chosen = sequences[:1]  # every rank takes part in an update
+        run_index = torch.from_numpy(batch.token_indices(chosen))
         microbatches = [
-            replace(microbatch, token_index=token_index[microbatch.token_index])
-            for microbatch in policy.microbatches(batch.select(sequences.tolist()))
+            replace(microbatch, token_index=run_index[microbatch.token_index])
+            for microbatch in policy.microbatches(batch.select(chosen))
         ]
         yield _Update(
-            microbatches=microbatches, token_index=token_index.to(policy.device), first=number == 0
+            microbatches=microbatches,
+            token_index=torch.from_numpy(batch.token_indices(sequences)).to(policy.device),
+            idle_index=torch.from_numpy(batch.token_indices(idle)).to(policy.device),
+            first=number == 0,
         )
 
 
@@ -141,8 +161,20 @@ def _run_update(
 
     minibatch = objective.minibatch(flat, update.token_index, current_logprobs, data_parallel_sum)
 
+    idle = [update.idle_index] if len(update.idle_index) else []
+
     def policy_loss(logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> LossOutput:
-        return objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
+        output = objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
+        if not idle:
+            return output
+        # The first microbatch reports the metrics of the idle tokens.
+        index = idle.pop()
+        metrics = objective.loss(
+            flat, minibatch, index, flat.prox[index], flat.entropy[index]
+        ).metrics
+        if update.is_idle:  # the sequence that ran is one of them
+            return LossOutput(0.0 * output.loss, metrics)
+        return LossOutput(output.loss, combined(output.metrics, metrics))
 
     reported = policy.update(update.microbatches, policy_loss, temperature, objective.lr_factor)
     if critic is None:

@@ -1,12 +1,15 @@
 """One training step on a real policy: invariance to packing, minibatches and prox."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from areal_lite.algo.objectives.balance import BalanceObjective
+from areal_lite.algo.objectives.ratio import RatioObjective
 from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
@@ -247,6 +250,48 @@ def test_every_objective_trains_and_does_not_depend_on_packing(model, name):
         assert np.isfinite(np.concatenate([np.atleast_1d(x) for x in metrics.values()])).all()
         for key, value in metrics.items():
             assert value == pytest.approx(others[key], rel=1e-3, abs=1e-4), key
+
+
+@pytest.mark.parametrize(
+    "name, uniform",
+    [*[(name, [0, 1]) for name in OBJECTIVES], ("ppo", [1, 3]), ("ppo", [0, 1, 2, 3])],
+)
+def test_running_only_what_has_a_gradient_changes_nothing(model, name, uniform, monkeypatch):
+    """Groups of equal rewards: all of the first of two updates, scattered ones, and all."""
+    data = batch()
+    data.rewards[np.isin(data.group_ids, uniform)] = 1.0
+    algo = replace(OBJECTIVES.get(name, AlgoConfig()), reference=str(model))
+    run = partial(steps, model, data, algo, minibatches=2)
+    (metrics, weights), tokens = run(), _tokens_run(monkeypatch, run)
+    for objective in (RatioObjective, BalanceObjective):
+        monkeypatch.setattr(objective, "trains_on", lambda _, flat: torch.ones_like(flat.truncated))
+    (expected_metrics, expected), all_tokens = run(), _tokens_run(monkeypatch, run)
+    assert_same(weights, expected, 2e-6)
+    # In the second update of a step the policy has moved, but not for the metrics of the others.
+    moved = {"entropy", "ratio", "ratio_max", "ratio_chi2", "reference_kl", "behavior_weight"}
+    for row, expected_row in zip(metrics, expected_metrics):
+        for key in expected_row.keys() - moved:
+            assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-5), key
+        assert row["entropy"] == pytest.approx(expected_row["entropy"], rel=1e-3)
+    assert all_tokens == 2 * len(data.tokens), "each of two steps runs the model on every token"
+    if name in {"ppo", "gspo", "cispo", "reinforce", "rejection"}:
+        assert tokens < 0.7 * all_tokens
+    elif name != "kl in reward":
+        assert tokens == all_tokens
+
+
+def _tokens_run(monkeypatch, run) -> int:
+    """Count the tokens that the policy's updates run the model on."""
+    counts, update = [], Policy.update
+
+    def counting(policy, microbatches, *args):
+        counts.extend(len(microbatch.tokens) for microbatch in microbatches)
+        return update(policy, microbatches, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "update", counting)
+        run()
+    return sum(counts)
 
 
 def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trainer):  # noqa: B008

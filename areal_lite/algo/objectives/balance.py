@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from areal_lite.algo.losses import LossOutput
@@ -48,6 +49,9 @@ class BalanceObjective:
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         batch.rewards = self.shaping.rewards(batch)
+
+    def trains_on(self, batch: FlatBatch) -> Tensor:
+        return torch.ones_like(batch.truncated)
 
     def minibatch(
         self,

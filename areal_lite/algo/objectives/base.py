@@ -5,6 +5,7 @@ A step makes these calls, in this order:
     mask         -> which tokens count
     (forward passes of the policy, the reference policy and the critic fill prox, reference, values)
     set_targets  -> rewards become advantages and returns
+    trains_on    -> which sequences can have a gradient
     minibatch    -> totals of one optimizer update, over all data-parallel ranks
     loss         -> one microbatch's share of that update's loss
     lr_factor    -> how much of the learning rate that update takes
@@ -30,7 +31,7 @@ from areal_lite.algo.reduction import reduction_count
 Reduce = Callable[[Tensor], Tensor]
 
 _PER_TOKEN = {
-    *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox"),
+    *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox", "entropy"),
     *("reference", "values", "advantages", "returns"),
 }
 
@@ -40,8 +41,8 @@ class FlatBatch:
     """The whole groups of one rank as flat tensors on its device.
 
     The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
-    uses them. `prox` is written before the first update, or by the loss if `recompute_prox` is
-    false.
+    uses them. `prox` and `entropy` are written before the first update. If `recompute_prox` is
+    false, the loss writes `prox`, and there is no `entropy`.
     """
 
     version: int
@@ -58,6 +59,8 @@ class FlatBatch:
     """int64 [T]: the index of the token's sequence."""
     prox: Tensor
     """float32 [T]: log-probs under the weights before the step."""
+    entropy: Tensor = field(init=False)
+    """float32 [T]: entropies under the weights before the step."""
     reference: Tensor = field(init=False)
     """float32 [T]: log-probs under the reference policy."""
     values: Tensor = field(init=False)
@@ -123,6 +126,14 @@ class Objective(Protocol):
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         """Turn the rewards of `batch` into the targets that the loss reads."""
+        ...
+
+    def trains_on(self, batch: FlatBatch) -> Tensor:
+        """Return the sequences whose loss can have a gradient, bool [n].
+
+        The model does not run on the others. `loss` gets their tokens once, with the log-probs and
+        entropies from before the step. `recompute_prox` is true if there are any.
+        """
         ...
 
     def minibatch(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from areal_lite.algo.correction import (
@@ -87,6 +88,17 @@ class RatioObjective:
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         norms = self._squared_norms(batch) if self.estimator.needs_norms else None
         self.estimator.set_advantages(batch, self.shaping.rewards(batch), self.kl, reduce, norms)
+
+    def trains_on(self, batch: FlatBatch) -> Tensor:
+        """Leave out sequences without an advantage, such as those of a group of equal rewards.
+
+        A KL term in the loss, an entropy term and a critic train on every sequence.
+        """
+        others = self.kl.in_loss or self.entropy_coef or self.needs_critic
+        if others or not self.recompute_prox:
+            return torch.ones_like(batch.truncated)
+        counted = batch.mask & (batch.advantages != 0)
+        return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
 
     def minibatch(
         self,
