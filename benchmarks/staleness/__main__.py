@@ -1,13 +1,15 @@
 """Which objective bears stale data: paired runs on addition.
 
-    python -m benchmarks.staleness grid --seeds 1    # each arm at three learning rates
-    python -m benchmarks.staleness speed --seeds 1 2 3 4 5
+    python -m benchmarks.staleness grid      # each clip at three learning rates
+    python -m benchmarks.staleness speed     # how fast a clip lets a carry be learned
+    python -m benchmarks.staleness weight    # what the weight does where no clip acts
+    python -m benchmarks.staleness cures     # additions to decoupled PPO at lags of 16 to 64
     python -m benchmarks.staleness speed --picture     # draws what there is, runs nothing
 
 Every run is `areal-lite train` of this checkout, with a real SGLang server and a real Megatron
 trainer. A run takes about three minutes on one core. Runs of a seed start from the same warmed-up
-model and see the same prompts. Each finished run adds a line to <out>/STUDY.jsonl, and is not run
-again. So a command that was stopped continues.
+model and see the same prompts. Each finished run adds a line to <out>/runs.jsonl, and no study runs
+it again. So a command that was stopped continues.
 """
 
 import argparse
@@ -34,12 +36,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "staleness")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{args.study}.jsonl"
+    path = args.out / "runs.jsonl"
     if not args.picture:
         train(args, path)
     found = records.read(path)
     check_study(found)
-    pictures.draw(args.study, found, args.out / f"{args.study}.png")
+    names = {cell.name for seed in args.seeds for cell in STUDIES[args.study](seed)}
+    own = [record for record in found if record["name"] in names]
+    pictures.draw(args.study, own, args.out / f"{args.study}.png")
 
 
 def train(args: argparse.Namespace, path: Path) -> None:

@@ -52,12 +52,12 @@ def check_study(records: Iterable[dict]) -> None:
     Raises ValueError for a seed whose runs saw other prompts, for two seeds that saw the same, and
     for a clip that never acted although a step has several updates.
     """
-    prompts: dict[int, set[int]] = defaultdict(set)
+    prompts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for record in records:
-        prompts[record["seed"]].add(record["prompts"])
-        if not record["clip_fraction"]:
+        prompts[record["seed"], record["steps"]].add(record["prompts"])
+        if record["minibatches"] > 1 and not record["clip_fraction"]:
             raise ValueError(f"idle clip: {record['name']} clipped no token")
-    for seed, found in prompts.items():
+    for (seed, _), found in prompts.items():
         if len(found) > 1:
             raise ValueError(f"lost seed: the runs of seed {seed} saw different prompts")
     if len({next(iter(found)) for found in prompts.values()}) < len(prompts):

@@ -9,18 +9,23 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-COLORS = {"decoupled": "#0072b2", "behavior": "#d55e00", "unweighted": "#6a3d9a"}
-LABELS = {
-    "decoupled": "decoupled, weighted",
-    "behavior": "clip around the behavior policy",
-    "unweighted": "decoupled, no weight",
+ARMS = {
+    "decoupled": ("#0072b2", "decoupled, weighted"),
+    "behavior": ("#d55e00", "clip around the behavior policy"),
+    "unweighted": ("#6a3d9a", "decoupled, no weight"),
+    "ess": ("#009e73", "learning rate follows the ESS"),
+    "moment": ("#e69f00", "second moment below 0.04"),
+    "variation": ("#56b4e9", "total variation below 0.2"),
+    "range": ("#cc79a7", "ratios from 0.5 to 2"),
+    "penalty": ("#222222", "penalty on the divergence"),
 }
+"""The color and the label of each arm."""
 
 
 def draw(study: str, records: list[dict], path: Path) -> None:
     """Draw the picture of a study. Without records there is none."""
     if records:
-        {"grid": _grid, "speed": _speed}[study](records, path)
+        (_speed if study == "speed" else _grid)(records, path)
 
 
 def _grid(records: list[dict], path: Path) -> None:
@@ -82,7 +87,7 @@ def _axes(rows: int, columns: int) -> tuple[plt.Figure, np.ndarray]:
 
 def _curves(axes: Axes, records: list[dict], key: str = "rewards") -> None:
     """Draw a thin line per seed and a thick one for their mean, arm by arm."""
-    for arm, color in COLORS.items():
+    for arm, (color, label) in ARMS.items():
         values = [r[key] for r in records if r["arm"] == arm]
         if not values:
             continue
@@ -99,7 +104,7 @@ def _curves(axes: Axes, records: list[dict], key: str = "rewards") -> None:
             np.ma.masked_invalid(table).mean(0),
             color=color,
             linewidth=1.8,
-            label=LABELS[arm],
+            label=label,
         )
 
 

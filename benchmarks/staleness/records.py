@@ -10,13 +10,13 @@ import numpy as np
 from benchmarks.launch import areal_lite, warm_up
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run
-from benchmarks.staleness.studies import GROUPS, MODEL, STEPS, WARM_UP, Cell
+from benchmarks.staleness.studies import GROUPS, MODEL, WARM_UP, Cell
 
 _MEANS = ("clip_fraction", "clip_fraction_high", "behave_kl", "ess", "weight_max", "grad_norm")
 
 
 def read(path: Path) -> list[dict]:
-    """Return the records of a study."""
+    """Return the records of all runs."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -40,7 +40,7 @@ def run(work: Path, cell: Cell) -> dict:
 def _record(run_dir: Path, cell: Cell) -> dict:
     summary = json.loads((run_dir / "summary.json").read_text())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == STEPS, f"{run_dir} was stopped after {len(rows)} steps"
+    assert len(rows) == cell.steps, f"{run_dir} was stopped after {len(rows)} steps"
     late = [row["staleness_mean"] for row in rows[cell.lag :]]
     assert set(late) == {float(cell.lag)}, f"{run_dir}: the lag was not {cell.lag}"
     store = run_dir / "trajectories.sqlite"

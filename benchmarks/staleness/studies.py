@@ -9,7 +9,6 @@ exactly `lag` versions old after the first steps, at any speed of the machine.
 from dataclasses import dataclass
 from itertools import product
 
-STEPS = 110
 GROUPS = 16
 MODEL = "hidden_size=96 num_layers=3 mlp_size=192"
 WARM_UP = (
@@ -20,33 +19,50 @@ WARM_UP = (
 COMMON = (
     "data.max_digits=3 algo=quickstart algo.prox=recompute"
     " rollout.group_size=16 rollout.max_new_tokens=64 rollout.max_concurrent=256"
-    f" trainer.batch_groups={GROUPS} trainer.minibatches=4 trainer.lr_schedule=constant"
+    f" trainer.batch_groups={GROUPS} trainer.lr_schedule=constant"
     " trainer.lr_warmup_steps=0 trainer.adam_eps=1e-5 trainer.save_every=0"
-    f" trainer.steps={STEPS} buffer.fixed_lag=true eval.problems=512"
+    " buffer.fixed_lag=true eval.problems=512"
 )
+_DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
 ARMS = {
-    "decoupled": "algo.decoupled=true algo.correction.mode=cap",
+    "decoupled": _DECOUPLED,
     "behavior": "algo.decoupled=false algo.correction.mode=cap",
     "unweighted": "algo.decoupled=true algo.correction.mode=off",
+    "ess": f"{_DECOUPLED} algo.scale_lr_by_ess=true",
+    "moment": f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}",
+    "variation": f"{_DECOUPLED} algo.rejection={{by:tv,above:0.2,outward:true}}",
+    "range": f"{_DECOUPLED} algo.rejection={{by:ratio,above:2,below:0.5}}",
+    "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
 }
 """decoupled: clip around the proximal policy, weights to the behavior policy capped at 5.
-behavior: clip around the behavior policy. unweighted: decoupled without the weight."""
+behavior: clip around the behavior policy. unweighted: decoupled without the weight.
+
+The others are decoupled with one addition. ess: a learning rate that follows the effective sample
+size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
+variation, or by the ratio. penalty: the divergence from the behavior policy in the loss."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: an arm of a study, at a lag in steps and a learning rate, with a seed."""
+    """One run: an arm at a lag in steps and a learning rate, with a seed.
 
-    study: str
+    A cell that belongs to several studies is run once.
+    """
+
     arm: str
     lag: int
     lr: float
     seed: int
     eps: float = 0.1
+    minibatches: int = 4
+    steps: int = 110
 
     @property
     def name(self) -> str:
-        return f"{self.study}-{self.arm}-lag{self.lag}-lr{self.lr:g}-eps{self.eps:g}-{self.seed}"
+        return (
+            f"{self.arm}-lag{self.lag}-lr{self.lr:g}-eps{self.eps:g}"
+            f"-updates{self.minibatches}x{self.steps}-{self.seed}"
+        )
 
     @property
     def settings(self) -> list[str]:
@@ -56,6 +72,8 @@ class Cell:
             *ARMS[self.arm].split(),
             f"buffer.max_staleness={self.lag}",
             f"trainer.lr={self.lr:g}",
+            f"trainer.minibatches={self.minibatches}",
+            f"trainer.steps={self.steps}",
             f"algo.eps_low={self.eps:g}",
             f"algo.eps_high={self.eps:g}",
             f"seed={self.seed}",
@@ -63,20 +81,38 @@ class Cell:
         ]
 
 
+CLIPS = ("decoupled", "behavior", "unweighted")
+CURES = ("decoupled", "ess", "moment", "variation", "range", "penalty")
 LRS = (3e-5, 1e-4, 3e-4)
 
 
 def grid(seed: int) -> list[Cell]:
-    """Return every arm at every learning rate, at lag 8 and without lag."""
-    return [Cell("grid", arm, lag, lr, seed) for lag, arm, lr in product((8, 0), ARMS, LRS)]
+    """Return every clip at every learning rate, at lag 8, and fresh data for comparison."""
+    fresh = [Cell("decoupled", 0, lr, seed) for lr in LRS]
+    return [*[Cell(arm, 8, lr, seed) for lr, arm in product(LRS, CLIPS)], *fresh]
 
 
-def speed(seed: int, lr: float = 1e-4) -> list[Cell]:
-    """Return the speed limit: each arm at each lag and both clip ranges."""
+def speed(seed: int) -> list[Cell]:
+    """Return the speed limit: each clip at each lag and both clip ranges."""
     return [
-        Cell("speed", arm, lag, lr, seed, eps)
-        for eps, lag, arm in product((0.1, 0.2), (8, 4, 2, 0), ARMS)
+        Cell(arm, lag, 1e-4, seed, eps)
+        for eps, lag, arm in product((0.1, 0.2), (8, 4, 2, 0), CLIPS)
     ]
 
 
-STUDIES = {"grid": grid, "speed": speed}
+def weight(seed: int) -> list[Cell]:
+    """Return what the weight does where no clip acts: one update a step."""
+    return [
+        Cell(arm, lag, lr, seed, minibatches=1, steps=220)
+        for lag, lr, arm in product((16, 64), (3e-4, 1e-3), ("decoupled", "unweighted"))
+    ]
+
+
+def cures(seed: int) -> list[Cell]:
+    """Return the additions to decoupled PPO at large lags, and fresh data for comparison."""
+    stale = product((16, 32, 64), (3e-5, 1e-4), CURES)
+    fresh = [Cell("decoupled", 0, lr, seed, steps=220) for lr in (3e-5, 1e-4)]
+    return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]
+
+
+STUDIES = {"grid": grid, "speed": speed, "weight": weight, "cures": cures}

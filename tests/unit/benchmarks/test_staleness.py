@@ -18,7 +18,7 @@ from areal_lite.trajectory import Group, Trajectory
 from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study
-from benchmarks.staleness.studies import STUDIES
+from benchmarks.staleness.studies import ARMS, STUDIES, Cell
 
 rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
 
@@ -27,13 +27,36 @@ rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
 def test_cells_are_the_runs_that_they_name(study: str) -> None:
     cells = STUDIES[study](3)
     assert len({cell.name for cell in cells}) == len(cells)
-    for cell in cells[:4]:
+    for cell in cells[:: max(1, len(cells) // 6)]:
         config = to_dataclass(
             compose_config("train", ["model=warm", "run_dir=run", *cell.settings])
         )
         assert config.buffer.max_staleness == cell.lag and config.buffer.fixed_lag
         assert (config.trainer.lr, config.seed, config.data.seed) == (cell.lr, 3, 3)
         assert config.algo.eps_low == config.algo.eps_high == cell.eps
+        assert (config.trainer.steps, config.trainer.minibatches) == (cell.steps, cell.minibatches)
+
+
+def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
+    configs = {}
+    for arm in ARMS:
+        settings = Cell(arm, 8, 1e-4, 1).settings
+        configs[arm] = to_dataclass(compose_config("train", ["model=w", "run_dir=r", *settings]))
+    changed = {
+        arm: {key for key, value in vars(config.algo).items() if value != getattr(base.algo, key)}
+        for base in [configs["decoupled"]]
+        for arm, config in configs.items()
+    }
+    assert changed == {
+        "decoupled": set(),
+        "behavior": {"decoupled"},
+        "unweighted": {"correction"},
+        "ess": {"scale_lr_by_ess"},
+        "moment": {"rejection"},
+        "variation": {"rejection"},
+        "range": {"rejection"},
+        "penalty": {"kl"},
+    }
 
 
 def test_the_probability_of_a_carry_is_the_policys(tmp_path: Path) -> None:
@@ -120,7 +143,7 @@ def test_a_run_is_checked_by_its_store(tmp_path: Path, fault: str | None, messag
 
 
 def test_runs_are_checked_against_each_other() -> None:
-    run = {"arm": "decoupled", "clip_fraction": 0.1, "name": "x"}
+    run = {"clip_fraction": 0.1, "name": "x", "steps": 110, "minibatches": 4}
     check_study([{**run, "seed": seed, "prompts": seed} for seed in (1, 1, 2)])
     with pytest.raises(ValueError, match="runs of seed 1 saw different"):
         check_study([{**run, "seed": 1, "prompts": prompts} for prompts in (1, 2)])
