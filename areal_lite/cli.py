@@ -1,12 +1,13 @@
 """`areal-lite COMMAND [Hydra overrides]`, the same as `python -m areal_lite`.
 
 Exit statuses: 0 for success, 1 for a run that failed, 2 for a mistake in the command line, 130 for
-an interrupted run. The configuration is composed and checked before anything heavy is imported, and
-a mistake is one line on stderr.
+an interrupted run, 141 if the reader of a pipe (such as `head`) has left. The configuration is
+composed and checked before anything heavy is imported, and a mistake is one line on stderr.
 """
 
 import importlib
 import os
+import select
 import sys
 from typing import Any, NamedTuple
 
@@ -38,11 +39,11 @@ class Mode(NamedTuple):
 _COMMANDS = {
     "train": Command(
         "areal_lite.launch.local:run",
-        "reinforcement learning: servers, controller and trainer on this machine",
+        "train with reinforcement learning on this machine",
     ),
     "quickstart": Command(
         "areal_lite.quickstart.quickstart:run",
-        "make-model, sft and train of a small model on the addition task",
+        "make, warm up and train a small model on the addition task",
     ),
     "make-model": Command(
         "areal_lite.quickstart.make_model:run",
@@ -54,26 +55,31 @@ _COMMANDS = {
     ),
     "eval": Command(
         "areal_lite.launch.evaluate:run",
-        "greedy accuracy and pass@k of a checkpoint on held-out problems",
+        "measure greedy accuracy and pass@k of a checkpoint on held-out problems",
     ),
     "generate": Command("areal_lite.launch.evaluate:run", "try prompts on a checkpoint"),
     "chat": Command(
         "areal_lite.launch.chat:run", "talk to a model, or to a run's newest checkpoint"
     ),
     "export": Command(
-        "areal_lite.launch.export:run", "a run's checkpoint as a Hugging Face folder"
+        "areal_lite.launch.export:run", "write a run's checkpoint as a Hugging Face folder"
     ),
-    "report": Command("areal_lite.report.commands:report", "one page about a run, for a browser"),
-    "compare": Command("areal_lite.report.commands:compare", "one page about two or more runs"),
-    "inspect": Command("areal_lite.report.commands:inspect", "trajectories in the terminal"),
-    "trace": Command("areal_lite.report.commands:trace", "a run as a trace for Perfetto"),
+    "report": Command(
+        "areal_lite.report.commands:report", "write one page about a run, for a browser"
+    ),
+    "compare": Command(
+        "areal_lite.report.commands:compare", "write one page about two or more runs"
+    ),
+    "inspect": Command("areal_lite.report.commands:inspect", "print trajectories in the terminal"),
+    "trace": Command("areal_lite.report.commands:trace", "write a run as a trace for Perfetto"),
     "diagnose": Command(
-        "areal_lite.diagnose.command:run", "what is wrong with a run, and which setting to change"
+        "areal_lite.diagnose.command:run",
+        "say what is wrong with a run, and which setting to change",
     ),
-    "doctor": Command("areal_lite.launch.doctor:run", "checks whether runs work on this machine"),
+    "doctor": Command("areal_lite.launch.doctor:run", "check whether runs work on this machine"),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
-        "submit a training run to Slurm: servers, controller and trainer on many nodes",
+        "submit a training run to Slurm, for one node or many",
     ),
     "prepare": Command(
         "areal_lite.launch.prepare:run",
@@ -90,6 +96,7 @@ _MODES = {
 }
 _HELP = ("--help", "-h")
 _SWEEP = ("--multirun", "-m")
+_NO_READER = 141  # what a shell shows of a program that SIGPIPE has ended
 _FLAGS = (*_HELP, *_SWEEP, "--cfg", *_MODES)
 
 
@@ -114,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     except RecursionError:
         return _fail("an override has too many brackets in each other")
     except (ValueError, OSError) as error:
-        return _fail(_reason(error))
+        return _NO_READER if _reader_left(error) else _fail(_reason(error))
     except KeyboardInterrupt:
         return 130
     modes = [mode.entry for flag, mode in _MODES.items() if flag in flags]
@@ -201,7 +208,7 @@ def _run(entry: str, configs: list[Any]) -> int:
             run = getattr(importlib.import_module(module), name)
             return next((status for config in configs if (status := run(config))), 0)
     except (ValueError, OSError) as error:
-        return _fail(_reason(error), status=1)
+        return _NO_READER if _reader_left(error) else _fail(_reason(error), status=1)
     except KeyboardInterrupt:
         return 130
 
@@ -246,6 +253,18 @@ def _reason(error: ValueError | OSError) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def _reader_left(error: Exception) -> bool:
+    """Tell whether `error` is a stdout without a reader. If so, drop what is left to write."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    left = any(event & select.POLLERR for _, event in poll.poll(0))
+    if left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return left
 
 
 def _fail(message: str, status: int = 2) -> int:

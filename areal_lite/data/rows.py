@@ -47,7 +47,7 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
-        raise ValueError(f"{name} is not installed: pip install 'areal-lite[hf]'") from None
+        raise ValueError(f"{name} is not installed: pip install datasets") from None
 
 
 def _jsonl_file(path: Path) -> Iterator[Row]:

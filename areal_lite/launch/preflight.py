@@ -111,8 +111,9 @@ def _model_folder(key: str, model: str) -> None:
     for file in ("config.json", "tokenizer.json"):
         if not os.path.isfile(Path(model) / file):  # False, too, for a path that cannot be
             raise ValueError(
-                f"{key}={model}: no {file} there; give a Hugging Face checkpoint folder "
-                "(`areal-lite make-model` writes a small one)"
+                f"{key}={model}: no {file} there; give the folder of a Hugging Face checkpoint: "
+                "`hf download ORG/NAME --local-dir FOLDER` downloads one, "
+                "and `areal-lite make-model` writes a small one"
             )
 
 

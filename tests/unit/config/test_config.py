@@ -300,3 +300,14 @@ def test_a_mistake_shows_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 102, done.stderr
+
+
+def test_a_reader_that_leaves_ends_the_command_silently():
+    """`areal-lite train --help | head` prints no error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from areal_lite.cli import main; sys.exit(main(['train', '--help']))"
+    command = [sys.executable, "-c", code]
+    with os.fdopen(writer, "wb") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")

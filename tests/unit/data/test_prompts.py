@@ -282,5 +282,5 @@ def test_a_missing_library_is_named_with_its_remedy(
     (tmp_path / "train.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     config = DataConfig(source="hf", path=str(tmp_path))
-    with pytest.raises(ValueError, match=r"pyarrow.parquet is not installed: pip install 'areal"):
+    with pytest.raises(ValueError, match=r"pyarrow.parquet is not installed: pip install datasets"):
         list(hf_rows(config, "train"))
