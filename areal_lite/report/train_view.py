@@ -49,13 +49,21 @@ class RunState:
         """Return the newest step, or nothing."""
         return self.steps[-1] if self.steps else {}
 
+    @property
+    def timed(self) -> Sequence[Mapping[str, Any]]:
+        """Return the recent steps without the first one, which includes the start of the servers.
+
+        If there is only the first one, return it.
+        """
+        return [step for step in self.steps if step["step"] > 1] or self.steps
+
     def total(self, key: str) -> float | None:
-        """Return the sum of `key` over the recent steps; None if one of them lacks it."""
-        values = [value for step in self.steps if (value := step.get(key)) is not None]
-        return float(sum(values)) if values and len(values) == len(self.steps) else None
+        """Return the sum of `key` over the timed steps; None if one of them lacks it."""
+        values = [value for step in self.timed if (value := step.get(key)) is not None]
+        return float(sum(values)) if values and len(values) == len(self.timed) else None
 
     def per_second(self, key: str) -> float | None:
-        """Return `key` per second of the recent steps."""
+        """Return `key` per second of the timed steps."""
         amount, seconds = self.total(key), self.total("time_s")
         return amount / seconds if amount is not None and seconds else None
 
@@ -63,9 +71,7 @@ class RunState:
 def train_view(state: RunState) -> View:
     """Lay out what a run has published."""
     steps = state.config.trainer.steps
-    # The first step includes the start of the servers.
-    later = [step for step in state.steps if step["step"] > 1]
-    times_s = [step["time_s"] for step in later or state.steps]
+    times_s = [step["time_s"] for step in state.timed]
     sections = [_learning(state), _generation(state), _speed(state), _off_policy(state)]
     if state.config.debug == "train_only":  # without servers
         del sections[1]
@@ -126,15 +132,22 @@ def _accuracy(evaluation: Mapping[str, Any] | None, key: str) -> str:
 def _generation(state: RunState) -> Section:
     status = state.status
     ready = f"{status.servers_ready} of {state.config.server.count}" if status else _UNKNOWN
-    flying = f"{status.in_flight} of {status.concurrency_limit}" if status else _UNKNOWN
     return Section(
         "generation",
         (
             Row("servers ready", ready),
-            Row("in flight", flying),
+            Row("in flight", _in_flight(status)),
             Row("pause of a push", _show(state.newest, "pause_s", pause)),
         ),
     )
+
+
+def _in_flight(status: ControllerStatus | None) -> str:
+    if status is None:
+        return _UNKNOWN
+    if not status.servers_ready:
+        return f"{status.in_flight} wait for a server"
+    return f"{status.in_flight} of {status.concurrency_limit}"
 
 
 def _speed(state: RunState) -> Section:
@@ -173,7 +186,7 @@ def _step_time(state: RunState) -> str:
     time_s, wait_s = state.total("time_s"), state.total("wait_s")
     if not time_s:
         return _UNKNOWN
-    mean_s = time_s / len(state.steps)
+    mean_s = time_s / len(state.timed)
     mean = f"{short(mean_s)} s" if mean_s < 100 else duration(mean_s)
     return mean if wait_s is None else f"{mean}, waits {wait_s / time_s:.0%}"
 
@@ -185,7 +198,7 @@ def _waits(state: RunState) -> list[Row]:
         rows.append(Row("servers", _servers(state)))
     if state.status and state.status.evaluating:
         versions = ", ".join(str(version) for version in state.status.evaluating)
-        rows.append(Row("evaluation", f"of step {versions} goes on"))
+        rows.append(Row("evaluation", f"of step {versions} in progress"))
     return rows
 
 
@@ -220,8 +233,11 @@ def _servers(state: RunState) -> str:
     if status.trainer is TrainerPhase.PUSHING:
         return "take new weights"
     if status.can_admit:
-        idle = "have no requests: rewards or tools are at work"
-        return f"generate: {status.requests} requests" if status.requests else idle
+        if not status.requests:
+            return "have no requests: rewards or tools are at work"
+        # Those of an evaluation come on top of what is in flight for training.
+        more = ", evaluation included" if status.evaluating else ""
+        return f"generate: {status.requests} requests{more}"
     if status.version + state.config.max_lead + 1 >= state.config.trainer.steps:
         reason = "no more are needed"
     else:

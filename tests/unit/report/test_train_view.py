@@ -66,21 +66,23 @@ def test_every_number_of_a_run():
         "in flight": "16 of 32",
         "pause of a push": "32 ms",
         "tokens": "1k/s",
-        "trajectories": "21.33/s",
+        "trajectories": "21.3/s",
         "a step": "3 s, waits 17%",
         "staleness": "mean 1.25, max 4",
         "clipped": "0.42% of tokens",
         "behavior weight": "mean 0.98, max 1.31",
         "trainer": WAITS,
-        "servers": "generate: 15 requests",
-        "evaluation": "of step 4 goes on",
+        "servers": "generate: 15 requests, evaluation included",
+        "evaluation": "of step 4 in progress",
     }
 
 
-def test_the_eta_leaves_out_the_first_step_if_it_can():
+def test_the_pace_leaves_out_the_first_step_if_it_can():
     first, second = {**STEP, "step": 1, "time_s": 60.0}, {**STEP, "step": 2}
     assert train_view(replace(RUN, steps=[first])).eta_s == 19 * 60.0 - 1.0
-    assert train_view(replace(RUN, steps=[first, second])).eta_s == 18 * 2.0 - 1.0
+    both = train_view(replace(RUN, steps=[first, second]))
+    assert both.eta_s == 18 * 2.0 - 1.0
+    assert values(both)["a step"].startswith("2 s")
 
 
 def test_before_the_first_step_nothing_is_known():
@@ -103,8 +105,16 @@ def test_what_a_step_does_not_have_is_unknown():
 @pytest.mark.parametrize(
     "changes, trainer, servers",
     [
-        ({"trainer": TrainerPhase.LOADING}, "loads the model", "generate: 15 requests"),
-        ({"trainer": TrainerPhase.TRAINING}, "trains on step 8", "generate: 15 requests"),
+        (
+            {"trainer": TrainerPhase.LOADING},
+            "loads the model",
+            "generate: 15 requests, evaluation included",
+        ),
+        (
+            {"trainer": TrainerPhase.TRAINING},
+            "trains on step 8",
+            "generate: 15 requests, evaluation included",
+        ),
         (
             {"trainer": TrainerPhase.PUSHING},
             "pushes its weights to the servers",
@@ -146,6 +156,16 @@ def test_who_waits_for_what(changes, trainer, servers):
     status = msgspec.structs.replace(STATUS, **changes)
     shown = values(train_view(replace(RUN, status=status)))
     assert (shown["trainer"], shown["servers"]) == (trainer, servers)
+
+
+def test_requests_are_in_flight_only_on_servers():
+    for changes, flying, servers in (
+        ({}, "16 of 32", "generate: 15 requests"),
+        ({"servers_ready": 0, "servers_announced": 0}, "16 wait for a server", "start"),
+    ):
+        status = msgspec.structs.replace(STATUS, evaluating=[], **changes)
+        shown = values(train_view(replace(RUN, status=status)))
+        assert (shown["in flight"], shown["servers"]) == (flying, servers)
 
 
 def test_the_end_of_a_run():
