@@ -32,9 +32,12 @@ areal_lite_install() {
     return
   fi
   echo "setup: installing for CPUs: 0.4 GB to download, 1.8 GB on disk, a few minutes" >&2
-  areal_lite_install_cpu_torch &&
-    areal_lite_pip -c "$root/constraints.txt" -e "${root}[$extras]" &&
-    areal_lite_pip --no-deps sglang==0.5.21 xgrammar==0.2.7
+  echo "setup: 1/3 torch" >&2
+  areal_lite_install_cpu_torch || return 1
+  echo "setup: 2/3 areal_lite and what it needs" >&2
+  areal_lite_pip -c "$root/constraints.txt" -e "${root}[$extras]" || return 1
+  echo "setup: 3/3 SGLang" >&2
+  areal_lite_pip --no-deps sglang==0.5.21 xgrammar==0.2.7
 }
 
 # Install the CPU build of torch. PyPI has only the CUDA build, gigabytes that no CPU uses, so the
