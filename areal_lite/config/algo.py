@@ -91,7 +91,7 @@ class AdvantageConfig:
     leave_one_out: bool = setting(
         False, "grpo: the baseline of a trajectory is the mean of the others."
     )
-    whiten: bool = setting(False, "Normalise the advantages over all tokens of the batch.")
+    whiten: bool = setting(False, "Normalize the advantages over all tokens of the batch.")
     gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", minimum=0, maximum=1)
     lam: float = setting(1.0, "gae: lambda, which trades variance for bias.", minimum=0, maximum=1)
 

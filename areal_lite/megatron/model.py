@@ -2,7 +2,7 @@
 
 The model is stock Megatron-core except for three parts of its layer specification: `RMSNorm`,
 `GatedMLP`, and `PackedAttention`, which also applies the rotary embedding (Megatron's own loops
-over the packed sequences). Weights are allocated but not initialised, because they come from a
+over the packed sequences). Weights are allocated but not initialized, because they come from a
 checkpoint.
 """
 
@@ -147,7 +147,7 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def _mark_split_weights(model: GPTModel) -> None:
-    """Mark weights as split. Megatron does so only when it initialises them.
+    """Mark weights as split. Megatron does so only when it initializes them.
 
     Without the mark the gradient norm would count the weights of one rank only.
     """

@@ -60,8 +60,9 @@ def show_matching(run_dir: Path, filters: InspectConfig) -> Iterator[RenderableT
     count, rows = matching(run_dir, filters)
     decode = token_decoder(run_dir, read_run_config(run_dir).get("model"))
     shown = min(count, filters.limit)
+    found = "1 trajectory matches" if count == 1 else f"{count} trajectories match"
     more = f"; the first {shown} follow (limit={filters.limit})" if shown < count else ""
-    yield Text(f"{count} trajectories match{more}", style="bold")
+    yield Text(f"{found}{more}", style="bold")
     for row in rows:
         ids = np.frombuffer(row["tokens"], np.int32).tolist()
         yield trajectory_text(row, token_texts(ids, decode))
@@ -90,7 +91,8 @@ def trajectory_text(row: dict[str, Any], texts: list[str]) -> RenderableType:
         if start > end:
             parts += _part("prompt" if not end else "environment", texts[end:start], "dim")
         mean = float(np.mean(logprobs[start:stop]))
-        label = f"version {version}, {stop - start} tokens, mean log-prob {mean:.2g}"
+        tokens = "1 token" if stop - start == 1 else f"{stop - start} tokens"
+        label = f"version {version}, {tokens}, mean log-prob {mean:.2g}"
         parts += _part(label, texts[start:stop], _COLORS[version % len(_COLORS)])
         end = stop
     if end < len(texts):

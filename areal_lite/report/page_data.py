@@ -105,7 +105,7 @@ def rollout_sample(run: RunRecords) -> list[dict[str, Any]]:
 
 
 def lane_data(run: RunRecords, edges: np.ndarray) -> dict[str, Any]:
-    """Return the utilisation lanes for the page: shares per bin, and over the whole run."""
+    """Return the utilization lanes for the page: shares per bin, and over the whole run."""
     lanes = build_lanes(run.columns, run.metrics, run.batch_groups, edges)
     return {
         "bins": len(edges) - 1,

@@ -7,7 +7,7 @@ Either way each token carries the version that the *server* reports for it
 (`meta_info.weight_versions`, SGLang >= 0.5.19) and its log-probability under that version.
 
 Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
-softmax(logits). SGLang does not renormalise them for top-p or top-k, so those are not offered:
+softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered:
 the log-probs would be of another distribution than the one sampled from.
 """
 

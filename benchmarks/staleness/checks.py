@@ -1,7 +1,7 @@
 """Checks that a comparison of runs is one: what silently spoils such studies.
 
 The four kinds are those of Probe the Harness (arXiv 2610.02911): a clip that never acts, a seed
-that does not reach the data, a batch that comes again, and a normaliser that counts something else.
+that does not reach the data, a batch that comes again, and a normalizer that counts something else.
 """
 
 import sqlite3
@@ -40,7 +40,7 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
             raise ValueError(f"stuck batch: steps {number} and {number + 1} have the same prompts")
         if row["trained_tokens"] != sampled[number]:
             raise ValueError(
-                f"rogue normaliser: step {number + 1} divides by {row['trained_tokens']:.0f} "
+                f"rogue normalizer: step {number + 1} divides by {row['trained_tokens']:.0f} "
                 f"tokens, and {sampled[number]} were sampled"
             )
     return zlib.crc32("\n".join(prompt for _, prompt, _ in used).encode())

@@ -52,7 +52,7 @@ MODELS = {
     ),
     "mistral_untied": ("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
-    "moe_unnormalised": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
+    "moe_unnormalized": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}),
 }
 # name -> (layout, its models, the models that it also trains)
 RUNS = {
@@ -69,10 +69,10 @@ RUNS = {
     ),
     "interleaved": (
         {"pipeline_parallel": 2, "virtual_pipeline": 2},
-        ("llama_tied", "qwen3_untied", "moe_unnormalised"),
+        ("llama_tied", "qwen3_untied", "moe_unnormalized"),
         (),
     ),
-    "expert": ({"data_parallel": 2, "expert_parallel": 2}, ("moe", "moe_unnormalised"), ("moe",)),
+    "expert": ({"data_parallel": 2, "expert_parallel": 2}, ("moe", "moe_unnormalized"), ("moe",)),
     "tensor_expert": (
         {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2, "expert_parallel": 2},
         ("moe",),
@@ -275,7 +275,7 @@ def test_updates_match_adamw_on_transformers(results, folder, tmp_path, run, nam
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_untied", "mistral_untied", "moe", "moe_unnormalised"])
+@pytest.mark.parametrize("name", ["llama3_untied", "mistral_untied", "moe", "moe_unnormalized"])
 def test_sglang_generates_with_the_log_probs_of_the_export(results, folder, tmp_path, name):
     results("single")
     exported = folder / "single" / name

@@ -1,4 +1,4 @@
-// Utilisation lanes: for each part of the run, the shares of its states over time.
+// Utilization lanes: for each part of the run, the shares of its states over time.
 const LANE_HEIGHT = 26;
 const LANE_GAP = 20;
 

@@ -115,7 +115,7 @@ def _completion(rng: random.Random, index: int, version: int, p: float) -> tuple
     [
         (None, ""),
         ("stuck", "stuck batch: steps 1 and 2"),
-        ("tokens", "rogue normaliser: step 2"),
+        ("tokens", "rogue normalizer: step 2"),
         ("short", "step 2 used 1 groups"),
     ],
 )

@@ -167,7 +167,7 @@ def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     for part in show_matching(tmp_path, InspectConfig(group=3)):
         console.print(part)
     text = stream.getvalue()
-    assert "1 trajectories match" in text and "[version 1, 30 tokens, mean log-prob -1]" in text
+    assert "1 trajectory matches" in text and "[version 1, 30 tokens, mean log-prob -1]" in text
     assert "\x00" not in text and "\\x00" in text
 
 
