@@ -47,6 +47,7 @@ NOWHERE = {
     "apt-get install": "it changes the system",
     ". .venv/bin/activate && pre-commit install": "it changes the hooks of the checkout",
     "docker compose": "it needs Docker",
+    "hf download": "it downloads a model",
     "cp .env.example .env": "it is for docker compose",
     'areal-lite train --dry-run "+experiment=[gsm8k,one_gpu]"': "it needs a GPU",
     "bash examples/slurm/small.sh": "it needs a Slurm cluster of two nodes",
@@ -54,7 +55,7 @@ NOWHERE = {
     "areal-lite train … rollout.workflow=module:name": "it is the pattern of those below it",
 }
 # How a line of a code block begins that is a command.
-COMMAND = re.compile(r"(areal-lite|python|bash|docker|apt-get|cp|echo|export|\.) |run_dir=\$\(")
+COMMAND = re.compile(r"(areal-lite|python|bash|docker|hf|apt-get|cp|echo|export|\.) |run_dir=\$\(")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Pages that choose small settings themselves.
 SMALL_PAGES = ("docs/first-run.md", "docs/python.md")
@@ -74,7 +75,6 @@ MODELS = (
     "models/Qwen2.5-1.5B-Instruct",
     "models/Qwen2.5-7B",
     "models/Qwen3-0.6B",
-    "path/to/Qwen3-0.6B",
 )
 TINY = "num_layers=2 hidden_size=64 num_heads=4 num_kv_heads=2 head_dim=16 mlp_size=128"
 FOLLOWS_S = 20
