@@ -88,6 +88,7 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     except (RuntimeError, TimeoutError, KeyboardInterrupt):
         if read_metrics(run_dir):
             finish(config, run_dir, started_at)
+        print(how_to_continue(config), file=sys.stderr)
         raise
     finish(config, run_dir, started_at)
     stopped = stop_requested(run_dir)
@@ -97,6 +98,19 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
             file=sys.stderr,
         )
     return stopped
+
+
+def how_to_continue(config: TrainConfig) -> str:
+    """Say from which step a run that ended early can continue, and how."""
+    if step := start_version(Path(config.run_dir)):
+        return (
+            f"the run ended early: the same command with run_dir={config.run_dir} resume=auto "
+            f"continues from step {step}"
+        )
+    return (
+        "the run ended early, without a checkpoint to continue from: trainer.save_every=N writes "
+        f"one every N steps (it is {config.trainer.save_every})"
+    )
 
 
 def _report_complete(config: TrainConfig, run_dir: Path) -> None:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from areal_lite.launch.local import _step_reporter, check_servers
+from areal_lite.config import TrainConfig
+from areal_lite.launch.local import _step_reporter, check_servers, how_to_continue
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool
 
@@ -42,6 +43,17 @@ def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None
     pool._failure = TimeoutError("no answer")
     with pytest.raises(TimeoutError):
         check_servers(pool, tmp_path, steps=3)
+
+
+def test_a_run_that_ended_early_says_how_it_continues(tmp_path) -> None:
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    config.trainer.save_every = 10
+    assert "every N steps (it is 10)" in how_to_continue(config)
+    checkpoint = tmp_path / "checkpoints" / "step-20"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    text = how_to_continue(config)
+    assert f"run_dir={tmp_path} resume=auto" in text and text.endswith("from step 20")
 
 
 def test_each_new_step_is_reported_once(tmp_path) -> None:
