@@ -8,7 +8,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def short(value: Any) -> str:
-    """Format a number for a glance: 0.71, 1.2, 37.8, 340, 4.1k, 3.9M. Return anything else as text."""
+    """Format a number for a glance: 0.71, 1.2, 37.8, 340, 4.1k, 3.9M. Anything else is text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
