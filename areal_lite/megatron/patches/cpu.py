@@ -139,8 +139,12 @@ CPU_SUBSTITUTIONS = (
 )
 
 # oneDNN multiplies float32 matrices more than twice as fast on AMD as MKL, which is behind
-# torch.matmul; on Intel both are equally fast.
-_ONEDNN = r'torch.ops.mkldnn._linear_pointwise({}, {}, None, "none", [], "")'
+# torch.matmul; on Intel both are equally fast. It refuses bfloat16 on a processor without AVX-512,
+# where torch.matmul converts it.
+_ONEDNN = (
+    r'(torch.ops.mkldnn._linear_pointwise({0}, {1}, None, "none", [], "")'
+    " if {0}.dtype == torch.float32 else torch.matmul({0}, ({1}).t()))"
+)
 ONEDNN_SUBSTITUTIONS = (
     Substitution(
         name="linear layer",
