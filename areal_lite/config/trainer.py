@@ -60,7 +60,14 @@ class TrainerConfig:
     fp32_head: bool = setting(
         False, "Output layer in float32, in the trainer and in the servers of the run."
     )
-    lr: float = setting(1e-4, "Learning rate of Adam.", above=0, maximum=1)
+    optimizer: str = setting(
+        "adam",
+        "adam is AdamW. sgd has no momentum and does not rescale the gradient, so a smaller "
+        "gradient is a smaller step (trainer.clip_grad still bounds it). sgd needs no moments; in "
+        "bfloat16 every data-parallel rank has all master weights.",
+        choices=("adam", "sgd"),
+    )
+    lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
     lr_schedule: str = setting(
         "constant",
         "Learning rate after the warm-up. wsd: constant, then a linear decay.",
@@ -86,7 +93,7 @@ class TrainerConfig:
     gradient_cosine: bool = setting(
         False,
         "Log the cosine of the gradients of consecutive updates as grad_cosine. It needs 2 bytes a "
-        "parameter, divided by trainer.data_parallel.",
+        "parameter, with adam divided by trainer.data_parallel.",
     )
     max_skipped_steps: int = setting(
         5,

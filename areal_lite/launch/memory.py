@@ -7,6 +7,8 @@ arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in byte
     weights b N · gradients 4 N · Adam moments 8 N / d
     float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
 
+SGD has no moments, and its masters are not divided by d.
+
 Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
 2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
 libraries' own memory. gpu_memory.py adds them for a GPU.
@@ -126,6 +128,7 @@ def rank_memory(
 ) -> RankMemory:
     """Estimate the memory of each rank of a stage, with full microbatches, on a GPU or without."""
     dense, experts = rank_parameters(hf, trainer, stage)
+    adam = trainer.optimizer == "adam"
     replicas = trainer.data_parallel * trainer.context_parallel
     sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
@@ -136,8 +139,8 @@ def rank_memory(
     return RankMemory(
         weights=itemsize * (dense + experts),
         gradients=4 * (dense + experts),
-        masters=0 if itemsize == 4 else 4 * sharded,
-        moments=8 * sharded,
+        masters=0 if itemsize == 4 else 4 * (sharded if adam else dense + experts),
+        moments=8 * sharded if adam else 0,
         activations=int(tokens * per_token),
         head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
     )

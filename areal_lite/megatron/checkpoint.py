@@ -24,11 +24,11 @@ from itertools import chain
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -37,6 +37,15 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
+from areal_lite.megatron.checkpoint_state import (
+    FORMAT,
+    Part,
+    check_state,
+    format_metadata,
+    live_storages,
+    restore,
+    sharded_state,
+)
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.parallel import on_every_rank
 from areal_lite.megatron.safe_loading import only_data
@@ -44,16 +53,6 @@ from areal_lite.run_dir.manifest import checksum, write_manifest
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
 from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
-
-_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-class Part(Protocol):
-    """One part of a checkpoint: a model on this rank with its optimizer and schedule."""
-
-    model: Chunks
-    optimizer: Any
-    scheduler: Any
 
 
 class PendingCheckpoint:
@@ -65,7 +64,7 @@ class PendingCheckpoint:
     def __init__(self, folder: Path, parts: Mapping[str, Part], extra: dict[str, Any]):
         self.folder = folder
         self.scratch = _shared_scratch_folder(folder)
-        state = _sharded_state(parts, is_loading=False)
+        state = sharded_state(parts, is_loading=False)
         state |= {"random": torch.get_rng_state(), "extra": extra}
         # Megatron would start a manager process for this queue, which never leaves our process.
         filesystem_async._results_queue = Queue()
@@ -74,7 +73,7 @@ class PendingCheckpoint:
             str(self.scratch),
             sharded_strategy=TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
             async_sharded_save=True,
-            content_metadata=_FORMAT,
+            content_metadata=FORMAT,
         )
         self.request: AsyncRequest = request
         # Of the files that this rank writes. Only its thread changes them.
@@ -185,14 +184,10 @@ def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
     """
     with _opened(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        if missing := parts.keys() - common.keys():
-            raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")
-        state: Any = dist_checkpointing.load(_sharded_state(parts, is_loading=True), str(folder))
+        check_state(folder, common, parts)
+        state: Any = dist_checkpointing.load(sharded_state(parts, is_loading=True), str(folder))
     for name, part in parts.items():
-        part.model.load_state_dict(state[name]["model"])
-        _load_optimizer(part.optimizer, state[name]["optimizer"])
-        part.scheduler.num_steps = 0  # loading adds the position to it
-        part.scheduler.load_state_dict(state[name]["scheduler"])
+        restore(part, state[name])
     torch.set_rng_state(state["random"])
     return state["extra"]
 
@@ -205,7 +200,7 @@ def load_weights(folder: Path, part: str, model: Chunks) -> None:
     a part, or holds more than data.
     """
     with _opened(folder):
-        state = {"model": model.sharded_state_dict(metadata=_metadata())}
+        state = {"model": model.sharded_state_dict(metadata=format_metadata())}
         add_prefix_for_sharding(state, f"{part}.")
         try:
             loaded: Any = dist_checkpointing.load(state, str(folder))
@@ -240,57 +235,15 @@ def _opened(folder: Path) -> Iterator[None]:
         yield
 
 
-def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load the optimizer's state; rates, betas and decay stay those of this run's configuration."""
-    settings = [
-        {key: value for key, value in group.items() if key not in ("params", "step")}
-        for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-
-
 def _shared_scratch_folder(folder: Path) -> Path:
     scratch: list[Any] = [str(scratch_folder(folder)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(scratch, src=0)
     return Path(scratch[0])
 
 
-def _metadata() -> dict[str, Any]:
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return _FORMAT | {"dp_cp_group": group}
-
-
-def _sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]:
-    metadata = _metadata()
-    state: dict[str, Any] = {}
-    for name, part in parts.items():
-        if not any(one.optimizer.state for one in part.optimizer.chained_optimizers):
-            # There are no moments before the first update: this makes them, as zeros.
-            part.optimizer.load_state_dict(part.optimizer.state_dict())
-        model = part.model.sharded_state_dict(metadata=metadata)
-        state[name] = {
-            "model": model,
-            "optimizer": part.optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=metadata
-            ),
-            "scheduler": part.scheduler.state_dict(),
-        }
-        add_prefix_for_sharding(state[name], f"{name}.")
-    return state
-
-
 def _host_copy(request: AsyncRequest, parts: Mapping[str, Part]) -> list:
-    """Return Megatron's write buckets, in host memory and without tensors of a model.
-
-    Optimizer state has been copied already.
-    """
-    live = {
-        t.untyped_storage().data_ptr()
-        for part in parts.values()
-        for t in chain(part.model.parameters(), part.model.buffers())
-    }
+    """Return Megatron's write buckets, in host memory and without tensors that change."""
+    live = live_storages(parts)
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor

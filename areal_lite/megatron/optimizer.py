@@ -1,8 +1,9 @@
-"""AdamW with float32 master weights, its learning-rate schedule, and skipped updates.
+"""AdamW or SGD with float32 master weights, its learning-rate schedule, and skipped updates.
 
 Schedules count updates (optimizer steps): a training step has `trainer.minibatches` of them.
-Moments and master weights are sharded over the data-parallel ranks (Megatron's distributed
-optimizer; ZeRO stage 1, arXiv:1910.02054).
+AdamW's moments and master weights are sharded over the data-parallel ranks (Megatron's distributed
+optimizer; ZeRO stage 1, arXiv:1910.02054). That optimizer takes AdamW only. With SGD every
+data-parallel rank reduces the whole gradient and makes the whole update.
 """
 
 import math
@@ -22,35 +23,45 @@ from areal_lite.megatron.parallel import on_every_rank
 
 
 def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
-    """Describe AdamW in Megatron's terms; biases and norms are not decayed."""
+    """Describe the optimizer in Megatron's terms; biases and norms are not decayed."""
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer=config.optimizer,
         lr=config.lr,
         min_lr=config.min_lr,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
+        sgd_momentum=0.0,
         weight_decay=config.weight_decay,
         clip_grad=config.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=is_sharded(config),
     )
+
+
+def is_sharded(config: TrainerConfig) -> bool:
+    """Tell whether data-parallel ranks share the optimizer's state."""
+    return config.optimizer == "adam"
 
 
 def build_optimizer(
     config: TrainerConfig, dtype: torch.dtype, ddps: Iterable[DistributedDataParallel]
 ) -> Any:
-    """Build AdamW for the models in `ddps`.
+    """Build the optimizer for the models in `ddps`.
 
-    One kernel updates everything. It needs no temporary copies, and on a CPU it is three times as
-    fast as the loop that Megatron would choose.
+    One kernel makes AdamW's updates. It needs no temporary copies, and on a CPU it is three times
+    as fast as the loop that Megatron would choose.
     """
-    optimizer = get_megatron_optimizer(
+    optimizer: Any = get_megatron_optimizer(
         optimizer_config(config, dtype), [*ddps], use_gloo_process_groups=False
     )
-    for group in optimizer.param_groups:
-        group["fused"] = True
+    if config.optimizer == "adam":
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    else:  # Megatron calls this before it loads state, and sets none for SGD, which has no state.
+        for one in optimizer.chained_optimizers:
+            one.init_state_fn = lambda *_: None
     return optimizer
 
 
@@ -150,11 +161,11 @@ class SkippedSteps:
 
 
 def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:
-    """Move Adam moments to host memory and free the gradient buffers.
+    """Move Adam moments, if there are any, to host memory and free the gradient buffers.
 
-    This frees 12 of the 18 bytes that a bfloat16 parameter takes, before sharding. Master weights
-    stay, because in float32 they are the model's own. Until `onload` the model computes log-probs,
-    but no gradients.
+    This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, before sharding. Master
+    weights stay, because in float32 they are the model's own. Until `onload` the model computes
+    log-probs, but no gradients.
     """
     cuda = torch.cuda.is_available()
     _move_moments(optimizer, torch.device("cpu"))

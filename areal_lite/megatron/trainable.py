@@ -21,6 +21,7 @@ from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,
     build_scheduler,
+    is_sharded,
     offload,
     onload,
 )
@@ -41,7 +42,7 @@ class TrainableModel(ParallelModel):
     ):
         super().__init__(config, model_path, seed, with_values)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True, use_distributed_optimizer=is_sharded(config)
         )
         self.ddps = [
             DistributedDataParallel(config=chunk.config, ddp_config=ddp_config, module=chunk)

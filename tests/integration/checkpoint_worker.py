@@ -93,6 +93,19 @@ class Story:
         again.wait()
         return {"extra": extra, "second": second}
 
+    def exported(self, folder: str) -> list:
+        """Update three times and write the weights in Hugging Face format."""
+        history = self.train(range(3))
+        self.engine.export_hf(folder)
+        return history
+
+    def refused(self, folder: str) -> str:
+        """Load a checkpoint that another optimizer wrote; return the error."""
+        try:
+            self.checkpoints(folder).load(Path(folder) / "step-3")
+        except ValueError as error:
+            return str(error)
+
     def with_critic(self, folder: str) -> dict:
         """Save policy and critic together, train further, and load them."""
         critic = Critic(self.engine.config, self.engine.source, seed=1)

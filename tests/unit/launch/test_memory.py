@@ -111,6 +111,15 @@ def test_states_of_a_rank():
     assert full.total == 16 * n + full.activations + full.head
 
 
+def test_sgd_has_no_moments_and_all_its_masters():
+    hf = hf_config("qwen3")
+    n = memory.num_parameters(hf)
+    trainer = TrainerConfig(optimizer="sgd", data_parallel=4)
+    half, full = (memory.rank_memory(hf, trainer, itemsize, 0) for itemsize in (2, 4))
+    assert (half.gradients, half.masters, half.moments) == (4 * n, 4 * n, 0)
+    assert (full.gradients, full.masters, full.moments) == (4 * n, 0, 0)
+
+
 def test_recomputing_and_more_ranks_need_less():
     hf = hf_config("qwen3")
 

@@ -61,22 +61,30 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
 
 def test_a_copy_of_the_model_is_written():
-    layer = torch.nn.Linear(3, 2)
+    layer, master = torch.nn.Linear(3, 2), torch.ones(2)
     other = torch.zeros(2)  # copied by Megatron already
     request = AsyncRequest(
         None,
         (),
         [],
         preload_fn=lambda: [
-            ("file", "key", ([], [("weight", layer.weight.detach()), ("other", other)]))
+            (
+                "file",
+                "key",
+                ([], [("weight", layer.weight.detach()), ("master", master), ("other", other)]),
+            )
         ],
     )
-    [(_, _, (_, [(_, weight), (_, same)]))] = _host_copy(
-        request, {"policy": SimpleNamespace(model=layer)}
+    one = SimpleNamespace(get_parameters=lambda: [master])
+    optimizer = SimpleNamespace(chained_optimizers=[one])
+    [(_, _, (_, [(_, weight), (_, masters), (_, same)]))] = _host_copy(
+        request, {"policy": SimpleNamespace(model=layer, optimizer=optimizer)}
     )
     before = weight.clone()
     layer.weight.data.zero_()
+    master.zero_()
     assert torch.equal(weight, before) and before.any()
+    assert masters.tolist() == [1.0, 1.0]
     assert same is other
 
 
