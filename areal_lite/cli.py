@@ -81,6 +81,10 @@ _COMMANDS = {
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm, for one node or many",
     ),
+    "simulate": Command(
+        "areal_lite.simulate.command:run",
+        "predict a run on machines that are not here: speed, waiting, staleness",
+    ),
     "prepare": Command(
         "areal_lite.launch.prepare:run",
         "write the run directory of a training run whose roles are started one by one",

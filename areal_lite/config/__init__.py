@@ -27,6 +27,7 @@ from areal_lite.config.commands import (
     MakeModelConfig,
     QuickstartConfig,
     SftConfig,
+    SimulateConfig,
     SlurmConfig,
     TrainConfig,
     register,
@@ -37,4 +38,5 @@ from areal_lite.config.fields import check_fields, settings_of
 from areal_lite.config.files import load_config, save_config, stored_settings, to_dataclass
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
+from areal_lite.config.simulate import SimulationConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig

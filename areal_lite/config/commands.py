@@ -17,6 +17,7 @@ from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, setting
 from areal_lite.config.report import VIEWS
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
+from areal_lite.config.simulate import SimulationConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
 
 _MODEL = "Folder of a Hugging Face checkpoint."
@@ -69,6 +70,16 @@ class SlurmConfig(TrainConfig):
     """A training run on a Slurm cluster: all settings of `train`, and those of the job."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass
+class SimulateConfig(TrainConfig):
+    """A training run in virtual time: all settings of `train`, and those of the modelled parts."""
+
+    model: str | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None, "Folder with the model's config.json. null: simulate.shape."
+    )
+    simulate: SimulationConfig = field(default_factory=SimulationConfig)
 
 
 @dataclass
@@ -215,6 +226,7 @@ COMMANDS: dict[str, type] = {
     "train": TrainConfig,
     "slurm": SlurmConfig,
     "prepare": TrainConfig,
+    "simulate": SimulateConfig,
     "quickstart": QuickstartConfig,
     "make-model": MakeModelConfig,
     "sft": SftConfig,

@@ -135,6 +135,7 @@ areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +ta
 _PAGE_COMMANDS = (
     "train",
     "slurm",
+    "simulate",
     "make-model",
     "sft",
     "eval",

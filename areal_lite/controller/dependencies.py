@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from areal_lite.data.prompts import PromptSet
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.store_thread import StoreThread
 
 
@@ -21,6 +22,7 @@ class Dependencies:
         store: keeps groups and trajectories; None when nothing is trained.
         clock: returns seconds since 1970.
         eval_sets: further held-out sets by name.
+        workflow: plays the episodes; None: that of `rollout.workflow`.
     """
 
     prompts: PromptSet | None
@@ -30,3 +32,4 @@ class Dependencies:
     store: StoreThread | None
     clock: Callable[[], float]
     eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)
+    workflow: Workflow | None = None

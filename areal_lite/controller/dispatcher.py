@@ -76,7 +76,7 @@ class Dispatcher:
         self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.workflow = load_workflow(rollout)
+        self.workflow = dependencies.workflow or load_workflow(rollout)
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.in_flight = 0

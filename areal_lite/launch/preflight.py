@@ -23,6 +23,7 @@ from areal_lite.config import (
     QuickstartConfig,
     ServerConfig,
     SftConfig,
+    SimulateConfig,
     SlurmConfig,
     TrainConfig,
     check_fields,
@@ -51,8 +52,8 @@ def check_config(config: Any) -> None:
     check_rules(config)
     if isinstance(config, ChatConfig):
         return _chat(config)
-    if isinstance(config, (ExportConfig, *VIEWS.values())):
-        return  # run_dir is a run to read
+    if isinstance(config, (ExportConfig, SimulateConfig, *VIEWS.values())):
+        return  # run_dir is a run to read, or is not used
     if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
         _model_folder("model", config.model)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):

@@ -1,0 +1,1 @@
+"""Training runs in virtual time: the real controller, with modelled servers and trainer."""

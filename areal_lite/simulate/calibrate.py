@@ -1,0 +1,132 @@
+"""Speeds and lengths, measured in the run directory of a run that has ended or goes on.
+
+* A server: a trajectory of n tokens that took d seconds, while on average b were in flight on a
+  server, gives d / n = step_s + per_sequence_s * b. Least squares over all trajectories.
+* The trainer: seconds per token of a step, and a push's seconds before and in its pause. Medians.
+* Lengths: those of the stored groups, and the mean prompt.
+
+The first steps are left out: servers and trainer warm up.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from areal_lite.config import TrainConfig, load_config
+from areal_lite.run_dir.metrics import read_metrics
+from areal_lite.run_dir.paths import STORE_FILE
+from areal_lite.run_dir.store import Store
+from areal_lite.simulate.lengths import RecordedLengths
+from areal_lite.simulate.run import Workload
+from areal_lite.simulate.speed import ServerSpeed
+from areal_lite.simulate.trainer import TrainerSpeed
+
+# Steps that are left out.
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectories:
+    """The stored trajectories of a run, in the order of their groups.
+
+    Args:
+        groups: group ids. tokens: sampled tokens. prompts: prompt tokens.
+        started, finished: wall-clock seconds.
+    """
+
+    groups: np.ndarray
+    tokens: np.ndarray
+    prompts: np.ndarray
+    started: np.ndarray
+    finished: np.ndarray
+
+    def after(self, time: float) -> "Trajectories":
+        """Return those that started after `time`."""
+        chosen = self.started >= time
+        return Trajectories(**{name: getattr(self, name)[chosen] for name in vars(self)})
+
+
+def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
+    """Return the workload of the run in `run_dir`. Raises ValueError if it has too few steps."""
+    config = load_config(run_dir)
+    records = read_metrics(run_dir)[_WARM_UP:]
+    if len(records) < 5:
+        raise ValueError(
+            f"simulate.measured_run={run_dir}: {len(records)} steps after the first {_WARM_UP}, at "
+            "least 5 are needed"
+        )
+    rows = read_trajectories(run_dir)
+    late = rows.after(records[0]["logged_at"])
+    return Workload(
+        lengths=RecordedLengths(_by_group(late)),
+        server=fit_server(late, rows, config.server.count),
+        trainer=_trainer_speed(records, config),
+        prompt_tokens=round(float(late.prompts.mean())),
+        warm_up=warm_up,
+        steps=steps,
+    )
+
+
+def read_trajectories(run_dir: Path) -> Trajectories:
+    """Read the trajectories of a run's store."""
+    store = Store(run_dir / STORE_FILE, read_only=True)
+    try:
+        columns = ("group_id", "n_tokens", "n_prompt", "started_at", "finished_at")
+        rows = [[t[name] for name in columns] for t in store.trajectories()]
+    finally:
+        store.close()
+    groups, tokens, prompts, started, finished = (np.array(column) for column in zip(*rows))
+    return Trajectories(
+        groups=groups.astype(int),
+        tokens=tokens - prompts,
+        prompts=prompts,
+        started=started,
+        finished=finished,
+    )
+
+
+def fit_server(rows: Trajectories, everything: Trajectories, servers: int) -> ServerSpeed:
+    """Fit the time of a decoding step to trajectories; `everything` was in flight with them."""
+    in_flight = _mean_in_flight(rows, everything) / servers
+    design = np.stack([np.ones(len(in_flight)), in_flight], axis=1) * rows.tokens[:, None]
+    (step_s, per_sequence_s), *_ = np.linalg.lstsq(design, rows.finished - rows.started)
+    if step_s <= 0 or per_sequence_s < 0:  # the number in flight hardly varied
+        per_sequence_s = 0.0
+        step_s = float((rows.finished - rows.started).sum() / rows.tokens.sum())
+    return ServerSpeed(step_s=float(step_s), per_sequence_s=float(per_sequence_s))
+
+
+def _mean_in_flight(rows: Trajectories, everything: Trajectories) -> np.ndarray:
+    """Return how many trajectories were in flight on average during each of `rows`."""
+    times = np.concatenate([everything.started, everything.finished])
+    change = np.concatenate([np.ones(len(times) // 2), -np.ones(len(times) // 2)])
+    order = np.argsort(times, kind="stable")
+    times, number = times[order], np.cumsum(change[order])
+    area = np.concatenate([[0], np.cumsum(number[:-1] * np.diff(times))])
+
+    def integral(at: np.ndarray) -> np.ndarray:
+        before = np.searchsorted(times, at, side="right") - 1
+        return area[before] + number[before] * (at - times[before])
+
+    return (integral(rows.finished) - integral(rows.started)) / (rows.finished - rows.started)
+
+
+def _trainer_speed(records: list[dict], config: TrainConfig) -> TrainerSpeed:
+    pushes = [r for r in records if r["pause_s"] is not None]
+    pause_s = float(np.median([r["pause_s"] for r in pushes])) if pushes else 0.0
+    push_s = float(np.median([r["push_s"] for r in pushes])) if pushes else 0.0
+    shard = [r["tokens"] / config.trainer.data_parallel for r in records]
+    return TrainerSpeed(
+        per_token_s=float(np.median([r["train_s"] / n for r, n in zip(records, shard)])),
+        prepare_s=max(0.0, push_s - pause_s),
+        pause_s=pause_s,
+    )
+
+
+def _by_group(rows: Trajectories) -> list[list[int]]:
+    """Return the lengths of each group."""
+    groups: dict[int, list[int]] = {}
+    for group, tokens in zip(rows.groups.tolist(), rows.tokens.tolist()):
+        groups.setdefault(group, []).append(tokens)
+    return list(groups.values())

@@ -1,0 +1,46 @@
+"""Run `areal-lite simulate`: a table, advice in words, and a file of results on request."""
+
+import json
+import logging
+from pathlib import Path
+
+from areal_lite.config import SimulateConfig
+from areal_lite.simulate.advice import advise, conclude
+from areal_lite.simulate.comparisons import Variant, compare, simulated
+from areal_lite.simulate.picture import draw
+from areal_lite.simulate.summary import Summary
+from areal_lite.simulate.table import comparison_text, summary_text
+from areal_lite.simulate.workload import check_simulation
+from areal_lite.system.files import write_atomically
+
+
+def run(config: SimulateConfig) -> int:
+    """Simulate the settings and print what came out. Raises ValueError for a bad setting."""
+    check_simulation(config)
+    # A lost server is part of the plan, and no news.
+    logging.getLogger("areal_lite").setLevel(logging.CRITICAL)
+    summary = simulated(config)
+    print(summary_text(config, summary), "", *advise(config, summary), sep="\n", flush=True)
+    comparisons: dict[str, list[Variant]] = {}
+    for question in config.simulate.compare:
+        comparisons[question] = variants = list(compare(question, config))
+        print("", comparison_text(question, variants), "", conclude(question, variants), sep="\n")
+    if config.simulate.out is not None:
+        _write(Path(config.simulate.out), summary, comparisons)
+    return 0
+
+
+def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) -> None:
+    """Write the numbers as JSON, and a picture of the comparisons beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = {
+        question: [{"name": v.name, "gpus": v.gpus, **v.summary.as_dict()} for v in variants]
+        for question, variants in comparisons.items()
+    }
+    record = {"run": summary.as_dict(), "comparisons": results}
+    write_atomically(path, json.dumps(record, indent=1) + "\n")
+    print(f"\nwritten: {path}")
+    if comparisons:
+        picture = path.with_suffix(".png")
+        draw(comparisons, picture)
+        print(f"written: {picture}")
