@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 #   docker build --target cpu -t areal_lite:cpu .
 #   docker build --target gpu -t areal_lite:gpu .
 # The layer of the dependencies needs pyproject.toml only. The code comes last, so that a change of

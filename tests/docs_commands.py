@@ -41,14 +41,15 @@ ELSEWHERE = {
     "python -m areal_lite.controller.service": "tests/integration/test_slurm.py",
     "python -m torch.distributed.run": "tests/integration/test_slurm.py",
     "python -m areal_lite.launch.prepare end": "tests/integration/test_slurm.py",
+    "docker compose": "tests/integration/test_compose.py",
+    "cp .env.example .env": "tests/integration/test_compose.py",
 }
 # The beginning of a command that nothing runs, and the reason.
 NOWHERE = {
     "apt-get install": "it changes the system",
     ". .venv/bin/activate && pre-commit install": "it changes the hooks of the checkout",
-    "docker compose": "it needs Docker",
+    "docker compose --profile monitor": "it needs the images of Prometheus and Grafana",
     "hf download": "it downloads a model",
-    "cp .env.example .env": "it is for docker compose",
     'areal-lite train --dry-run "+experiment=[gsm8k,one_gpu]"': "it needs a GPU",
     "bash examples/slurm/small.sh": "it needs a Slurm cluster of two nodes",
     "bash examples/slurm/areal.sh": "it needs a Slurm cluster with GPUs",

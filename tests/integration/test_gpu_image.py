@@ -7,15 +7,13 @@ SGLang's image, NCCL is newer than the one that torch asks for.
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.integration.docker_engine import ROOT, base_image, docker
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-ROOT = Path(__file__).parents[2]
 STAND_IN, IMAGE = "areal_lite_test:sglang", "areal_lite_test:gpu"
 LARGE = {
     "torch": "2.13.0+cu130",
@@ -40,34 +38,10 @@ setup(name="{name}", version="{version}", py_modules=["{name}"], install_require
 """
 
 
-def docker(*command: str, text: str | None = None, timeout_s: float = 60) -> str:
-    done = subprocess.run(
-        ["docker", *command], input=text, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return done.stdout
-
-
-def dockerfile() -> str:
-    """Return the Dockerfile without the line that makes BuildKit ask a registry for its syntax."""
-    first, _, rest = (ROOT / "Dockerfile").read_text().partition("\n")
-    assert first.startswith("# syntax=")
-    return rest
-
-
 @pytest.fixture(scope="module")
 def python_image() -> str:
     """The base of the target `cpu`, which has Python and pip."""
-    if shutil.which("docker") is None:
-        pytest.skip("docker is not installed")
-    engine = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)
-    if engine.returncode:
-        pytest.skip(f"no Docker Engine answers: {engine.stderr.strip()}")
-    (name,) = re.findall("^ARG CPU_BASE=(.*)$", dockerfile(), re.MULTILINE)
-    here = subprocess.run(["docker", "image", "inspect", name], capture_output=True)
-    if here.returncode and subprocess.run(["docker", "pull", "-q", name]).returncode:
-        pytest.skip(f"{name} is neither here nor at a registry that can be reached")
-    return name
+    return base_image()
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +57,7 @@ def images(python_image: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "Dockerfile").write_text(BASE.format(python=python_image, large=large))
     docker("build", "-q", "-t", STAND_IN, str(folder), timeout_s=600)
     on_it = ["--build-arg", f"GPU_BASE={STAND_IN}", "--target", "gpu", "-t", IMAGE]
-    docker("build", "-q", *on_it, "-f", "-", str(ROOT), text=dockerfile(), timeout_s=1500)
+    docker("build", "-q", *on_it, str(ROOT), timeout_s=1500)
     yield
     docker("image", "rm", "-f", IMAGE, STAND_IN)
 

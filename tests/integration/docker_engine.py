@@ -1,0 +1,33 @@
+"""A Docker Engine for tests: its program, and the image that the target `cpu` starts from."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def docker(*command: str, text: str | None = None, timeout_s: float = 60) -> str:
+    """Run `docker` and return what it wrote to its standard output."""
+    done = subprocess.run(
+        ["docker", *command], input=text, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def base_image() -> str:
+    """Return the name of the base of the target `cpu`; skip the test if the engine lacks it."""
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed")
+    engine = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)
+    if engine.returncode:
+        pytest.skip(f"no Docker Engine answers: {engine.stderr.strip()}")
+    (name,) = re.findall("^ARG CPU_BASE=(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    here = subprocess.run(["docker", "image", "inspect", name], capture_output=True)
+    if here.returncode and subprocess.run(["docker", "pull", "-q", name]).returncode:
+        pytest.skip(f"{name} is neither here nor at a registry that can be reached")
+    return name

@@ -1,0 +1,146 @@
+"""The documented commands of docker compose, with the real program and on a real engine.
+
+The services of the profile `gpu` run on the CPU image and without GPUs here. The names of project
+and image are the test's own, so that nobody's volumes are touched.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compose_commands import LINES, parse
+from tests.docs_commands import commands
+from tests.integration.docker_engine import ROOT, base_image, docker
+
+IMAGE, PROJECT = "areal_lite_test:compose", "areal_lite_test"
+CHECKOUT = (
+    ".dockerignore",
+    ".env.example",
+    "Dockerfile",
+    "LICENSE",
+    "README.md",
+    "areal_lite",
+    "conf",
+    "docker-compose.yaml",
+    "examples",
+    "pyproject.toml",
+)
+ON_CPU = "image: {image}, build: {{target: cpu}}, ulimits: !reset {{}}, deploy: !reset {{}}"
+SMALL = (
+    "seed=1 data.max_digits=2 eval.problems=8 rollout.max_new_tokens=32 rollout.max_concurrent=16"
+    " trainer.steps=2 trainer.lr_warmup_steps=1 trainer.batch_groups=4 trainer.minibatches=1"
+)
+SETTINGS = {
+    "QUICKSTART_RUN": "first",
+    "QUICKSTART_OVERRIDES": f"{SMALL} sft.trainer.steps=20",
+    "RUN": "second",
+    "MODEL": "warm",
+    "TRAINER_RANKS": "2",
+    "SERVERS": "1",
+    "OVERRIDES": f"{SMALL} data.source=addition data.path=null"
+    " reward.function=areal_lite.rewards.addition:addition_reward eval.every=0",
+}
+
+
+def run(command: str, folder: Path, timeout_s: float = 60) -> str:
+    """Run a command as it is documented, without a terminal; return both of its outputs."""
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"COMPOSE_PROJECT_NAME": PROJECT},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the images and the compose file need."""
+    compose = ["docker", "compose", "version"]
+    if shutil.which("docker") is None or subprocess.run(compose, capture_output=True).returncode:
+        pytest.skip("docker compose is not installed")
+    for name in CHECKOUT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", sorted({line for lines in LINES.values() for line in lines}))
+def test_the_program_accepts_a_command(line: str, checkout: Path) -> None:
+    run(f"{line} --help", checkout)  # an unknown option fails in spite of it
+    profiles = " ".join(f"--profile {profile}" for profile in parse(line).profiles)
+    services = run(f"docker compose {profiles} config --services", checkout).split()
+    assert set(parse(line).services) <= set(services)
+
+
+def test_the_program_refuses_an_unknown_option(checkout: Path) -> None:
+    with pytest.raises(AssertionError, match="unknown flag"):
+        run("docker compose up --detached --help", checkout)
+
+
+@pytest.fixture
+def engine(checkout: Path) -> Iterator[Path]:
+    """The checkout, and an engine that has none of the test's containers and volumes afterwards."""
+    base_image()
+    on_cpu = ON_CPU.format(image=IMAGE)
+    names = ("quickstart", "prepare", "servers", "controller", "trainer")
+    override = "".join(f"  {name}: {{{on_cpu}}}\n" for name in names)
+    (checkout / "docker-compose.override.yaml").write_text(f"services:\n{override}")
+    yield checkout
+    run("docker compose --profile gpu down --volumes --timeout 1", checkout, 120)
+    docker("image", "rm", "--force", IMAGE)
+
+
+def set_variables(file: Path) -> None:
+    """Change the settings of a file `.env`, each of which has a line there."""
+    text = file.read_text()
+    for name, value in SETTINGS.items():
+        text, found = re.subn(f"^{name}=.*$", f"{name}={value}", text, flags=re.MULTILINE)
+        assert found == 1, name
+    file.write_text(text)
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a run that made two steps."""
+    written = json.loads((run_dir / "summary.json").read_text())
+    assert written["steps"] == written["pushes"] == 2 and written["trajectories_lost"] == 0
+    return written
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
+    page = [
+        line for line in commands(ROOT / "docs" / "running.md") if "--profile monitor" not in line
+    ]
+    lines = commands(ROOT / "docs" / "running.md")
+    page = [line for line in lines if line.startswith(("cp .env", "docker compose"))]
+    page = [line for line in page if "--profile monitor" not in line]
+    settings, up, copy, up_gpu, logs, copy_gpu, down = page
+    run(settings, engine)
+    set_variables(engine / ".env")
+    said = run(up, engine, 2400)
+    assert "exited with code 0" in said, said[-4000:]
+    run(copy, engine)
+    assert (engine / "runs/first/report.html").exists() and summary(engine / "runs/first")
+    shutil.copytree(engine / "runs/first/warm", engine / "models/warm")
+    run(up_gpu, engine, 600)
+    said = run(logs, engine, 1200)
+    run(copy_gpu, engine)
+    assert summary(engine / "runs/second"), said[-4000:]
+    assert run("docker compose --profile gpu ps --quiet", engine)
+    run(down, engine, 120)
+    assert not run("docker compose --profile gpu ps --all --quiet", engine)
+    assert f"{PROJECT}_runs" in docker("volume", "ls", "--quiet").split()
