@@ -49,8 +49,8 @@ LINES = (
         "Staleness of the tokens trained on",
         "training steps",
         (("staleness_mean", "mean"), ("staleness_max", "largest")),
-        "How many training steps older than the trained policy the sampling weights were. The "
-        "largest must stay at or below the bound.",
+        "How many training steps lie between the weights that sampled a token and the weights "
+        "that train on it. The largest must stay at or below the bound.",
     ),
     Line(
         "behave_kl",
@@ -87,7 +87,7 @@ LINES = (
         "Response length",
         "sampled tokens",
         (("length_mean", "mean"), ("length_max", "longest")),
-        "Tokens that the policy sampled per trajectory. A longest response at the token budget was "
+        "Tokens that the policy sampled per trajectory. A response as long as the token budget was "
         "cut off.",
     ),
     Line(
@@ -139,8 +139,7 @@ def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
             "staleness_histogram",
             "bars",
             "Tokens by staleness",
-            "The share of the tokens in batches that weights so many steps older had sampled. "
-            "0 is on-policy." + masked,
+            "The share of the tokens trained on, by their staleness. 0 is on-policy." + masked,
             "staleness, training steps",
             "share of the tokens",
         ),

@@ -25,8 +25,8 @@ _LONGEST = 6000
 CHOICE = (
     "The groups are chosen from up to 15 steps that are evenly spaced over the run: the group "
     "with the lowest mean reward, the one with the highest, and the one whose importance weights "
-    "were recorded. Groups are left out when they would make the page larger than "
-    f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples a group and {_LONGEST:,} tokens a sample."
+    "were recorded. The page has at most "
+    f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples of a group and {_LONGEST:,} tokens of a sample."
 )
 
 

@@ -51,11 +51,8 @@ class RunState:
 
     @property
     def timed(self) -> Sequence[Mapping[str, Any]]:
-        """Return the recent steps without the first one, which includes the start of the servers.
-
-        If there is only the first one, return it.
-        """
-        return [step for step in self.steps if step["step"] > 1] or self.steps
+        """Return the recent steps but the first one, which includes the start of the servers."""
+        return [step for step in self.steps if step["step"] > 1]
 
     def total(self, key: str) -> float | None:
         """Return the sum of `key` over the timed steps; None if one of them lacks it."""

@@ -1,6 +1,6 @@
 // Line charts and bars. A chart is a dict of areal_lite/report/charts.py.
 const HEIGHT = 230;
-const MARGIN = { left: 52, right: 12, top: 10, bottom: 40 };
+const MARGIN = { left: 64, right: 12, top: 10, bottom: 40 };
 
 function drawChart(box, chart) {
   onWidth(box, (width) => {

@@ -31,7 +31,7 @@ function timelinePicture(view, width, openRollout) {
     picture.append(svg("rect", { x: left, y: 17, width: Math.max(1, right - left), height: 15, fill: color(7) }));
     if (right - left > 22) picture.append(svg("text", { class: "onbar", x: (left + right) / 2, y: 28.5, "text-anchor": "middle" }, step));
   }
-  let top = 58;
+  let top = 70;
   const places = [];
   for (const server of servers) {
     const own = view.bars.filter((bar) => bar.server === server);
