@@ -139,7 +139,7 @@ def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
             "staleness_histogram",
             "bars",
             "Tokens by staleness",
-            "The share of the tokens trained on, by their staleness. 0 is on-policy." + masked,
+            "The share of the tokens in the batches, by their staleness. 0 is on-policy." + masked,
             "staleness, training steps",
             "share of the tokens",
         ),
