@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_lite.report.columns import Columns
-from areal_lite.report.measures import trainer_spans
+from areal_lite.report.measures import downtime_s, trainer_spans
 from areal_lite.report.text import duration, pause, short
 from areal_lite.report.windows import pushes_of
 
@@ -64,7 +64,8 @@ def count_facts(
     pauses = [seconds for _, seconds in pushes_of(metrics).values()]
     seconds = None
     if metrics and len(columns):
-        seconds = metrics[-1]["logged_at"] - float(columns.started.min())
+        begun = float(columns.started.min())
+        seconds = metrics[-1]["logged_at"] - begun - downtime_s(metrics)
     tokens = int(columns.sampled[used].sum())
     main = [e for e in evals if e.get("name") == evals[0].get("name")]
     before, after = main[0] if main else {}, main[-1] if len(main) > 1 else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,16 @@ def trainer_spans(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Spans]:
         spans[name] = (start, end)
         end = start
     return dict(reversed(spans.items()))
+
+
+def downtime_s(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds between the starts of a run that was resumed.
+
+    They belong to no step: a step is logged its own seconds after the one before it.
+    """
+    pairs = itertools.pairwise(metrics)
+    gaps = (b["logged_at"] - a["logged_at"] - (b.get("time_s") or 0.0) for a, b in pairs)
+    return sum(max(gap, 0.0) for gap in gaps)
 
 
 def batch_times(metrics: Sequence[Mapping[str, Any]]) -> dict[int, float]:

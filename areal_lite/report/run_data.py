@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from areal_lite.report.measures import downtime_s
 from areal_lite.report.windows import pushes_of
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, TOTALS_FILE
@@ -77,11 +78,14 @@ class RunData:
 
     @property
     def training_s(self) -> float:
-        """Seconds from `training_started_at` to the end of the last step; 0 before the first."""
+        """Seconds from `training_started_at` to the end of the last step; 0 before the first.
+
+        The time between an end and a resumed start is left out.
+        """
         started_at = self.training_started_at
         if not self.metrics or started_at is None:
             return 0.0
-        return self.metrics[-1]["logged_at"] - started_at
+        return self.metrics[-1]["logged_at"] - started_at - downtime_s(self.metrics)
 
 
 def load_run(run_dir: Path) -> RunData:

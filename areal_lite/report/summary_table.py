@@ -44,5 +44,5 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("pause per push", pauses),
         ("requests drained for a push", show("requests_drained")),
         ("trajectories lost", show("trajectories_lost")),
-        ("wall time", show("wall_s", duration)),
+        ("wall time of this start", show("wall_s", duration)),
     ]

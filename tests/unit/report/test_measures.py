@@ -1,5 +1,6 @@
 """Counts and times of a run against slow, plain versions of the same."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from areal_lite.report.facts import count_facts, versions_of
 from areal_lite.report.lanes import build_lanes, requests_open, time_edges, tokens_per_s
 from areal_lite.report.measures import (
     covered,
+    downtime_s,
     histogram,
     mean_open,
     merge,
@@ -18,6 +20,7 @@ from areal_lite.report.measures import (
     staleness_tokens,
     trainer_spans,
 )
+from areal_lite.report.run_data import load_run
 from areal_lite.report.samples import MAX_GROUPS, choose_groups, group_rewards
 from areal_lite.report.windows import BARS, build_windows, pack
 from areal_lite.run_dir.metrics import read_metrics
@@ -224,3 +227,22 @@ def test_long_lines_are_thinned_to_means(count: int) -> None:
     assert (count > POINTS) or thin_x.tolist() == x.tolist()
     mean = [x[max(0, i - 3) : i + 4].mean() for i in range(count)]
     assert smooth(x) == pytest.approx(mean)
+
+
+def test_the_time_between_two_starts_is_no_time_of_the_run(tmp_path: Path) -> None:
+    simulate(tmp_path, steps=4)
+    path = tmp_path / "metrics.jsonl"
+    metrics = read_metrics(tmp_path)
+    for before, step in zip([None, *metrics], metrics):
+        step["time_s"] = step["logged_at"] - before["logged_at"] if before else 1.0
+    path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
+    columns = read_columns(tmp_path / "trajectories.sqlite")
+    before = load_run(tmp_path).training_s
+    assert downtime_s(metrics) == pytest.approx(0.0, abs=1e-6)
+    assert count_facts(metrics, [], columns)["seconds"] == pytest.approx(before)
+    for step in metrics[2:]:
+        step["logged_at"] += 3600.0  # the run was killed, and resumed an hour later
+    path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
+    assert downtime_s(metrics) == pytest.approx(3600.0)
+    assert load_run(tmp_path).training_s == pytest.approx(before)
+    assert count_facts(metrics, [], columns)["seconds"] == pytest.approx(before)
