@@ -1,5 +1,8 @@
 """Run `areal-lite diagnose`: print the problems of a run."""
 
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 from areal_lite.config.report import DiagnoseConfig
@@ -9,6 +12,15 @@ from areal_lite.report.commands import chosen_run
 
 
 def run(config: DiagnoseConfig) -> int:
-    """Print the findings about a run."""
-    print(diagnosis_text(read_history(Path(chosen_run(config)))))
+    """Print the findings about a run, wrapped to the width of a terminal."""
+    text = diagnosis_text(read_history(Path(chosen_run(config))))
+    print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
     return 0
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break long lines between words. What follows is below the words of the first part."""
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())

@@ -12,6 +12,7 @@ from areal_lite.config.cautions import CLIPPED_LOSSES, bearable_staleness, clip_
 from areal_lite.diagnose.history import History
 from areal_lite.diagnose.limits import limit
 from areal_lite.diagnose.sign import Sign, alarm, hint
+from areal_lite.report.text import short
 
 # Below this many nats the growth of a difference is that of rounding.
 _ROUNDING = 1e-3
@@ -223,9 +224,10 @@ def gradient_spikes(run: History) -> Sign | None:
     if not len(high):
         return None
     top = int(high[np.argmax(norms[high])])
+    steps = "1 step" if len(high) == 1 else f"{len(high)} steps"
     return hint(
-        f"{len(high)} steps above {limit('grad_spike'):g} times the median of {usual:.2g}; "
-        f"{norms[top]:.3g} at step {run.metrics[top]['step']}"
+        f"{steps} above {limit('grad_spike'):g} times the median of {short(usual)}; "
+        f"{short(float(norms[top]))} at step {run.metrics[top]['step']}"
     )
 
 

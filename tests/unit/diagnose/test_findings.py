@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.cli import main
 from areal_lite.config import TrainConfig
+from areal_lite.diagnose.command import wrapped
 from areal_lite.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.history import read_history
@@ -146,7 +147,12 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("truncated", ALARM, {"truncated_share": 0.7}, "70%"),
     ("too_easy", HINT, {"uniform_groups_share": 0.8, "reward_mean": 0.9}, "80%"),
     ("too_hard", ALARM, {"uniform_groups_share": 1.0, "reward_mean": 0.0}, "100%"),
-    ("gradient_spikes", HINT, {"grad_norm": lambda step: 40.0 if step == 12 else 0.3}, "step 12"),
+    (
+        "gradient_spikes",
+        HINT,
+        {"grad_norm": lambda step: 2760.0 if step == 12 else 0.3},
+        "2.8k at step 12",
+    ),
     ("idle_clip", HINT, {"clip_fraction": 0.0, "ratio_max": 1.0}, "all 30 steps"),
     ("duplicates", HINT, {"distinct_share": 0.15}, "15%"),
     ("slow_servers", HINT, {"wait_s": 6.0}, "waits 60%"),
@@ -392,3 +398,13 @@ def test_a_folder_without_a_run_is_a_mistake(
 ) -> None:
     assert main(["diagnose", f"run_dir={tmp_path}"]) == 1
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_no_line_that_it_would_break_within_a_word():
+    text = "HINT   Title\n  change    raise rollout.max_new_tokens; lower trainer.lr"
+    assert wrapped(text, 42).splitlines() == [
+        "HINT   Title",
+        "  change    raise rollout.max_new_tokens;",
+        "            lower trainer.lr",
+    ]
+    assert wrapped(f"a\n\n{'b' * 50}", 42) == f"a\n\n{'b' * 50}"
