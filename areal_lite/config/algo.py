@@ -128,8 +128,9 @@ class KLConfig:
     )
     to: str = setting(
         "reference",
-        "From which policy: that of algo.reference, the proximal one, or the one that sampled.",
-        choices=("reference", "proximal", "behavior"),
+        "From which policy: that of algo.reference, the proximal one, the one that sampled, or "
+        "the average of algo.average_decay.",
+        choices=("reference", "proximal", "behavior", "average"),
     )
 
 
@@ -164,8 +165,17 @@ class AlgoConfig:
     prox: str = setting(
         "recompute",
         "Log-probs of the proximal policy. recompute: an extra forward pass. reuse: those of the "
-        "update, exact with one minibatch. loglinear: interpolated between versions.",
-        choices=("recompute", "reuse", "loglinear"),
+        "update, exact with one minibatch. loglinear: interpolated between versions. average: of "
+        "the average of algo.average_decay, two extra forward passes.",
+        choices=("recompute", "reuse", "loglinear", "average"),
+    )
+    average_decay: float = setting(
+        0.9,
+        "prox=average, kl.to=average: decay per update of the average of the weights, which is as "
+        "old as the weights of decay / (1 - decay) updates ago. It takes 4 bytes a parameter on "
+        "every rank, not divided by trainer.data_parallel.",
+        minimum=0,
+        below=1,
     )
     eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0, maximum=1)
     eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0, maximum=1e6)
@@ -215,3 +225,8 @@ class AlgoConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def needs_average(self) -> bool:
+        """Whether the trainer keeps an average of its weights."""
+        return self.prox == "average" or (self.kl.coef > 0 and self.kl.to == "average")

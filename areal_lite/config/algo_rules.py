@@ -39,8 +39,11 @@ def _proximal_policy(config: TrainConfig) -> None:
             f"algo.prox={algo.prox}: algo.correct_mismatch=false needs the log-probs before the "
             "update, use recompute"
         )
+    if algo.prox == "average" and algo.loss == "tb":
+        raise ValueError("algo.prox=average: algo.loss=tb has no proximal policy, use recompute")
     in_reward = algo.kl.coef and algo.kl.into == "reward"
-    if algo.prox != "recompute" and (in_reward or algo.loss == "tb"):
+    before_update = algo.prox in ("recompute", "average")
+    if not before_update and (in_reward or algo.loss == "tb"):
         cause = "algo.kl.into=reward" if in_reward else "algo.loss=tb"
         raise ValueError(
             f"algo.prox={algo.prox}: {cause} needs the log-probs before the update, use recompute"
@@ -129,7 +132,7 @@ def _batch_rejection(algo: AlgoConfig) -> None:
             f"above only: use by=square, k3 or tv instead of {rejection.by}, above > 0, and "
             "below=null"
         )
-    if algo.prox != "recompute":
+    if algo.prox not in ("recompute", "average"):
         raise ValueError(
             f"algo.prox={algo.prox}: algo.rejection.level=batch needs the log-probs before the "
             "update, use recompute"

@@ -63,6 +63,8 @@ MEANINGS = {
     "the disagreement of servers and trainer",
     "grad_cosine": "cosine of the gradients of consecutive updates, with trainer.gradient_cosine: "
     "near 0 for fresh batches, near 1 if stale ones push the same way",
+    "average_kl": "estimated KL(averaged policy || policy in training) per trained token, in nats, "
+    "with `algo.prox=average` or `algo.kl.to=average`",
     "stale_square": "what that is larger for older tokens: staleness alone",
     "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     "train_s": "seconds of training",

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.average import WeightAverage
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
 
@@ -25,6 +26,7 @@ class Part(Protocol):
     model: Chunks
     optimizer: Any
     scheduler: Any
+    average: WeightAverage | None
 
 
 def format_metadata() -> dict[str, Any]:
@@ -51,6 +53,8 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
             "optimizer_name": part.config.optimizer,
             "scheduler": part.scheduler.state_dict(),
         }
+        if part.average:
+            state[name]["average"] = part.average.sharded_state(model)
         add_prefix_for_sharding(state[name], f"{name}.")
     return state
 
@@ -58,7 +62,7 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:
     """Check a checkpoint against the parts that are to be restored.
 
-    Raises ValueError if it lacks a part, or if another optimizer wrote it.
+    Raises ValueError if it lacks a part or its average, or if another optimizer wrote it.
 
     Args:
         folder: the checkpoint.
@@ -75,6 +79,12 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part])
                 f"of trainer.optimizer={wrote}: set it to {wrote}, or start a new run from the "
                 "checkpoint's weights (areal-lite export)"
             )
+        if part.average and "average" not in common[name]:
+            raise ValueError(
+                f"{folder}: this checkpoint holds no average of the weights, which "
+                "algo.prox=average and algo.kl.to=average need: continue without them, or start a "
+                "new run from the checkpoint's weights (areal-lite export)"
+            )
 
 
 def restore(part: Part, state: dict[str, Any]) -> None:
@@ -83,6 +93,8 @@ def restore(part: Part, state: dict[str, Any]) -> None:
     _load_optimizer(part.optimizer, state["optimizer"])
     part.scheduler.num_steps = 0  # loading adds the position to it
     part.scheduler.load_state_dict(state["scheduler"])
+    if part.average:
+        part.average.restore(state["average"])
 
 
 def live_storages(parts: Mapping[str, Part]) -> set[int]:
@@ -97,6 +109,7 @@ def live_storages(parts: Mapping[str, Part]) -> set[int]:
             part.model.parameters(),
             part.model.buffers(),
             *(one.get_parameters() for one in part.optimizer.chained_optimizers),
+            part.average.tensors if part.average else (),
         )
     }
 

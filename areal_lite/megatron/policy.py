@@ -29,8 +29,14 @@ class Policy(TrainableModel):
     Raises ValueError for a model or a setting that is not supported.
     """
 
-    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
-        super().__init__(config, model_path, seed)
+    def __init__(
+        self,
+        config: TrainerConfig,
+        model_path: str | Path,
+        seed: int,
+        average_decay: float | None = None,
+    ):
+        super().__init__(config, model_path, seed, average_decay=average_decay)
         self.weights = WeightStream(self.chunks, self.hf_config)
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> Tensor:
@@ -49,6 +55,14 @@ class Policy(TrainableModel):
         """
         logprobs, entropies = self.outputs(microbatches, self.language_head(temperature), num=2)
         return logprobs, entropies
+
+    def average_logprobs(
+        self, microbatches: Sequence[Microbatch], temperature: float = 1.0
+    ) -> Tensor:
+        """Compute what `logprobs` would under the average of the weights."""
+        assert self.average is not None, "this policy keeps no average"
+        with self.average.as_weights():
+            return self.logprobs(microbatches, temperature)
 
     def update(
         self,

@@ -14,6 +14,7 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.average import WeightAverage
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.head import Head
@@ -33,12 +34,20 @@ LrFactor = Callable[[dict[str, float]], float]
 
 
 class TrainableModel(ParallelModel):
-    """A model that trains. Every rank calls every method; see ParallelModel for the arguments."""
+    """A model that trains. Every rank calls every method; see ParallelModel for the arguments.
+
+    average_decay: of an average of the weights (average.py); None: there is none.
+    """
 
     part = "policy"  # its name in a checkpoint
 
     def __init__(
-        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
+        self,
+        config: TrainerConfig,
+        model_path: str | Path,
+        seed: int,
+        with_values: bool = False,
+        average_decay: float | None = None,
     ):
         super().__init__(config, model_path, seed, with_values)
         ddp_config = DistributedDataParallelConfig(
@@ -51,6 +60,9 @@ class TrainableModel(ParallelModel):
         self.optimizer = build_optimizer(config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
         self.cosine = GradientCosine(self.optimizer) if config.gradient_cosine else None
+        self.average: WeightAverage | None = None
+        if average_decay is not None:
+            self.average = WeightAverage(self.model.parameters(), average_decay)
 
     def step(
         self,
@@ -99,7 +111,12 @@ class TrainableModel(ParallelModel):
         return metrics | self._apply(metrics["loss"], lr_factor(metrics) if lr_factor else 1.0)
 
     def _apply(self, loss: float, lr_factor: float) -> dict[str, float]:
-        return apply_gradients(self.optimizer, self.config.clip_grad, loss, lr_factor, self.cosine)
+        applied = apply_gradients(
+            self.optimizer, self.config.clip_grad, loss, lr_factor, self.cosine
+        )
+        if self.average and not applied["skipped"]:
+            self.average.update()
+        return applied
 
     def offload(self) -> None:
         """Move what only an update needs to host memory, until `onload`; a server gets the GPU.
@@ -107,10 +124,14 @@ class TrainableModel(ParallelModel):
         See `optimizer.offload`.
         """
         offload(self.optimizer, self.ddps)
+        if self.average:
+            self.average.to(torch.device("cpu"))
 
     def onload(self) -> None:
         """Undo `offload`."""
         onload(self.optimizer, self.ddps, self.device)
+        if self.average:
+            self.average.to(self.device)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write the training state and `extra` (plain data); any parallel sizes can load it."""

@@ -22,7 +22,7 @@ GROUPS = {
     "reward": "reward_mean reward_std uniform_groups_share distinct_share distinct_correct",
     "staleness": "staleness_mean staleness_max interrupted_share segments_mean masked_tokens "
     "masked_overdue dropped_groups stale_square server_lag passed_groups",
-    "loss": "loss grad_norm grad_cosine lr skipped trained_tokens clip_fraction "
+    "loss": "loss grad_norm grad_cosine average_kl lr skipped trained_tokens clip_fraction "
     "clip_fraction_high clip_fraction_low ratio ratio_max ratio_chi2 entropy masked_truncated "
     "masked_nonfinite",
     "behavior": "behave_kl behave_kl_k1 behave_abs ess behavior_weight weight_max rejected "

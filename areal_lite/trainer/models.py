@@ -56,7 +56,9 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     The critic starts from the policy's weights; its learning-rate schedule has the policy's shape.
     """
     trainer, algo = config.trainer, config.algo
-    models = Models(Policy(trainer, Path(config.model), config.seed), offload=trainer.offload)
+    decay = algo.average_decay if objective.needs_average else None
+    policy = Policy(trainer, Path(config.model), config.seed, average_decay=decay)
+    models = Models(policy, offload=trainer.offload)
     if objective.needs_reference:
         # Validation refuses such an objective without a reference.
         assert algo.reference is not None

@@ -32,6 +32,7 @@ class BalanceObjective:
     beta_steps: int
 
     needs_reference = True
+    needs_average = False
     needs_critic = False
     recompute_prox = True
 
@@ -98,6 +99,6 @@ class BalanceObjective:
             "log_z": output.metrics["log_z"],
             "sequences": output.metrics["sequences"],
             **mismatch(tokens.prox, tokens.behavior, tokens.mask),
-            **token_metrics(tokens, logprobs, entropy, with_reference=True),
+            **token_metrics(tokens, logprobs, entropy, to=("reference",)),
         }
         return LossOutput(output.loss, metrics)

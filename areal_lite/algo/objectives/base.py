@@ -32,7 +32,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 _PER_TOKEN = {
     *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox", "entropy"),
-    *("reference", "values", "advantages", "returns"),
+    *("reference", "average", "values", "advantages", "returns"),
 }
 
 
@@ -40,9 +40,9 @@ _PER_TOKEN = {
 class FlatBatch:
     """The whole groups of one rank as flat tensors on its device.
 
-    The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
-    uses them. `prox` and `entropy` are written before the first update. If `recompute_prox` is
-    false, the loss writes `prox`, and there is no `entropy`.
+    The step fills in `reference`, `average`, `values`, `advantages` and `returns` only for an
+    objective that uses them. `prox` and `entropy` are written before the first update. If
+    `recompute_prox` is false, the loss writes `prox`, and there is no `entropy`.
     """
 
     version: int
@@ -63,6 +63,8 @@ class FlatBatch:
     """float32 [T]: entropies under the weights before the step."""
     reference: Tensor = field(init=False)
     """float32 [T]: log-probs under the reference policy."""
+    average: Tensor = field(init=False)
+    """float32 [T]: log-probs under the average of the weights, at the tokens of the update."""
     values: Tensor = field(init=False)
     """float32 [T]: the critic's values before the step."""
     advantages: Tensor = field(init=False)
@@ -104,6 +106,11 @@ class Objective(Protocol):
     @property
     def needs_reference(self) -> bool:
         """True if the step computes log-probs under a reference policy."""
+        ...
+
+    @property
+    def needs_average(self) -> bool:
+        """True if the step computes log-probs under the average of the weights."""
         ...
 
     @property

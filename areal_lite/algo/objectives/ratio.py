@@ -48,7 +48,8 @@ class RatioObjective:
     kl: KLTerm
     entropy_coef: float
     prox: str
-    """The source of the log-probs: `recompute` (a forward pass), `reuse` or `loglinear`."""
+    """The source of the log-probs: `recompute` (a forward pass), `reuse`, `loglinear` or
+    `average`."""
     correct_mismatch: bool = True
     """False: the log-ratio is that of staleness, without the mismatch of server and trainer."""
     oldest: int = 0
@@ -61,12 +62,16 @@ class RatioObjective:
         return self.kl.needs_reference
 
     @property
+    def needs_average(self) -> bool:
+        return self.prox == "average" or (self.kl.in_loss and self.kl.to == "average")
+
+    @property
     def needs_critic(self) -> bool:
         return self.estimator.estimator == "gae"
 
     @property
     def recompute_prox(self) -> bool:
-        return self.prox == "recompute"
+        return self.prox in ("recompute", "average")
 
     def lr_factor(self, sums: dict[str, float]) -> float:
         """Return sqrt(ESS) if the learning rate follows it (VCPO, arXiv 2602.17616), otherwise 1.
@@ -92,10 +97,11 @@ class RatioObjective:
     def trains_on(self, batch: FlatBatch) -> Tensor:
         """Leave out sequences without an advantage, such as those of a group of equal rewards.
 
-        A KL term in the loss, an entropy term and a critic train on every sequence.
+        A KL term in the loss, an entropy term and a critic train on every sequence. Other proximal
+        log-probs than those of `recompute` are not known for a sequence that does not run.
         """
         others = self.kl.in_loss or self.entropy_coef or self.needs_critic
-        if others or not self.recompute_prox:
+        if others or self.prox != "recompute":
             return torch.ones_like(batch.truncated)
         counted = batch.mask & (batch.advantages != 0)
         return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
@@ -107,7 +113,7 @@ class RatioObjective:
         current_logprobs: Callable[[], Tensor],
         reduce: Reduce,
     ) -> Minibatch:
-        tokens, share = batch.at(token_index), None
+        tokens, share = self._at(batch, token_index), None
         if not self.correct_mismatch:
             share = staleness_share(
                 tokens.prox - tokens.behavior,
@@ -132,7 +138,7 @@ class RatioObjective:
         entropy: Tensor,
     ) -> LossOutput:
         self._set_prox(batch, token_index, logprobs)
-        tokens = _without_mismatch(batch.at(token_index), minibatch.staleness_share)
+        tokens = _without_mismatch(self._at(batch, token_index), minibatch.staleness_share)
         accepted_tokens = self._accepted(tokens, minibatch)
         corrected = self._behavior_weight(tokens, accepted_tokens) if self.kl.in_loss else None
         weights = reduction_weights(
@@ -159,10 +165,19 @@ class RatioObjective:
             loss = loss + self._kl_loss(tokens, logprobs, weights, corrected)
         if self.entropy_coef:
             loss = loss + self.entropy_coef * entropy_loss(entropy, tokens.mask, weights)
-        metrics = token_metrics(tokens, logprobs, entropy, with_reference=self.needs_reference)
+        measured = {"reference": self.needs_reference, "average": self.needs_average}
+        to = [policy for policy, needed in measured.items() if needed]
+        metrics = token_metrics(tokens, logprobs, entropy, to=to)
         if self.scale_lr_by_ess:
             metrics |= self._sample_sums(tokens, accepted_tokens)
         return LossOutput(loss, output.metrics | metrics)
+
+    def _at(self, batch: FlatBatch, token_index: Tensor) -> FlatBatch:
+        """Select tokens, with the log-probs of the proximal policy that the loss uses."""
+        tokens = batch.at(token_index)
+        if self.prox == "average":
+            tokens.prox = tokens.average
+        return tokens
 
     def _squared_norms(self, batch: FlatBatch) -> Tensor:
         """Sum the squared factors of a sequence's token gradients, without A: float [n]."""

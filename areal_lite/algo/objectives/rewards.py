@@ -46,7 +46,7 @@ class KLTerm:
     estimator: str = "k3"
     into: str = "loss"
     to: str = "reference"
-    """The other policy: `reference`, `proximal` or `behavior`."""
+    """The other policy: `reference`, `proximal`, `behavior` or `average`."""
 
     @property
     def in_loss(self) -> bool:
@@ -58,8 +58,7 @@ class KLTerm:
 
     def anchor(self, tokens: FlatBatch) -> Tensor:
         """Return the log-probs of the other policy, float [t]."""
-        policies = {"reference": "reference", "proximal": "prox", "behavior": "behavior"}
-        return getattr(tokens, policies[self.to])
+        return getattr(tokens, "prox" if self.to == "proximal" else self.to)
 
     @property
     def in_reward(self) -> bool:

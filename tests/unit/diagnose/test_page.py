@@ -12,7 +12,7 @@ from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
 
 # Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
 # The run is also older than some metrics.
-CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "server_lag"}
+CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "average_kl", "server_lag"}
 CONDITIONAL |= {"passed_groups", "straggler_wait_s"}
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -85,6 +85,7 @@ def tensors_of(
 
     t.prox = near(t.behavior)
     t.reference = near(t.behavior)
+    t.average = near(t.behavior)
     t.values = near(torch.zeros_like(t.behavior))
     return t, near(t.prox).requires_grad_(), near(torch.ones_like(t.behavior)).abs()
 
@@ -116,10 +117,10 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def plain_rejected(t: FlatBatch, rejection: RejectionConfig) -> set[int]:
+def plain_rejected(t: FlatBatch, prox: torch.Tensor, rejection: RejectionConfig) -> set[int]:
     """The tokens that `test_every_loss_against_loops` rejects, by its own formulas."""
     usable = [i for i, m in enumerate(t.mask.tolist()) if m]
-    p, q = t.prox.exp().tolist(), t.behavior.exp().tolist()
+    p, q = prox.exp().tolist(), t.behavior.exp().tolist()
     if rejection.by == "tv":
         outward = {i for i in usable if float(t.advantages[i]) * (p[i] - q[i]) > 0}
         return {i for i in outward if abs(p[i] - q[i]) > rejection.above}
@@ -142,11 +143,13 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
     for i, s in enumerate(t.sequence_ids.tolist()):
         if t.mask[i]:
             sequences.setdefault(s, []).append(i)
-    lp, prox, behave, ref, adv = (
-        x.tolist() for x in (logprobs, t.prox, t.behavior, t.reference, t.advantages)
+    proximal = t.average if algo.prox == "average" else t.prox
+    lp, prox, behave, ref, adv, average = (
+        x.tolist() for x in (logprobs, proximal, t.behavior, t.reference, t.advantages, t.average)
     )
     correction, total = algo.correction, 0.0
-    rejected = plain_rejected(t, algo.rejection)
+    rejected = plain_rejected(t, proximal, algo.rejection)
+    other = {"reference": ref, "proximal": prox, "behavior": behave, "average": average}
     tokens = sum(map(len, sequences.values()))
     for places in sequences.values():
         n, left = len(places), [i for i in places if i not in rejected]
@@ -186,7 +189,7 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
             else:
                 value = -adv[i] * lp[i] * (clip(r, low, high) if algo.loss == "cispo" else 1.0)
             total += share * w * value
-            d = lp[i] - {"reference": ref, "proximal": prox, "behavior": behave}[algo.kl.to][i]
+            d = lp[i] - other[algo.kl.to][i]
             kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algo.kl.estimator]
             wk = weight(i, prox)
             total += share * (algo.kl.coef * wk * kl - algo.entropy_coef * float(entropy[i]))
@@ -213,15 +216,17 @@ REJECTIONS = [
     coef=st.sampled_from([0.0, 0.1]),
     budget=st.integers(3, 40),
     rejection=st.sampled_from(REJECTIONS),
-    to=st.sampled_from(["reference", "proximal", "behavior"]),
+    to=st.sampled_from(["reference", "proximal", "behavior", "average"]),
+    prox=st.sampled_from(["recompute", "average"]),
 )
 def test_every_loss_against_loops(
-    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget, rejection, to
+    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget, rejection, to, prox
 ):
     correction = CorrectionConfig(mode, level, cap=1.5)
     algo = AlgoConfig(
         loss=loss,
         decoupled=decoupled,
+        prox=prox,
         reduction=reduction,
         correction=correction,
         eps_high=0.3,
@@ -488,11 +493,16 @@ def test_the_kl_term_shares_the_weight_of_a_decoupled_loss(monkeypatch):
     assert len(calls) == 1
 
 
-def test_only_a_divergence_from_the_reference_needs_one():
-    for to in ("reference", "proximal", "behavior"):
-        algo = AlgoConfig(kl=KLConfig(0.1, "k2", "loss", to))
-        objective = build_objective(TrainConfig(model="", algo=algo))
-        assert objective.needs_reference == (to == "reference")
+@pytest.mark.parametrize("prox", ["recompute", "reuse", "average"])
+@pytest.mark.parametrize("coef", [0.0, 0.1])
+@pytest.mark.parametrize("to", ["reference", "proximal", "behavior", "average"])
+def test_models_are_there_only_if_something_needs_them(to, coef, prox):
+    algo = AlgoConfig(prox=prox, kl=KLConfig(coef, "k2", "loss", to))
+    objective = build_objective(TrainConfig(model="", algo=algo))
+    assert objective.needs_reference == bool(coef and to == "reference")
+    assert objective.needs_average == bool(prox == "average" or (coef and to == "average"))
+    assert algo.needs_average == objective.needs_average
+    assert objective.recompute_prox == (prox != "reuse")
 
 
 def test_selected_tokens_keep_their_sequence_ids():
