@@ -79,6 +79,8 @@ class Batches:
         else:
             for group in store.waiting_groups():
                 self.queue.put(group)
+            for longest in store.overdue_lengths():
+                self.queue.count_dropped(longest)
 
     def put(self, group: Group) -> None:
         """Queue a finished group, which may complete a batch."""
@@ -102,12 +104,12 @@ class Batches:
         """Record the end of a push: servers that are stale after it need another one."""
         self._resyncing = False
 
-    def on_step(self, step: int) -> list[tuple[int, list[int]]]:
-        """Record that `step` steps are complete; return the latest of them with their groups."""
+    def on_step(self, step: int) -> list[tuple[int, BatchAssignment]]:
+        """Record that `step` steps are complete; return the latest of them with their batches."""
         self.step = step
         self.notify()
         done = [s for s, task in self._assignments.items() if s < step and task.done()]
-        return [(s, self._assignments.pop(s).result().assignment.group_ids) for s in done]
+        return [(s, self._assignments.pop(s).result().assignment) for s in done]
 
     async def pull(self, request: PullBatch) -> Answer:
         """Wait for the batch of a step, or for a resync request that this rank has not had yet.

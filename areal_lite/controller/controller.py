@@ -37,7 +37,12 @@ from areal_lite.controller.messages import (
     RunTotals,
     StepDone,
 )
-from areal_lite.controller.run_stats import controller_status, run_totals
+from areal_lite.controller.run_stats import (
+    REQUEST_COUNTS,
+    controller_status,
+    run_totals,
+    unrecorded_counts,
+)
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store
@@ -77,6 +82,7 @@ class Controller:
         self._pushing = False
         self._evaluating: set[int] = set()
         self._generation: asyncio.Task[None] | None = None
+        self._saved_totals: dict[str, int] = {}
 
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
@@ -87,6 +93,10 @@ class Controller:
         self.dispatcher.recover(store, version)
         self.fleet.router.version = version
         self.batches.recover(store, version)
+        totals = store.totals()
+        self.drained = totals.get("drained", 0)
+        self.fleet.counts.update({name: totals.get(name, 0) for name in REQUEST_COUNTS})
+        self._saved_totals = totals
 
     async def run(self) -> None:
         """Run all parts until cancelled. Raises the error of any part."""
@@ -163,9 +173,20 @@ class Controller:
 
     async def _complete(self, step: int) -> Recorded:
         """Let the batch of `step` be assigned, and mark the batches before it as used."""
-        for done, group_ids in self.batches.on_step(step):
-            await self._store.submit(Store.use, group_ids, done)
+        for done, batch in self.batches.on_step(step):
+            await asyncio.gather(
+                self.save_totals(),
+                # A checkpoint of this step must not outlive what the store says of it.
+                self._store.submit(Store.use, batch.group_ids, done, batch.draws, durable=True),
+            )
         return Recorded()
+
+    async def save_totals(self) -> None:
+        """Commit the counts that the store cannot make from its rows, if they have changed."""
+        totals = {"drained": self.drained, **unrecorded_counts(self.dispatcher, self.fleet)}
+        if totals.items() - self._saved_totals.items():
+            self._saved_totals = totals
+            await self._store.submit(Store.set_totals, totals)
 
     async def _evaluate(self, version: int) -> EvalRecord:
         """Evaluate on the servers, while training continues.
@@ -203,6 +224,7 @@ class Controller:
         if self._generation is not None:
             self._generation.cancel()
         await self.fleet.abort_all()
+        await self.save_totals()
         by_state = await self._store.submit(Store.counts)
         missing = await self._store.submit(Store.missing_trajectories)
         lost = self.dispatcher.counts["groups"] - sum(by_state.values()) + missing

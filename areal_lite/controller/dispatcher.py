@@ -36,6 +36,9 @@ _LOAD_INTERVAL_S = 1.0
 # useful continues.
 _MIN_FILTERED_LIMIT = 500
 
+FAILURE_COUNTS = ("workflow_failures", "reward_failures")
+"""Counts that the rows of the store do not show. The controller saves them there."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
@@ -49,10 +52,9 @@ class _Submission:
 class Dispatcher:
     """Submits groups while admission and concurrency allow, and delivers them when they finish.
 
-    `counts`: `groups` (of the whole run); since the start of this process `workflow_failures`,
-    `reward_failures`, `failed_rollouts`, `empty_groups`, `dropped_groups`. `filtered` counts the
-    filtered groups of the whole run by reason. `in_flight` counts trajectories, `running` has the
-    ids of the groups that have not ended.
+    `counts`, of the whole run: `groups`, `workflow_failures`, `reward_failures`, `failed_rollouts`,
+    `empty_groups`, `dropped_groups`. `filtered` counts the filtered groups of the whole run by
+    reason. `in_flight` counts trajectories, `running` has the ids of the groups that go on.
     """
 
     def __init__(
@@ -115,7 +117,11 @@ class Dispatcher:
         self._sampler.restore(
             {**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
-        self.counts["groups"] = recovered.groups
+        self.counts.update({"groups": recovered.groups, **store.failures()})
+        totals = store.totals()
+        self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})
+        if self._prompts.num_prompts is not None:
+            store.set_totals({"prompts": self._prompts.num_prompts})
         self.filtered.update(recovered.filtered)
         self.admission.recover(version, recovered.waiting)
 

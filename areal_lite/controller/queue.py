@@ -36,7 +36,7 @@ No clock and no I/O here.
 import bisect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class BatchAssignment:
         masked_tokens: number of overdue tokens that were masked.
         group_ids: the groups that the step uses up.
         passed: number of groups, up to this batch, that passed the oldest group that still runs.
+        draws: replay: group id and sample index of each trajectory, by group of the batch.
     """
 
     groups: list[Group]
@@ -63,6 +64,7 @@ class BatchAssignment:
     masked_tokens: int
     group_ids: list[int]
     passed: int = 0
+    draws: list[list[tuple[int, int]]] = field(default_factory=list)
 
 
 class GroupQueue:
@@ -103,9 +105,12 @@ class GroupQueue:
         dropped = [group for group in self._groups if group.oldest_version < oldest]
         self._groups = [group for group in self._groups if group.oldest_version >= oldest]
         for group in dropped:
-            longest = max(t.num_sampled for t in group.trajectories)
-            self.dropped_by_length[1 << (longest - 1).bit_length()] += 1
+            self.count_dropped(max(t.num_sampled for t in group.trajectories))
         return dropped
+
+    def count_dropped(self, longest: int) -> None:
+        """Count an overdue group whose longest completion has `longest` tokens."""
+        self.dropped_by_length[1 << (longest - 1).bit_length()] += 1
 
     def num_passing(self, count: int, oldest_running: int | None) -> int:
         """Return how many groups have passed the oldest running one when the next batch is taken.

@@ -16,7 +16,8 @@ size K:
   is nothing to balance.
 * The buffer holds distinct sequences of a prompt (the newer of two equal ones), the newest
   `capacity` of each prompt, and the `max_prompts` prompts that were added to last.
-* A draw depends only on the seed, the version and the content.
+* A draw depends only on the seed, the version and the content. The store records it, because the
+  content depends on when groups finish.
 * A resumed run fills the buffer again from `Store.finished_groups`.
 
 No clock and no I/O here.
@@ -44,7 +45,6 @@ class ReplayBuffer:
         self._prompts: dict[str, list[Trajectory]] = {}
         # Ids of the rollout groups that are in the buffer and were used by a step.
         self._used: set[int] = set()
-        self._num_drawn = 0
         # Always empty: nothing is too old here.
         self.dropped_by_length: Counter[int] = Counter()
 
@@ -102,14 +102,10 @@ class ReplayBuffer:
         group_ids = sorted(
             {t.group_id for trajectories in drawn for t in trajectories} - self._used
         )
-        groups = [
-            _as_group(number, trajectories)
-            for number, trajectories in enumerate(drawn, start=self._num_drawn)
-        ]
-        shards = make_shards(groups, num_shards)
+        assignment = drawn_batch(drawn, version, num_shards)
         self._used.update(group_ids)
-        self._num_drawn += count
-        return BatchAssignment(groups=groups, shards=shards, masked_tokens=0, group_ids=group_ids)
+        assignment.group_ids = group_ids
+        return assignment
 
     def _choose(self, count: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
         """Choose `count` prompts, each with whether it was chosen for its recency."""
@@ -131,6 +127,24 @@ class ReplayBuffer:
             logits = np.array([t.reward for t in held], np.float64) / self._config.temperature
         best = np.argsort(-(logits + rng.gumbel(size=len(held))))[: self._group_size]
         return [held[i] for i in sorted(best.tolist())]
+
+
+def drawn_batch(drawn: list[list[Trajectory]], version: int, num_shards: int) -> BatchAssignment:
+    """Make the batch of the step at `version` from its draws, which the store records.
+
+    It uses up no groups. Raises ValueError if the shards cannot be equal.
+    """
+    groups = [
+        _as_group(number, trajectories)
+        for number, trajectories in enumerate(drawn, start=version * len(drawn))
+    ]
+    return BatchAssignment(
+        groups=groups,
+        shards=make_shards(groups, num_shards),
+        masked_tokens=0,
+        group_ids=[],
+        draws=[[(t.group_id, t.sample_index) for t in trajectories] for trajectories in drawn],
+    )
 
 
 def _as_group(number: int, trajectories: list[Trajectory]) -> Group:

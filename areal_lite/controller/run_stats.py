@@ -5,14 +5,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_lite.controller.batch_stats import batch_stats
-from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.controller.dispatcher import FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.diversity import diversity
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.servers.fleet import Fleet
 
-# Counts of the dispatcher since the start of this process.
+# Counts of the dispatcher.
 _COUNTS = (
     "dropped_groups",
     "empty_groups",
@@ -20,6 +20,17 @@ _COUNTS = (
     "workflow_failures",
     "reward_failures",
 )
+
+REQUEST_COUNTS = ("requests", "aborts", "retries")
+"""Counts of the fleet."""
+
+
+def unrecorded_counts(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, int]:
+    """Return the counts of the run that the rows of the store do not show."""
+    return {
+        **{name: fleet.counts[name] for name in REQUEST_COUNTS},
+        **{name: dispatcher.counts[name] for name in FAILURE_COUNTS},
+    }
 
 
 def batch_info(
@@ -52,9 +63,7 @@ def run_totals(
     """Return the counts of the run at its end."""
     dropped_by_length = sorted(queue.dropped_by_length.items())
     return {
-        "requests": fleet.counts["requests"],
-        "aborts": fleet.counts["aborts"],
-        "retries": fleet.counts["retries"],
+        **{name: fleet.counts[name] for name in REQUEST_COUNTS},
         "dropped_by_length": {str(length): groups for length, groups in dropped_by_length},
         **{name: dispatcher.counts[name] for name in _COUNTS},
         "filtered": dict(dispatcher.filtered),

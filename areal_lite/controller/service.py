@@ -94,6 +94,7 @@ async def _publish_status(controller: Controller, run_dir: Path) -> None:
         status = controller.status()
         with suppress(OSError):  # a full disk must not end a run because of this file
             await asyncio.to_thread(write_status, run_dir, status)
+        await controller.save_totals()
         if number % _LOG_EVERY == 0:
             log.info("%s", status_line(status))
 

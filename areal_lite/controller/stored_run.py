@@ -4,6 +4,7 @@ For `debug=train_only`: this process takes the place of the controller, and ther
 
 * The batch of step k is the one that step k of the run `debug_run` trained on. The same code shards
   and masks it, so the trainer gets equal bytes if the settings are equal.
+* The draws of a replay buffer are in the store, too.
 * If that run trained on nothing (`debug=rollout_only`), a batch is the next
   `trainer.batch_groups` groups in the order in which they finished, unmasked.
 * Pushes have no targets.
@@ -37,6 +38,7 @@ from areal_lite.controller.messages import (
     StepDone,
 )
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
+from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store import Store
@@ -46,10 +48,10 @@ from areal_lite.trajectory import Group, GroupState
 log = logging.getLogger(__name__)
 
 
-def stored_max_staleness(run_dir: Path) -> int:
-    """Read `buffer.max_staleness` of a stored run.
+def stored_max_staleness(run_dir: Path) -> int | None:
+    """Read the bound on staleness of a stored run; None if replay drew its batches.
 
-    Raises ValueError if `run_dir` is not a run, or if its batches cannot be made again.
+    Raises ValueError if `run_dir` is not a run.
     """
     if not all(os.path.isfile(run_dir / file) for file in (CONFIG_FILE, STORE_FILE)):
         raise ValueError(
@@ -57,12 +59,8 @@ def stored_max_staleness(run_dir: Path) -> int:
             f"and {STORE_FILE}"
         )
     config = stored_settings(run_dir)
-    if OmegaConf.select(config, "buffer.replay.capacity"):
-        raise ValueError(
-            f"debug_run={run_dir}: its batches were drawn from a replay buffer, "
-            "and draws are not stored"
-        )
-    return OmegaConf.select(config, "buffer.max_staleness")
+    replays = OmegaConf.select(config, "buffer.replay.capacity")
+    return None if replays else OmegaConf.select(config, "buffer.max_staleness")
 
 
 class StoredRunController:
@@ -96,14 +94,22 @@ class StoredRunController:
 
     def _assign(self, step: int, world: int) -> BatchAssignment:
         if self._assignment is None or step != self._step:
-            queue = GroupQueue(self._max_staleness, "mask")
-            groups = self._groups(step)
-            for group in groups:
-                queue.put(group)
             self._step = step
-            self._assignment = queue.take(len(groups), step, world)
-            assert self._assignment is not None
+            drawn = self._store.drawn(step)
+            self._assignment = (
+                drawn_batch(drawn, step, world) if drawn else self._taken(step, world)
+            )
         return self._assignment
+
+    def _taken(self, step: int, world: int) -> BatchAssignment:
+        """Take the groups of a step from a queue, as its run did."""
+        queue = GroupQueue(self._max_staleness, "mask")
+        groups = self._groups(step)
+        for group in groups:
+            queue.put(group)
+        assignment = queue.take(len(groups), step, world)
+        assert assignment is not None
+        return assignment
 
     def _groups(self, step: int) -> list[Group]:
         count = self._config.trainer.batch_groups

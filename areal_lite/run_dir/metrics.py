@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
 from areal_lite.run_dir.wandb_log import WandbLog
-from areal_lite.system.files import to_plain, write_atomically
+from areal_lite.system.files import sync_path, to_plain, write_atomically
 
 STEP_KEYS = {
     "step": "number of the step, from 1",
@@ -62,6 +62,8 @@ class MetricsLog:
             raise ValueError(f"the record of a training step lacks {', '.join(missing)}")
         record = to_plain({"logged_at": time.time(), **record})
         _write_line(self._file, record)
+        # A checkpoint of this step must not outlive its line.
+        os.fsync(self._file.fileno())
         if self._wandb is not None:
             self._wandb.log_step(record)
 
@@ -176,10 +178,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _open_for_append(path: Path) -> TextIO:
     """Open a log to append lines; cut off a line that an earlier writer left incomplete."""
-    if path.exists():
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):
-            os.truncate(path, content.rfind(b"\n") + 1)
+    if not path.exists():
+        path.touch()
+        sync_path(path.parent)
+    content = path.read_bytes()
+    if not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
     return open(path, "a", encoding="utf-8")
 
 

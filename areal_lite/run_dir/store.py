@@ -10,10 +10,12 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
   that did not fail.
 * Arrays are little-endian blobs over prompt and completion: tokens int32, logprobs float32,
   versions int32.
-* Each row has a checksum (store_schema.py). A damaged group that waits is dropped when a run
-  resumes. Other damage is a ValueError that names the file.
-* The write-ahead log survives the death of any process at any moment. A power cut may lose the
-  last commits, but does not damage the file.
+* `draws` has the trajectories of each batch that was drawn from a replay buffer. `totals` has the
+  counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
+* Each row of `groups` and `trajectories` has a checksum (store_schema.py). A damaged group that
+  waits is dropped when a run resumes. Other damage is a ValueError that names the file.
+* The write-ahead log survives the death of any process at any moment. A power cut does not damage
+  the file. It may lose the commits after the last durable one, such as the end of a step.
 
 `store_schema.py` has the tables. `Store` is blocking SQLite; `StoreThread` runs it on a thread of
 its own.
@@ -21,21 +23,16 @@ its own.
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from areal_lite.run_dir.store_file import REMEDY, StoreFile
-from areal_lite.run_dir.store_schema import (
-    ADMISSION,
-    checksum,
-    from_row,
-    to_row,
-)
+from areal_lite.run_dir.store_file import REMEDY
+from areal_lite.run_dir.store_reader import DamagedGroup, StoreReader
+from areal_lite.run_dir.store_schema import ADMISSION, checksum, to_row
 from areal_lite.trajectory import Group, GroupState
 
 log = logging.getLogger(__name__)
@@ -46,10 +43,6 @@ _NUM_DRAWS = 100
 
 # Rows per INSERT. SQLite takes at most 32766 values in a statement.
 _ROWS_AT_ONCE = 1000
-
-
-class DamagedGroup(ValueError):
-    """A group without all of its trajectories, or with one that its checksum contradicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +66,7 @@ class Recovered:
     filtered: Counter[str]
 
 
-class Store(StoreFile):
+class Store(StoreReader):
     """The store of one run, for one thread at a time.
 
     Each method is one change or one query. `begin` ... `commit` make several changes one.
@@ -138,8 +131,16 @@ class Store(StoreFile):
             finished_at=now,
         )
 
-    def use(self, group_ids: Sequence[int], step: int) -> None:
-        """Move groups from finished to used at `step`. Raises RuntimeError if one is not."""
+    def use(
+        self,
+        group_ids: Sequence[int],
+        step: int,
+        draws: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
+        """Move groups from finished to used at `step`. Raises RuntimeError if one is not.
+
+        `draws` of a replay buffer: (group id, sample index) of each trajectory of each drawn group.
+        """
         done = self._execute(
             "UPDATE groups SET state = 'used', step = ? "
             "WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))",
@@ -149,11 +150,28 @@ class Store(StoreFile):
             raise RuntimeError(
                 f"of the {len(group_ids)} groups of step {step} only {done} are finished"
             )
+        rows = [
+            (step, draw, position, *member)
+            for draw, members in enumerate(draws)
+            for position, member in enumerate(members)
+        ]
+        if rows:
+            self._execute(
+                "INSERT INTO draws SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'),"
+                " json_extract(value, '$[2]'), json_extract(value, '$[3]'),"
+                " json_extract(value, '$[4]') FROM json_each(?)",
+                (msgspec.json.encode(rows).decode(),),
+            )
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
         """Move a group from in_flight or finished to dropped."""
         before = (GroupState.IN_FLIGHT, GroupState.FINISHED)
         self._move(group_id, before, GroupState.DROPPED, reason=reason, finished_at=now)
+
+    def set_totals(self, totals: Mapping[str, int]) -> None:
+        """Set counts of the whole run that no row shows."""
+        for name, value in totals.items():
+            self._execute("INSERT OR REPLACE INTO totals VALUES (?, ?)", (name, value))
 
     def _move(self, group_id: int, before: tuple[str, ...], state: str, **columns: Any) -> None:
         """Set state and columns (except to None). Raises RuntimeError in another state."""
@@ -193,20 +211,18 @@ class Store(StoreFile):
             "WHERE state = 'used' AND step >= :version",
             values,
         )
+        self._execute("DELETE FROM draws WHERE step >= :version", values)
         self._drop_damaged(f"{drop} 'resume: damaged'", values)
         self.commit()
         counts = self.counts()
         drawn, put_back, draws = self._sampler_state()
-        filtered = self._query(
-            "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
-        )
         return Recovered(
             groups=sum(counts.values()),
             waiting=counts[GroupState.FINISHED],
             drawn=drawn,
             put_back=put_back,
             draws=draws,
-            filtered=Counter(dict(filtered)),
+            filtered=self.filtered(),
         )
 
     def _drop_damaged(self, drop: str, values: dict[str, Any]) -> None:
@@ -249,93 +265,3 @@ class Store(StoreFile):
             else:
                 put_back.append(index)
         return drawn, put_back, list(draws)
-
-    def rewards(self) -> Iterator[tuple[int, list[float]]]:
-        """Yield prompt index and rewards of each group that was not dropped, in finishing order."""
-        for index, rewards in self._query(
-            "SELECT prompt_index, json_group_array(reward) "
-            "FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped' "
-            "GROUP BY group_id ORDER BY groups.finished_at, group_id"
-        ):
-            yield index, msgspec.json.decode(rewards)
-
-    def counts(self) -> dict[str, int]:
-        """Count the groups in each state, zeros included."""
-        found = dict(self._query("SELECT state, count(*) FROM groups GROUP BY state"))
-        return {state.value: found.get(state, 0) for state in GroupState}
-
-    def missing_trajectories(self) -> int:
-        """Count the trajectories that finished and used groups should have, but do not have.
-
-        Anything but 0 is a bug.
-        """
-        ((missing,),) = self._query(
-            "SELECT (SELECT coalesce(sum(num_trajectories), 0) FROM groups "
-            "        WHERE state IN ('finished', 'used')) - "
-            "       (SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
-            "        WHERE state IN ('finished', 'used'))"
-        )
-        return missing
-
-    def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield the row of each group as a dict, in the order of admission."""
-        yield from self._rows("SELECT * FROM groups ORDER BY group_id")
-
-    def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield each trajectory by group and sample index, of groups in `state` or of all.
-
-        A trajectory is a dict of its columns, with blobs as numpy arrays, and of its group's state,
-        step and prompt_id.
-        """
-        where, values = ("WHERE state = ?", (state,)) if state else ("", ())
-        for row in self._rows(
-            "SELECT trajectories.*, state, step, prompt_id "
-            f"FROM trajectories JOIN groups USING (group_id) {where} "
-            "ORDER BY group_id, sample_index",
-            values,
-        ):
-            row["tokens"] = np.frombuffer(row["tokens"], np.int32)
-            row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
-            row["versions"] = np.frombuffer(row["versions"], np.int32)
-            row["segments"] = msgspec.json.decode(row["segments"])
-            yield row
-
-    def finished_groups(self) -> Iterator[tuple[Group, bool]]:
-        """Yield each finished or used group and whether it was used, in finishing order."""
-        yield from self._select("state IN ('finished', 'used') ORDER BY finished_at, group_id")
-
-    def waiting_groups(self) -> list[Group]:
-        """Return the groups that no step has used, in the order of admission."""
-        return [group for group, _ in self._select("state = 'finished' ORDER BY group_id")]
-
-    def used_groups(self, step: int) -> list[Group]:
-        """Return the groups that `step` used, in the order of admission."""
-        where = "state = 'used' AND step = ? ORDER BY group_id"
-        return [group for group, _ in self._select(where, (step,))]
-
-    def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
-        for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
-            yield self._group(row), row["state"] == GroupState.USED
-
-    def _group(self, row: dict[str, Any]) -> Group:
-        """Return the group of a row of `groups`. Raises DamagedGroup."""
-        rows = list(
-            self._rows(
-                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index",
-                (row["group_id"],),
-            )
-        )
-        if len(rows) != row["num_trajectories"]:
-            reason = f"group {row['group_id']} has {len(rows)} trajectories"
-            raise DamagedGroup(f"{self._path}: {reason}, not {row['num_trajectories']}: {REMEDY}")
-        try:
-            trajectories = [from_row(t, row["prompt_id"]) for t in rows]
-        except ValueError as error:
-            raise DamagedGroup(f"{self._path}: {error}: {REMEDY}") from error
-        return Group(
-            group_id=row["group_id"],
-            prompt_id=row["prompt_id"],
-            size=row["size"],
-            trajectories=trajectories,
-            prompt_index=row["prompt_index"],
-        )

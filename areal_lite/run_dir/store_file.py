@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.run_dir.store_schema import SCHEMA
+from areal_lite.system.files import sync_path
 
 REMEDY = "restore the file from a copy, or start anew in another run_dir"
 
@@ -64,9 +65,16 @@ class StoreFile:
         with self._explained():
             yield from self._db.execute(query, values)
 
-    def begin(self) -> None:
-        """Begin a transaction."""
+    def begin(self, durable: bool = False) -> None:
+        """Begin a transaction. The commit of a `durable` one is on disk, and so are all before."""
+        self._execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._execute("BEGIN IMMEDIATE")
+
+    def snapshot(self) -> sqlite3.Connection:
+        """Return the connection in a transaction: every query until `close` sees this moment."""
+        self._execute("BEGIN")
+        next(self._query("SELECT count(*) FROM sqlite_schema"))
+        return self._db
 
     def commit(self) -> None:
         """Commit the transaction."""
@@ -96,3 +104,4 @@ def _create(path: Path) -> None:
     except sqlite3.Error as error:
         raise ValueError(f"{path} cannot be made: {error}") from error
     scratch.rename(path)
+    sync_path(path.parent)

@@ -53,6 +53,18 @@ CREATE TABLE trajectories (
     checksum INTEGER NOT NULL,
     PRIMARY KEY (group_id, sample_index)
 ) STRICT, WITHOUT ROWID;
+CREATE TABLE draws (
+    step INTEGER NOT NULL,
+    draw INTEGER NOT NULL,
+    position INTEGER NOT NULL,
+    group_id INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    PRIMARY KEY (step, draw, position)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE totals (
+    name TEXT PRIMARY KEY,
+    value INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
 """
 
 

@@ -2,6 +2,7 @@
 
 * `await submit(Store.admit, ...)` returns after the change is committed.
 * Calls take effect in the order of submission.
+* A power cut does not undo a call that was `durable`, nor a call before it.
 * Calls that are queued at the same time are committed together. If one of them fails, all of them
   are undone and get its exception: nothing is ever half-written.
 """
@@ -29,6 +30,7 @@ class _Call:
     future: asyncio.Future[Any]
     method: Callable[..., Any] | None
     args: tuple[Any, ...] = ()
+    durable: bool = False
     result: Any = None
     error: Exception | None = None
 
@@ -43,10 +45,12 @@ class StoreThread:
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
-    def submit(self, method: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def submit(
+        self, method: Callable[..., T], *args: Any, durable: bool = False
+    ) -> asyncio.Future[T]:
         """Queue `method(store, *args)` and return the future of its result."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Call(future, method, args))
+        self._queue.put(_Call(future, method, args, durable))
         return future
 
     async def close(self) -> None:
@@ -70,7 +74,7 @@ class StoreThread:
 
     def _commit(self, calls: list[_Call]) -> None:
         try:
-            self._store.begin()
+            self._store.begin(durable=any(call.durable for call in calls))
             for call in calls:
                 assert call.method is not None
                 call.result = call.method(self._store, *call.args)

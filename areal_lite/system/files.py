@@ -37,7 +37,7 @@ def write_atomically(
                 os.fsync(file.fileno())
         scratch.replace(path)
         if durable:
-            _sync(path.parent)
+            sync_path(path.parent)
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -104,13 +104,13 @@ def publish_folder(scratch: Path, folder: Path) -> None:
     """Flush everything in `scratch` to disk, then rename it to `folder`, replacing that."""
     for root, _, files in os.walk(scratch):
         for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+            sync_path(Path(root) / name)
+        sync_path(Path(root))
     old = _retired_name(folder)
     if folder.exists():
         folder.rename(old)
     scratch.rename(folder)
-    _sync(folder.parent)
+    sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -142,7 +142,8 @@ def _retired_name(folder: Path) -> Path:
     return old
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -34,3 +34,7 @@ class Cadence:
         if not self.eval_every or not self.pushes(done) or done == self.steps:
             return False
         return done // self.eval_every > (done - self.every) // self.eval_every
+
+    def last_evaluated(self, done: int) -> int:
+        """Return the newest version up to `done` that a run evaluates; 0 is the first."""
+        return next((step for step in range(done, 0, -1) if self.evaluates(step)), 0)

@@ -118,8 +118,8 @@ class RankZeroReporter(Reporter):
         self._compared: dict[str, float | None] = {}
         self._last_log = time.time()
         self._evaluations: list[Future] = []
-        if not start and not read_events(run_dir, "evals"):
-            self._evaluate(0)
+        if self._evaluation_is_due(start):
+            self._evaluate(start)
 
     def before_push(
         self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
@@ -156,6 +156,16 @@ class RankZeroReporter(Reporter):
         self._collect()
         write_json(self._run_dir / TOTALS_FILE, self._controller.finish())
         self._metrics.close()
+
+    def _evaluation_is_due(self, start: int) -> bool:
+        """Tell whether a run that goes on at `start` lacks an evaluation that was running.
+
+        The weights that it was of are gone, so that it is made again with those of `start`.
+        """
+        if start == self._config.trainer.steps:
+            return False  # no push brings these weights to a server
+        newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
+        return newest < self._cadence.last_evaluated(start)
 
     def _evaluate(self, version: int) -> None:
         """Start an evaluation on a connection of its own, since training goes on meanwhile."""

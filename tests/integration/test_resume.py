@@ -169,6 +169,33 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
     assert (batch.versions <= 2).all()
 
 
+def test_counts_are_those_of_the_whole_run(start) -> None:
+    r = start(
+        reward__function="tests.integration.toy_reward:sometimes_fails",
+        reward__on_failure="drop",
+        max_staleness=ETA,
+        trainer__steps=20,
+    )
+    r.start_server()
+    client = r.start_controller()
+    for step in range(KILLED):
+        _, before = client.batch(step, 0, 1)
+        push(client, step + 1, "in_place")
+    assert before["reward_failures"] > 0 and before["failed_rollouts"] > 0
+    kill(r, KILLED)
+    store = r.store()
+    lost, saved = store.failures()["failed_rollouts"], store.totals()
+    assert saved["reward_failures"] >= before["reward_failures"] and saved["requests"] > 0
+    r.start_server()
+    client = r.start_controller()
+    _, after = client.batch(KILLED, 0, 1, lambda: push(client, KILLED, "in_place"))
+    totals = client.finish()
+    assert after["failed_rollouts"] >= lost
+    assert totals["failed_rollouts"] == store.failures()["failed_rollouts"] >= lost
+    assert totals["reward_failures"] >= saved["reward_failures"]
+    assert totals["requests"] > saved["requests"]
+
+
 def write_rows(path: Path, count: int) -> dict:
     """A data set of `count` prompts, and the settings that name it."""
     path.write_text(

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from areal_lite.config import ReplayConfig
 from tests.integration.controller_run import GROUPS, MEMBERS, push
 
 STEPS = 4
@@ -49,6 +50,25 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:
             client.batch(STEPS, 0, 2)
         assert client.finish()["groups"]["used"] == STEPS * GROUPS
         assert r.processes["controller"].wait(10) == 0, r.log()
+
+
+def test_draws_from_a_replay_buffer_are_made_again(run) -> None:
+    first = run(
+        max_staleness=0,
+        reward__function="tests.integration.toy_reward:coin",
+        buffer__replay=ReplayConfig(capacity=8, recency_probability=0.5),
+    )
+    first.start("s0", "tests/fake_sglang.py", str(first.path), "s0", "--delay", "0.001", "--vary")
+    client = first.start_controller()
+    batches = []
+    for step in range(STEPS):
+        batches.append(frames(client.batch(step, 0, 1)[0]))
+        push(client, step + 1, "in_place")
+    client.finish()
+    r, client = recorded(run, first)
+    assert [frames(client.batch(step, 0, 1)[0]) for step in range(STEPS)] == batches
+    client.finish()
+    assert r.processes["controller"].wait(10) == 0, r.log()
 
 
 def test_an_error_is_reported_and_ends_the_process(run) -> None:

@@ -18,3 +18,10 @@ def coin(completion: str, answer: str) -> float:
 def always(completion: str, answer: str) -> float:
     """Return 1."""
     return 1.0
+
+
+def sometimes_fails(completion: str, answer: str) -> float:
+    """Return 1, or raise for every fourth completion."""
+    if _RANDOM.random() < 0.25:
+        raise ValueError("no verdict")
+    return 1.0

@@ -222,9 +222,7 @@ def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
         "eval.problems=0",
     ]
     assert "with its config.yaml and trajectories.sqlite" in complaint(capsys, "train", *where)
-    (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1, replay: {capacity: 5}}")
     (tmp_path / "trajectories.sqlite").touch()
-    assert "draws are not stored" in complaint(capsys, "train", *where)
     (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1}")
     assert "set eval.problems=0" in complaint(capsys, "train", *where[:-1])
 

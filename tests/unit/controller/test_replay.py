@@ -8,7 +8,7 @@ import pytest
 
 from areal_lite.config import ReplayConfig
 from areal_lite.controller.diversity import diversity
-from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.controller.replay import ReplayBuffer, drawn_batch
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
 
@@ -92,9 +92,9 @@ def test_a_recent_draw_has_the_newest_trajectories_of_the_last_prompts() -> None
     )
     assert [[int(t.tokens[-1]) for t in g.trajectories] for g in deal.groups] == [[6, 7], [4, 5]]
     assert deal.group_ids == [2, 3]
-    again = replay.take(2, 7, 1)
+    again = replay.take(2, 8, 1)
     assert again.group_ids == [], "a group is used up once"
-    assert [g.group_id for g in deal.groups + again.groups] == [0, 1, 2, 3], (
+    assert [g.group_id for g in deal.groups + again.groups] == [14, 15, 16, 17], (
         "every draw is a group of its own"
     )
     assert all(
@@ -170,19 +170,30 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
         )
         if number != 8:
             replay.put(groups[number])
-    store.use([0, 1], 0)
-    replay._used = {0, 1}
+    first = replay.take(2, 0, 1)
+    store.use(first.group_ids, 0, first.draws)
+    assert [t.group_id for ts in store.drawn(0) for t in ts] == [
+        group_id for members in first.draws for group_id, _ in members
+    ]
     rebuilt = buffer(recency_probability=0.5)
     for g, used in store.finished_groups():
         rebuilt.put(g, used)
     assert held(rebuilt) == held(replay) and list(held(rebuilt)) == list(held(replay))
-    for version in range(5):
+    assert store.drawn(1) == [], "of a step that drew nothing"
+    for version in range(1, 5):
         one, other = replay.take(2, version, 1), rebuilt.take(2, version, 1)
         assert [bytes(f) for f in one.shards[0].to_frames()] == [
             bytes(f) for f in other.shards[0].to_frames()
         ]
-        assert one.group_ids == other.group_ids and not {0, 1} & set(one.group_ids)
-    assert [g.group_id for g in store.used_groups(step=0)] == [0, 1]
+        assert one.group_ids == other.group_ids and not set(first.group_ids) & set(one.group_ids)
+        store.use(one.group_ids, version, one.draws)
+        again = drawn_batch(store.drawn(version), version, 1)
+        assert [bytes(f) for f in one.shards[0].to_frames()] == [
+            bytes(f) for f in again.shards[0].to_frames()
+        ], "a stored batch is the same bytes"
+    assert [g.group_id for g in store.used_groups(step=0)] == first.group_ids
+    store.recover(3, 20.0)
+    assert store.drawn(2) and store.drawn(3) == [], "a resume forgets the draws of lost steps"
     store.close()
 
 

@@ -18,6 +18,7 @@ def test_a_push_after_each_step_is_evaluated_when_it_is_due() -> None:
     cadence = Cadence(every=1, eval_every=3, steps=9)
     assert all(map(cadence.pushes, range(1, 10)))
     assert [done for done in range(1, 10) if cadence.evaluates(done)] == [3, 6]
+    assert [cadence.last_evaluated(done) for done in range(10)] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 6]
     never = Cadence(every=2, eval_every=0, steps=9)
     assert not any(map(never.evaluates, range(1, 10)))
 

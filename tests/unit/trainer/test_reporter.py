@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from areal_lite.trainer.reporter import proximal_record
+from areal_lite.config import TrainConfig
+from areal_lite.run_dir.metrics import append_event
+from areal_lite.trainer.cadence import Cadence
+from areal_lite.trainer.reporter import RankZeroReporter, proximal_record
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 
@@ -41,3 +44,33 @@ def test_the_longest_samples_of_a_large_group_are_left_out() -> None:
     )
     record = proximal_record(0, batch, np.zeros(len(batch.tokens), np.float32))
     assert list(record["prox"]) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "start, logged, again",
+    [
+        (0, [], [0]),
+        (0, [0], []),
+        (3, [0], []),
+        (4, [0], [4]),
+        (4, [0, 4], []),
+        # The weights of version 4 are gone.
+        (6, [0], [6]),
+        (6, [0, 4], []),
+        # Nothing is pushed after the last step.
+        (9, [0, 4], []),
+    ],
+)
+def test_an_evaluation_that_a_kill_ended_is_made_again(
+    tmp_path, monkeypatch, start: int, logged: list[int], again: list[int]
+) -> None:
+    for version in logged:
+        append_event(tmp_path, "evals", {"version": version})
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    config.trainer.steps = 9
+    asked: list[int] = []
+    monkeypatch.setattr(RankZeroReporter, "_evaluate", lambda self, version: asked.append(version))
+    monkeypatch.setattr("areal_lite.trainer.reporter.LogprobAgreement", lambda *_: None)
+    cadence = Cadence(every=1, eval_every=4, steps=9)
+    RankZeroReporter(config, tmp_path, None, start, cadence)._metrics.close()
+    assert asked == again

@@ -1,0 +1,164 @@
+"""Queries of the trajectory store. `store.py` says what is in it and changes it."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_lite.run_dir.store_file import REMEDY, StoreFile
+from areal_lite.run_dir.store_schema import from_row
+from areal_lite.trajectory import Group, GroupState, Trajectory
+
+
+class DamagedGroup(ValueError):
+    """A group without all of its trajectories, or with one that its checksum contradicts."""
+
+
+class StoreReader(StoreFile):
+    """The queries of a store, for one thread at a time."""
+
+    def rewards(self) -> Iterator[tuple[int, list[float]]]:
+        """Yield prompt index and rewards of each group that was not dropped, in finishing order."""
+        for index, rewards in self._query(
+            "SELECT prompt_index, json_group_array(reward) "
+            "FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped' "
+            "GROUP BY group_id ORDER BY groups.finished_at, group_id"
+        ):
+            yield index, msgspec.json.decode(rewards)
+
+    def counts(self) -> dict[str, int]:
+        """Count the groups in each state, zeros included."""
+        found = dict(self._query("SELECT state, count(*) FROM groups GROUP BY state"))
+        return {state.value: found.get(state, 0) for state in GroupState}
+
+    def missing_trajectories(self) -> int:
+        """Count the trajectories that finished and used groups should have, but do not have.
+
+        Anything but 0 is a bug.
+        """
+        ((missing,),) = self._query(
+            "SELECT (SELECT coalesce(sum(num_trajectories), 0) FROM groups "
+            "        WHERE state IN ('finished', 'used')) - "
+            "       (SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
+            "        WHERE state IN ('finished', 'used'))"
+        )
+        return missing
+
+    def totals(self) -> dict[str, int]:
+        """Return what `Store.set_totals` has set."""
+        return dict(self._query("SELECT name, value FROM totals"))
+
+    def filtered(self) -> Counter[str]:
+        """Count the filtered groups by reason."""
+        query = "SELECT reason, count(*) FROM groups WHERE state = 'filtered' GROUP BY reason"
+        return Counter(dict(self._query(query)))
+
+    def failures(self) -> dict[str, int]:
+        """Count, over the whole run, the groups and rollouts that ended without use."""
+        query = """
+            SELECT coalesce(sum(reason LIKE 'overdue%'), 0),
+                   coalesce(sum(reason LIKE 'empty:%'), 0),
+                   coalesce(sum(CASE WHEN reason LIKE 'empty:%' THEN size
+                                     ELSE size - num_trajectories END), 0)
+            FROM groups
+        """
+        names = ("dropped_groups", "empty_groups", "failed_rollouts")
+        return dict(zip(names, next(self._query(query))))
+
+    def overdue_lengths(self) -> list[int]:
+        """Return the sampled tokens of the longest trajectory of each group dropped as overdue."""
+        sampled = (
+            "SELECT sum(json_extract(value, '$[2]') - json_extract(value, '$[1]')) "
+            "FROM json_each(segments)"
+        )
+        query = f"""
+            SELECT max(({sampled})) FROM trajectories WHERE group_id IN
+            (SELECT group_id FROM groups WHERE state = 'dropped' AND reason LIKE 'overdue%')
+            GROUP BY group_id
+        """
+        return [longest for (longest,) in self._query(query)]
+
+    def groups(self) -> Iterator[dict[str, Any]]:
+        """Yield the row of each group as a dict, in the order of admission."""
+        yield from self._rows("SELECT * FROM groups ORDER BY group_id")
+
+    def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield each trajectory by group and sample index, of groups in `state` or of all.
+
+        A trajectory is a dict of its columns, with blobs as numpy arrays, and of its group's state,
+        step and prompt_id.
+        """
+        where, values = ("WHERE state = ?", (state,)) if state else ("", ())
+        for row in self._rows(
+            "SELECT trajectories.*, state, step, prompt_id "
+            f"FROM trajectories JOIN groups USING (group_id) {where} "
+            "ORDER BY group_id, sample_index",
+            values,
+        ):
+            row["tokens"] = np.frombuffer(row["tokens"], np.int32)
+            row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
+            row["versions"] = np.frombuffer(row["versions"], np.int32)
+            row["segments"] = msgspec.json.decode(row["segments"])
+            yield row
+
+    def finished_groups(self) -> Iterator[tuple[Group, bool]]:
+        """Yield each finished or used group and whether it was used, in finishing order."""
+        yield from self._select("state IN ('finished', 'used') ORDER BY finished_at, group_id")
+
+    def waiting_groups(self) -> list[Group]:
+        """Return the groups that no step has used, in the order of admission."""
+        return [group for group, _ in self._select("state = 'finished' ORDER BY group_id")]
+
+    def used_groups(self, step: int) -> list[Group]:
+        """Return the groups that `step` used, in the order of admission."""
+        where = "state = 'used' AND step = ? ORDER BY group_id"
+        return [group for group, _ in self._select(where, (step,))]
+
+    def drawn(self, step: int) -> list[list[Trajectory]]:
+        """Return the trajectories of each group that `step` drew from the replay buffer, in order.
+
+        Raises DamagedGroup.
+        """
+        drawn: dict[int, list[Trajectory]] = {}
+        for row in self._rows(
+            "SELECT draw, prompt_id, trajectories.* FROM draws JOIN trajectories "
+            "USING (group_id, sample_index) JOIN groups USING (group_id) "
+            "WHERE draws.step = ? ORDER BY draw, position",
+            (step,),
+        ):
+            draw, prompt_id = row.pop("draw"), row.pop("prompt_id")
+            drawn.setdefault(draw, []).append(self._trajectory(row, prompt_id))
+        return list(drawn.values())
+
+    def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
+        for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
+            yield self._group(row), row["state"] == GroupState.USED
+
+    def _group(self, row: dict[str, Any]) -> Group:
+        """Return the group of a row of `groups`. Raises DamagedGroup."""
+        rows = list(
+            self._rows(
+                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index",
+                (row["group_id"],),
+            )
+        )
+        if len(rows) != row["num_trajectories"]:
+            reason = f"group {row['group_id']} has {len(rows)} trajectories"
+            raise DamagedGroup(f"{self._path}: {reason}, not {row['num_trajectories']}: {REMEDY}")
+        trajectories = [self._trajectory(t, row["prompt_id"]) for t in rows]
+        return Group(
+            group_id=row["group_id"],
+            prompt_id=row["prompt_id"],
+            size=row["size"],
+            trajectories=trajectories,
+            prompt_index=row["prompt_index"],
+        )
+
+    def _trajectory(self, row: dict[str, Any], prompt_id: str) -> Trajectory:
+        """Return the trajectory of a row of `trajectories`. Raises DamagedGroup."""
+        try:
+            return from_row(row, prompt_id)
+        except ValueError as error:
+            raise DamagedGroup(f"{self._path}: {error}: {REMEDY}") from error
