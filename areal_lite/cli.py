@@ -77,6 +77,9 @@ _COMMANDS = {
         "say what is wrong with a run, and which setting to change",
     ),
     "doctor": Command("areal_lite.launch.doctor:run", "check whether runs work on this machine"),
+    "audit": Command(
+        "areal_lite.audit.command:run", "prove from a run's files that nothing was lost"
+    ),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm, for one node or many",

@@ -15,7 +15,9 @@ from areal_lite.config.fields import keys_of
 
 # The setting that plain words set, by command; the words themselves as the help shows them.
 _FOLDERS = {
-    **dict.fromkeys(("export", "report", "inspect", "trace", "diagnose"), ("run_dir", "RUN")),
+    **dict.fromkeys(
+        ("export", "report", "inspect", "trace", "diagnose", "audit"), ("run_dir", "RUN")
+    ),
     "compare": ("runs", "RUN RUN …"),
     "chat": ("model", "MODEL or RUN"),
 }

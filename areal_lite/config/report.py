@@ -1,4 +1,6 @@
-"""Settings of the commands that show runs: report, compare, inspect, trace, diagnose."""
+"""Settings of the commands that show runs: report, compare, inspect, trace, diagnose,
+audit.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +72,22 @@ class DiagnoseConfig:
     demo: bool = setting(False, _DEMO)
 
 
+@dataclass
+class AuditConfig:
+    """Prove from the files of a run that nothing was lost and nothing was used twice."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+    tokens: bool = setting(
+        False, "Also read every token of the store: checksums, log-probs and versions."
+    )
+
+
 VIEWS: dict[str, type] = {
     "report": ReportConfig,
     "compare": CompareConfig,
     "inspect": InspectConfig,
     "trace": TraceConfig,
     "diagnose": DiagnoseConfig,
+    "audit": AuditConfig,
 }

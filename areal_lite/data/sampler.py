@@ -95,6 +95,19 @@ class PromptSampler:
                     f" with {settings}; restore the data set"
                 )
 
+    def indices_at(self, positions: np.ndarray) -> np.ndarray:
+        """Return the indices of draws, int64; `positions` count from 0 over all epochs, int64."""
+        if self._num_prompts is None:
+            return positions
+        epochs, offsets = np.divmod(positions, self._num_prompts)
+        if not self._shuffle:
+            return offsets
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = _epoch_order(self._num_prompts, self._seed, int(epoch))[offsets[here]]
+        return found
+
     def _settings(self) -> dict[str, Any]:
         return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
 

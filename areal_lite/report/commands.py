@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_lite.config.report import (
+    AuditConfig,
     CompareConfig,
     DiagnoseConfig,
     InspectConfig,
@@ -67,7 +68,9 @@ def trace(config: TraceConfig) -> int:
     return 0
 
 
-def chosen_run(config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConfig) -> Path:
+def chosen_run(
+    config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConfig | AuditConfig,
+) -> Path:
     """Return the run directory, that of the demo included. Raises ValueError for neither."""
     if config.demo:
         return demo.unpack()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_lite.audit.audit import audit
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.messages import PushTargets
@@ -127,9 +128,22 @@ def assert_exact(batch: TrainBatch) -> None:
         assert (np.diff(versions[n_prompt:]) >= 0).all()
 
 
+def wrong_with(run_dir: Path) -> dict[str, list[str]]:
+    """Return what `areal-lite audit` finds wrong with a run, by check.
+
+    A scripted trainer logs no steps, and its checkpoints are empty.
+    """
+    scripted = () if (run_dir / "metrics.jsonl").exists() else ("batches", "checkpoints")
+    checks = audit(run_dir, tokens=True)
+    return {
+        check.name: check.wrong for check in checks if check.wrong and check.name not in scripted
+    }
+
+
 def assert_store_matches(run: Run, totals: dict, used: dict[int, list[int]]) -> None:
     """`used`: step -> group ids that its batch had. Exactly those are used, at that step, once."""
     assert totals["trajectories_lost"] == 0
+    assert wrong_with(run.path) == {}
     store = run.store()
     assert store.counts() == totals["groups"]
     by_step: dict[int, list[int]] = {}

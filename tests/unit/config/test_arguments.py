@@ -12,7 +12,7 @@ from areal_lite.config.arguments import quoted, switches
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
 
 
-@pytest.mark.parametrize("command", ["export", "report", "inspect", "trace", "diagnose"])
+@pytest.mark.parametrize("command", ["export", "report", "inspect", "trace", "diagnose", "audit"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_word_is_the_run_directory(command, folder):
     _, overrides = parse(command, [folder])
@@ -56,7 +56,7 @@ def run(capsys, *args: str) -> str:
 
 
 def test_mistakes_are_one_line(capsys, tmp_path):
-    for command in ("report", "inspect", "trace", "diagnose", "export"):
+    for command in ("report", "inspect", "trace", "diagnose", "audit", "export"):
         assert f"{tmp_path} is not a run directory" in run(capsys, command, str(tmp_path))
         assert "nowhere: there is no such folder" in run(capsys, command, "nowhere")
     assert "takes one folder, not 2: runs/b" in run(capsys, "report", "runs/a", "runs/b")

@@ -1,0 +1,99 @@
+"""The prompts: every prompt of an epoch was handed out, and counts once.
+
+A group that raises `drawn` has a new prompt, the next one of the sampler's order. One that does not
+has a prompt that was put back: each dropped group puts its prompt back once. Hence
+
+    prompts drawn = used + filtered + waiting + in flight + put back and not yet handed out again
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import numpy as np
+
+from areal_lite.audit.check import Check
+from areal_lite.audit.groups import Groups
+from areal_lite.audit.records import Records
+from areal_lite.data.sampler import PromptSampler
+from areal_lite.trajectory import GroupState
+
+# A prompt that was put back is the next one to be handed out. While its drop is committed, others
+# may still be drawn.
+_COMMIT_S = 60.0
+
+
+def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> Check:
+    """Check that no prompt was lost and none was handed out once too often."""
+    total = int(groups.drawn.max(initial=0))
+    before = np.concatenate(([0], groups.drawn[:-1]))
+    fresh = groups.drawn > before
+    dropped = groups.are(GroupState.DROPPED)
+    prompts, place = np.unique(groups.prompt, return_inverse=True)
+    again = np.bincount(place[~fresh], minlength=len(prompts))
+    put_back = np.bincount(place[dropped], minlength=len(prompts))
+    pending = np.maximum(put_back - again, 0)
+    skipped = np.setdiff1d(np.arange(1, total + 1), groups.drawn[fresh])
+    size = _num_prompts(db)
+    check = Check(
+        name="prompts",
+        looked_at=f"{total:,} drawn{_epochs(total, size)}: {np.count_nonzero(~dropped):,} groups "
+        f"have them, {int(pending.sum()):,} to be handed out again, {len(skipped):,} retired",
+    )
+    back = groups.ids[groups.drawn < before].tolist()
+    check.none_of(back, "groups that were admitted with fewer draws than the one before")
+    check.none_of(
+        prompts[again > put_back].tolist(), "prompts that were handed out again without a drop"
+    )
+    seed = records.config.data_seed
+    sampler = PromptSampler(size, seed, records.config.data_shuffle)
+    expected = sampler.indices_at(groups.drawn[fresh] - 1)
+    check.none_of(
+        groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
+        f"groups whose prompt is not the next one of data.seed={seed}",
+    )
+    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _retired(records, db))
+    check.none_of(left_out.tolist(), "prompts that were left out and are not retired")
+    if records.config.retire_above is None:
+        lost = _lost(groups, fresh, dropped, place, pending)
+        check.none_of(prompts[lost].tolist(), "prompts that were put back and forgotten")
+    return check
+
+
+def _epochs(total: int, size: int | None) -> str:
+    if size is None:
+        return ""
+    return f" ({total // size:,} epochs of {size:,} and {total % size:,})"
+
+
+def _num_prompts(db: sqlite3.Connection) -> int | None:
+    """Return the size of the data set; None if it has no end."""
+    row = db.execute("SELECT value FROM totals WHERE name = 'prompts'").fetchone()
+    return row[0] if row else None
+
+
+def _retired(records: Records, db: sqlite3.Connection) -> np.ndarray:
+    """Return the prompts that may have been retired: two of their groups were solved."""
+    limits = [start.retire_above for start in records.starts]
+    least = min((limit for limit in limits if limit is not None), default=None)
+    if least is None:
+        return np.empty(0, np.int64)
+    rows = db.execute(
+        "SELECT prompt_index, avg(reward > 0) FROM groups JOIN trajectories USING (group_id) "
+        "GROUP BY group_id"
+    ).fetchall()
+    best: dict[int, list[float]] = {}
+    for index, rate in rows:
+        best[index] = sorted([*best.get(index, []), rate])[-2:]
+    return np.array([i for i, two in best.items() if len(two) == 2 and sum(two) / 2 > least])
+
+
+def _lost(
+    groups: Groups, fresh: np.ndarray, dropped: np.ndarray, place: np.ndarray, pending: np.ndarray
+) -> np.ndarray:
+    """Tell which prompts wait to be handed out again although new ones were drawn, bool [m]."""
+    last_drop = np.full(len(pending), np.inf)
+    last_drop[place[dropped]] = -np.inf
+    np.maximum.at(last_drop, place[dropped], groups.ended_at[dropped])
+    newest = groups.admitted_at[fresh].max(initial=-np.inf)
+    return (pending > 0) & (last_drop + _COMMIT_S < newest)

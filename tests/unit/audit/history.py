@@ -1,0 +1,228 @@
+"""A run directory that is made by the real parts, one event at a time, without any process.
+
+`History` does to store, sampler, queue and logs what controller and trainer do, kills included.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from areal_lite.config import TrainConfig
+from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.data.sampler import PromptSampler
+from areal_lite.run_dir.manifest import write_manifest
+from areal_lite.run_dir.metrics import append_event, forget_after
+from areal_lite.run_dir.resume import start_version
+from areal_lite.run_dir.store import Store
+from areal_lite.system.files import write_json
+from areal_lite.trajectory import Group, GroupState, Trajectory
+
+SIZE = 3  # trajectories of a group
+TICK_S = 10.0
+
+
+_written: dict[str, str] = {}
+
+
+def _as_yaml(config: TrainConfig) -> str:
+    config = replace(config, run_dir="r")
+    if (key := repr(config)) not in _written:
+        _written[key] = OmegaConf.to_yaml(OmegaConf.structured(config))
+    return _written[key]
+
+
+class History:
+    """A run of groups of three, with batches of two.
+
+    Args:
+        run_dir: a new folder.
+        num_prompts: size of the data set; None for no end.
+        config: changes of the settings, such as {"buffer.max_staleness": 1}.
+    """
+
+    def __init__(self, run_dir: Path, num_prompts: int | None = 5, **config: object):
+        self.run_dir, self.num_prompts = run_dir, num_prompts
+        self.config = TrainConfig(model="m", run_dir=str(run_dir))
+        self.config.trainer.batch_groups, self.config.rollout.group_size = 2, SIZE
+        self.config.trainer.steps, self.config.buffer.max_staleness = 1000, 2
+        self.config.data.seed = 3
+        for key, value in config.items():
+            section, name = key.split("__")
+            setattr(getattr(self.config, section), name, value)
+        self.random = random.Random(1)
+        self.now = 1_700_000_000.0
+        self.start()
+
+    def start(self) -> None:
+        """Begin, or go on from the newest checkpoint."""
+        self.write_config()
+        self.step = self.version = start_version(self.run_dir)
+        forget_after(self.run_dir, self.step)
+        self.store = Store(self.run_dir / "trajectories.sqlite")
+        recovered = self.store.recover(self.step, self.tick())
+        if self.num_prompts is not None:
+            self.store.set_totals({"prompts": self.num_prompts})
+        data = self.config.data
+        self.sampler = PromptSampler(self.num_prompts, data.seed, data.shuffle)
+        self.sampler.restore(
+            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
+        )
+        self.prompts = [row["prompt_index"] for row in self.store.groups()]
+        self.flying: list[int] = []
+        buffer = self.config.buffer
+        self.queue: GroupQueue | ReplayBuffer
+        if buffer.replay.capacity:
+            self.queue = ReplayBuffer(buffer.replay, SIZE, self.config.seed)
+            for group, used in self.store.finished_groups():
+                self.queue.put(group, used)
+        else:
+            self.queue = GroupQueue(buffer.max_staleness, buffer.overdue)
+            for group in self.store.waiting_groups():
+                self.queue.put(group)
+
+    def write_config(self) -> None:
+        """Write the settings as `save_config` does; that one takes a second for each start."""
+        self.run_dir.mkdir(exist_ok=True)
+        number = len(list(self.run_dir.glob("config*.yaml")))
+        path = self.run_dir / "config.yaml"
+        if number:
+            path.rename(path.with_name(f"config-{number}.yaml"))
+        path.write_text(_as_yaml(self.config))
+
+    def tick(self) -> float:
+        """Return the time, which goes on with each call."""
+        self.now += TICK_S * self.random.uniform(0.5, 1.5)
+        return self.now
+
+    def admit(self, _: int = 0) -> None:
+        """Hand out the next prompt."""
+        index, group_id = self.sampler.next(), len(self.prompts)
+        self.store.admit(group_id, f"p{index}", index, self.sampler.drawn, SIZE, self.tick())
+        self.prompts.append(index)
+        self.flying.append(group_id)
+
+    def finish(self, which: int = 0, state: GroupState = GroupState.FINISHED) -> None:
+        """End a group that is in flight; every third one lacks a trajectory."""
+        if not self.flying:
+            return
+        group_id = self.flying.pop(which % len(self.flying))
+        number = SIZE - (group_id % 3 == 0)
+        group = Group(
+            group_id=group_id,
+            prompt_id=f"p{self.prompts[group_id]}",
+            size=SIZE,
+            trajectories=[self.trajectory(group_id, index) for index in range(number)],
+            prompt_index=self.prompts[group_id],
+        )
+        reason = "why" if state == GroupState.FILTERED else None
+        self.store.finish(group, [("p", "c")] * number, reason, self.tick(), state)
+        if state == GroupState.FINISHED:
+            self.queue.put(group)
+
+    def filter(self, which: int = 0) -> None:
+        """End a group that a filter leaves out."""
+        self.finish(which, GroupState.FILTERED)
+
+    def fail(self, which: int = 0) -> None:
+        """End a group without any trajectory."""
+        if self.flying:
+            self.drop(self.flying.pop(which % len(self.flying)), "empty: why")
+
+    def drop(self, group_id: int, reason: str) -> None:
+        """Drop a group, whose prompt is handed out again."""
+        self.store.drop(group_id, reason, self.tick())
+        self.sampler.put_back(self.prompts[group_id])
+
+    def trajectory(self, group_id: int, index: int) -> Trajectory:
+        """Make a trajectory of the newest versions, sometimes with a turn of the environment."""
+        length = self.random.randrange(1, 9)
+        versions = [self.version - self.random.randrange(min(self.version, 4) + 1)]
+        while len(versions) < length:
+            newer = self.random.random() < 0.3 and versions[-1] < self.version
+            versions.append(versions[-1] + newer)
+        if length > 4 and group_id % 2:
+            versions[2] = -1
+        array = np.array([-1, -1, *versions], np.int32)
+        started = self.tick()
+        return Trajectory(
+            group_id=group_id,
+            prompt_id=f"p{self.prompts[group_id]}",
+            sample_index=index,
+            tokens=np.array(self.random.choices(range(99), k=length + 2), np.int32),
+            loss_mask=array >= 0,
+            behavior_logprobs=np.where(array >= 0, -0.5, 0).astype(np.float32),
+            versions=array,
+            finish_reason="stop",
+            reward=self.random.choice([0.0, 0.25, 1.0]),
+            started_at=started,
+            finished_at=self.tick(),
+        ).check()
+
+    def train(self, _: int = 0) -> None:
+        """Train one step, if there is a batch, and push every `sync.every` steps."""
+        for group in self.queue.drop_overdue(self.step):
+            self.drop(group.group_id, f"overdue at step {self.step}")
+        lag, buffer = self.step - self.version, self.config.buffer
+        if (batch := self.queue.take(2, self.step, 1)) is None:
+            return
+        bound = None if buffer.replay.capacity else buffer.max_staleness
+        stats = batch_stats(batch.groups, self.step, bound)
+        first = int(batch.shards[0].group_ids[0])
+        append_event(self.run_dir, "proximal", {"step": self.step, "group_id": first, "prox": {}})
+        self.store.begin(durable=True)
+        self.store.use(batch.group_ids, self.step, batch.draws)
+        self.store.commit()
+        self.step += 1
+        if self.step % self.config.sync.every == 0:
+            self.version = self.step
+        row = {"step": self.step, "version": self.version, "server_lag": lag, **stats}
+        append_event(self.run_dir, "metrics", row | {"masked_tokens": batch.masked_tokens})
+        if self.step % 4 == 0:
+            record = {"version": self.version, "versions": [self.version]}
+            append_event(self.run_dir, "evals", record)
+
+    def save(self, _: int = 0) -> None:
+        """Write a checkpoint, unless this step has one."""
+        folder = self.run_dir / "checkpoints" / f"step-{self.step}"
+        if self.step and not folder.exists():
+            folder.mkdir(parents=True)
+            (folder / "weights").write_bytes(bytes(range(256)) * 4)
+            write_manifest(folder, {})
+
+    def kill(self, _: int = 0) -> None:
+        """Kill every role, and go on."""
+        self.store.close()
+        self.start()
+
+    def end(self) -> None:
+        """End the run in good order."""
+        totals = {"groups": self.store.counts(), "trajectories_lost": 0, **self.store.failures()}
+        totals["filtered"] = dict(self.store.filtered())
+        self.store.close()
+        write_json(self.run_dir / "controller_totals.json", totals)
+
+
+EVENTS = ["admit"] * 5 + ["finish"] * 4 + ["train"] * 2 + ["filter", "fail", "save", "kill"]
+
+
+def lived(run_dir: Path, **config: object) -> History:
+    """Make a run of some length, with every kind of event."""
+    run = History(run_dir, **config)
+    events = random.Random(7)
+    for _ in range(260):
+        getattr(run, events.choice(EVENTS))(events.randrange(9))
+    run.save()
+    for _ in range(2):
+        while len(run.flying) < 4:
+            run.admit()
+        run.finish()
+        run.finish()
+        run.train()
+    run.admit()
+    run.end()
+    return run
