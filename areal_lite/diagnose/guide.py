@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from areal_lite.diagnose import learning, operation
+from areal_lite.diagnose import integrity, learning, operation
 from areal_lite.diagnose.history import History
 from areal_lite.diagnose.sign import Sign
 
@@ -67,6 +67,38 @@ GUIDE = (
         "updates are too large for the precision, or a server computes NaN",
         "look at bad_batches/; lower `trainer.lr`, add `trainer.lr_warmup_steps`, or set "
         "`trainer.fp32_head=true`",
+    ),
+    Advice(
+        integrity.stuck_batch,
+        "A batch came again",
+        ("tokens", "reward_mean"),
+        "two steps in a row have the same samples, token for token, which is unlikely by chance; "
+        "or a step reports the tokens and the mean reward of the batch before",
+        "the trainer or a server gives an old answer: a cache, a retry, or a data source that does "
+        "not advance",
+        "look at both steps (`areal-lite inspect`); check `data.source` and `rollout.workflow` if "
+        "they are your own",
+    ),
+    Advice(
+        integrity.rogue_normalizer,
+        "The loss counts other tokens than were sampled",
+        ("trained_tokens", "masked_truncated", "masked_overdue", "masked_nonfinite"),
+        "the trained and the masked tokens of a step are not those of its groups in the store",
+        "a batch was changed between store and trainer, or a loss counts padding, prompts or a "
+        "part of the ranks: every learning rate then means something else",
+        "compare `trained_tokens` of the step with its groups (`areal-lite inspect`); check "
+        "`rollout.workflow` if it is your own",
+        ("stuck_batch",),
+    ),
+    Advice(
+        integrity.lost_seed,
+        "A seed does not reach the data",
+        ("distinct_share",),
+        "the samples of a group are equal although the policy makes that unlikely; or prompts come "
+        "in the order of their file with `data.shuffle=true`",
+        "each request is sampled with the same seed, or the shuffling ignores its seed",
+        "remove a fixed seed from the requests of `rollout.workflow` and from `server.args`; check "
+        "`data.source` if it is your own",
     ),
     Advice(
         learning.logprob_mismatch,
@@ -211,7 +243,7 @@ GUIDE = (
         "below {distinct_share:g} on a scale from 0 (all the same) to 1 (all different)",
         "the policy is almost deterministic on these prompts",
         "raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
-        ("entropy_collapse", "too_easy", "too_hard"),
+        ("entropy_collapse", "too_easy", "too_hard", "lost_seed"),
     ),
     Advice(
         operation.slow_servers,

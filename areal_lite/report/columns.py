@@ -28,7 +28,8 @@ SELECT group_id, sample_index, reward, finish_reason = 'length', n_prompt, n_tok
 FROM trajectories ORDER BY group_id, sample_index
 """
 _GROUPS = """
-SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at FROM groups ORDER BY group_id
+SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at, prompt_index, drawn
+FROM groups ORDER BY group_id
 """
 _DTYPES = (np.int64, np.int32, np.float64, np.bool_, np.int32, np.int32, np.float64, np.float64)
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
@@ -50,7 +51,8 @@ class Columns:
         sampled: int64 [n], sampled tokens.
         owner: int64 [s], the trajectory of each segment.
         version, length: int64 [s], weight version and number of tokens of each segment.
-        groups: columns of all groups: group_id, state, step, admitted, finished (NaN before).
+        groups: columns of all groups: group_id, state, step, admitted, finished (NaN before),
+            prompt_index, and drawn, the prompts that were drawn up to this one.
     """
 
     group: np.ndarray
@@ -136,13 +138,15 @@ def _empty_store() -> Iterator[sqlite3.Connection]:
 
 def _read_groups(db: sqlite3.Connection) -> dict[str, np.ndarray]:
     rows = db.execute(_GROUPS).fetchall()
-    columns = list(zip(*rows)) or [()] * 5
+    columns = list(zip(*rows)) or [()] * 7
     dtypes = {
         "group_id": np.int64,
         "state": np.str_,
         "step": np.int64,
         "admitted": np.float64,
         "finished": np.float64,
+        "prompt_index": np.int64,
+        "drawn": np.int64,
     }
     return {name: np.array(column, dtype) for (name, dtype), column in zip(dtypes.items(), columns)}
 

@@ -4,46 +4,39 @@ The four kinds are those of Probe the Harness (arXiv 2610.02911): a clip that ne
 that does not reach the data, a batch that comes again, and a normalizer that counts something else.
 """
 
-import sqlite3
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
-_USED = "SELECT group_id, prompt_id, step FROM groups WHERE state = 'used' ORDER BY group_id"
-_TOKENS = """
-SELECT g.step, t.versions FROM trajectories t JOIN groups g USING (group_id) WHERE g.state = 'used'
-"""
+from areal_lite.diagnose import harness
+from areal_lite.report.columns import read_columns
 
 
 def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
     """Check one run by its store, and return a checksum of its prompts in their order.
 
-    Raises ValueError for a batch that came again, and for a loss over other tokens than sampled.
+    Raises ValueError for a batch that came again, for samples that are the same although that is
+    unlikely, and for a loss over other tokens than sampled.
     """
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as db:
-        used = db.execute(_USED).fetchall()
-        sampled: dict[int, int] = defaultdict(int)
-        for step, versions in db.execute(_TOKENS):
-            sampled[step] += int((np.frombuffer(versions, np.int32) >= 0).sum())
-    by_step: dict[int, list[str]] = defaultdict(list)
-    for _, prompt, step in used:
-        by_step[step].append(prompt)
-    for number, row in enumerate(metrics):
-        prompts = by_step[number]
-        if len(prompts) != groups_per_step:
-            raise ValueError(f"step {number + 1} used {len(prompts)} groups: {groups_per_step}")
-        if number and prompts == by_step[number - 1]:
-            raise ValueError(f"stuck batch: steps {number} and {number + 1} have the same prompts")
-        if row["trained_tokens"] != sampled[number]:
-            raise ValueError(
-                f"rogue normalizer: step {number + 1} divides by {row['trained_tokens']:.0f} "
-                f"tokens, and {sampled[number]} were sampled"
-            )
-    return zlib.crc32("\n".join(prompt for _, prompt, _ in used).encode())
+    columns = read_columns(store)
+    used = np.bincount(columns.groups["step"][columns.groups["step"] >= 0], minlength=len(metrics))
+    for number, groups in enumerate(used[: len(metrics)].tolist(), start=1):
+        if groups != groups_per_step:
+            raise ValueError(f"step {number} used {groups} groups: {groups_per_step}")
+    faults = {
+        # Each prompt of the study comes once.
+        "stuck batch": harness.repeated_prompts(columns)
+        or harness.repeated_batch(columns, store)
+        or harness.stuck_metrics(columns, metrics),
+        "rogue normalizer": harness.rogue_tokens(columns, metrics),
+        "lost seed": harness.repeated_samples(columns, store),
+    }
+    for kind, fault in faults.items():
+        if fault:
+            raise ValueError(f"{kind}: {fault.evidence}")
+    return harness.prompt_order(store)
 
 
 def check_study(records: Iterable[dict]) -> None:

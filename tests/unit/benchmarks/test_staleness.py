@@ -121,17 +121,21 @@ def _completion(rng: random.Random, index: int, version: int, p: float) -> tuple
 )
 def test_a_run_is_checked_by_its_store(tmp_path: Path, fault: str | None, message: str) -> None:
     store = Store(tmp_path / "trajectories.sqlite")
-    metrics = [{"trained_tokens": 0.0}, {"trained_tokens": 0.0}]
+    metrics = [
+        {"step": step, "trained_tokens": 0.0, "tokens": 0.0, "reward_mean": 0.0} for step in (1, 2)
+    ]
     for number in range(3 if fault == "short" else 4):
         step = number // 2
         trajectory, text = _completion(random.Random(1), number, step, 0.5)
         trajectory.group_id = number
-        prompt = str(number % 2 if fault == "stuck" else number)
+        index = number % 2 if fault == "stuck" else number
+        prompt = str(index)
         group = Group(group_id=number, prompt_id=prompt, size=1, trajectories=[trajectory])
-        store.admit(number, prompt, number, number + 1, 1, 0.0)
+        store.admit(number, prompt, index, number + 1, 1, 0.0)
         store.finish(group, [(None, text)], None, 1.0)
         store.use([number], step)
         metrics[step]["trained_tokens"] += len(text)
+        metrics[step]["tokens"] += len(text)
     store.close()
     if fault == "tokens":
         metrics[1]["trained_tokens"] += 1

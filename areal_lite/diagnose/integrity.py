@@ -1,0 +1,49 @@
+"""Findings about the data: whether the run trained on what its store has (harness.py).
+
+Each is a pure function of a history and of the store.
+"""
+
+from areal_lite.diagnose import harness
+from areal_lite.diagnose.harness import Fault
+from areal_lite.diagnose.history import History
+from areal_lite.diagnose.sign import Sign, alarm
+from areal_lite.run_dir.paths import STORE_FILE
+
+# Sources whose prompts have a file order. Those of other sources may be endless.
+_FILES = ("jsonl", "hf")
+
+
+def stuck_batch(run: History) -> Sign | None:
+    """Find a batch that came again in the next step."""
+    if not _has_batches(run):
+        return None
+    repeated = harness.repeated_batch(run.columns, run.run_dir / STORE_FILE)
+    return _sign(repeated or harness.stuck_metrics(run.columns, run.metrics))
+
+
+def rogue_normalizer(run: History) -> Sign | None:
+    """Find a loss over other tokens than were sampled."""
+    return _sign(harness.rogue_tokens(run.columns, run.metrics)) if _has_batches(run) else None
+
+
+def lost_seed(run: History) -> Sign | None:
+    """Find samples or prompts that no seed has reached."""
+    if not len(run.columns):
+        return None
+    if fault := harness.repeated_samples(run.columns, run.run_dir / STORE_FILE):
+        return _sign(fault)
+    data = run.config.data
+    return (
+        _sign(harness.unshuffled_prompts(run.columns))
+        if data.shuffle and data.source in _FILES
+        else None
+    )
+
+
+def _has_batches(run: History) -> bool:
+    """Say whether the store has the batches that were trained on. A replay buffer draws its own."""
+    return bool(len(run.columns)) and not run.config.buffer.replay.capacity
+
+
+def _sign(fault: Fault | None) -> Sign | None:
+    return alarm(fault.evidence) if fault else None
