@@ -1,25 +1,31 @@
 """`areal-lite train --dry-run`: show what a run would do and need.
 
-It checks everything that a run checks before its first step: the configuration, the model's
-architecture and layout, and the GPUs of this machine. Nothing is started or written.
+It checks everything that a run checks before its first step: the configuration, the prompts, the
+model's architecture and layout, and the GPUs of this machine. Nothing is started, written or
+downloaded.
 """
 
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from areal_lite.config import TrainConfig
 from areal_lite.config.cautions import cautions
+from areal_lite.data.prompts import load_prompts
+from areal_lite.data.rows import Split
 from areal_lite.launch import memory
 from areal_lite.launch.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
+from areal_lite.report.text import visible
 from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import resolve_device
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHOWN = 200  # characters of a prompt and of an answer
 _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
 
 
@@ -38,6 +44,7 @@ def run(config: TrainConfig) -> int:
     sections = {
         f"model {config.model}": model_lines(hf),
         "what is trained": objective_lines(config),
+        "prompts": prompt_lines(config),
         "processes": process_lines(config, placement),
         "a training step, at most": batch_lines(config),
         f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype, gpu=trains_on_gpu),
@@ -64,7 +71,7 @@ def model_lines(hf: PretrainedConfig) -> list[str]:
 
 
 def objective_lines(config: TrainConfig) -> list[str]:
-    """Name the objective, the reward, the workflow and the prompts."""
+    """Name the objective, the reward and the workflow."""
     algo = config.algo
     decoupled = ", decoupled" if algo.decoupled and algo.loss != "tb" else ""
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
@@ -74,8 +81,42 @@ def objective_lines(config: TrainConfig) -> list[str]:
         *_window_lines(config),
         f"reward: {config.reward.function}",
         f"workflow: {config.rollout.workflow}",
-        f"prompts: {config.data.source}" + (f", {config.data.path}" if config.data.path else ""),
     ]
+
+
+def prompt_lines(config: TrainConfig) -> list[str]:
+    """Count the prompts, and show the first one and its answer. Raises ValueError as a run would.
+
+    A data set on the hub is not downloaded, so nothing of it is checked.
+    """
+    data = config.data
+    if config.debug == "train_only":  # its batches are stored
+        return [f"those of {config.debug_run}"]
+    splits: list[tuple[str, Split, str | None]] = [("training", "train", data.path)]
+    if config.eval.problems:
+        splits.append(("held-out", "eval", data.eval_path or data.path))
+    lines = []
+    first = None
+    for name, split, path in splits:
+        where = ", ".join(part for part in (data.source, path) if part)
+        if data.source == "hf" and not (path and Path(path, data.name or "").is_dir()):
+            lines.append(f"{name}: {where}, not looked at: it is on the hub")
+            continue
+        prompts = load_prompts(data, config.model, split)
+        number = prompts.num_prompts
+        count = "without end" if number is None else _count(number, "prompt")
+        long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
+        lines.append(f"{name}: {where}, {count}{long}")
+        first = first or prompts[0]
+    if first is not None:
+        lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
+        lines.append(f"its answer: {_start_of(first.answer)}")
+    return lines
+
+
+def _start_of(text: str) -> str:
+    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    return visible(shown)
 
 
 def _window_lines(config: TrainConfig) -> list[str]:

@@ -9,6 +9,7 @@ from areal_lite.cli import checked_config, main
 from areal_lite.config import SlurmConfig
 from areal_lite.config.compose import config_dir
 from areal_lite.launch.sweep import sweep
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))
 TASKS = sorted(path.stem for path in (config_dir() / "task").glob("*.yaml"))
@@ -32,7 +33,7 @@ def model(tmp_path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN))
-    (folder / "tokenizer.json").write_text("{}")
+    build_char_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -1,9 +1,13 @@
-"""What the plan says about pushes: when they come, and whether generation waits for them."""
+"""What the plan says about prompts, and about pushes: when they come, and who waits for them."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
-from areal_lite.launch.dry_run import cadence_line
+from areal_lite.launch.dry_run import cadence_line, prompt_lines
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,45 @@ from areal_lite.launch.dry_run import cadence_line
 def test_the_cadence(every: int, buffer: dict, text: str) -> None:
     config = TrainConfig(model="m", buffer=BufferConfig(**buffer), sync=SyncConfig(every=every))
     assert text in cadence_line(config)
+
+
+def own_data(folder: Path, row: dict[str, str]) -> TrainConfig:
+    build_char_tokenizer().save_pretrained(folder)
+    config = TrainConfig(model=str(folder))
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    config.data.source, config.data.chat = "jsonl", False
+    config.data.path, config.data.eval_path = f"{folder}/train.jsonl", f"{folder}/test.jsonl"
+    return config
+
+
+def test_the_plan_shows_the_first_prompt(tmp_path: Path) -> None:
+    config = own_data(tmp_path, {"question": "1+1=\n", "answer": "2"})
+    assert prompt_lines(config) == [
+        f"training: jsonl, {tmp_path}/train.jsonl, 3 prompts",
+        f"held-out: jsonl, {tmp_path}/test.jsonl, 3 prompts",
+        r"the first one, as the model reads it: '1+1=\n'",
+        "its answer: '2'",
+    ]
+    config.data.source = "addition"
+    config.data.path, config.eval.problems = None, 0
+    assert prompt_lines(config)[0] == "training: addition, without end"
+
+
+def test_the_plan_refuses_rows_that_the_run_would_refuse(tmp_path: Path) -> None:
+    config = own_data(tmp_path, {"problem": "1+1=", "answer": "2"})
+    with pytest.raises(ValueError, match=r"train.jsonl:1 has no key 'question', only"):
+        prompt_lines(config)
+    config = own_data(tmp_path, {"question": "1+1=", "answer": "2"})
+    (tmp_path / "test.jsonl").write_text("hello")
+    with pytest.raises(ValueError, match=r"test.jsonl:1: not JSON"):
+        prompt_lines(config)
+
+
+def test_the_plan_downloads_nothing(tmp_path: Path) -> None:
+    config = own_data(tmp_path, {"question": "1+1=", "answer": "2"})
+    config.data.source, config.data.path, config.data.eval_path = "hf", "openai/gsm8k", None
+    assert prompt_lines(config) == [
+        "training: hf, openai/gsm8k, not looked at: it is on the hub",
+        "held-out: hf, openai/gsm8k, not looked at: it is on the hub",
+    ]

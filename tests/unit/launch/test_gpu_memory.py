@@ -7,6 +7,7 @@ from areal_lite import cli
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.launch import memory
 from areal_lite.launch.gpu_memory import GIB, share_gpu, trainer_bytes
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from tests.unit.launch.torch_allocator import Allocator, training_step
 
 QWEN_1_5B = AutoConfig.for_model(
@@ -170,7 +171,7 @@ def test_the_dry_run_shows_what_fits(tmp_path, capsys, monkeypatch):
 
 def test_the_dry_run_says_that_experts_are_slow_on_a_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    build_char_tokenizer().save_pretrained(tmp_path)
     AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=97,

@@ -8,6 +8,7 @@ from areal_lite import cli
 from areal_lite.config import TrainerConfig
 from areal_lite.launch import dry_run, memory
 from areal_lite.megatron.architectures import ARCHITECTURES
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 SIZES = dict(
     vocab_size=97,
@@ -155,7 +156,7 @@ def test_buckets_of_a_push():
 def model(tmp_path):
     folder = tmp_path / "model"
     hf_config("qwen3").save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    build_char_tokenizer().save_pretrained(folder)
     return folder
 
 
