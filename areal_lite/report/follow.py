@@ -7,11 +7,13 @@ a page of another site that resolves its own name to this machine gets nothing.
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from areal_lite.report.page_build import run_page
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
@@ -28,6 +30,15 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+
+
+class _PageServer(ThreadingHTTPServer):
+    daemon_threads = True  # an open connection must not keep the process alive
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of a request, unless the browser has left: it reloads or is closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class LivePage:
@@ -86,8 +97,7 @@ def page_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing: the page asks every few seconds."""
 
-    server = ThreadingHTTPServer((LOOPBACK[0], port), Handler)
-    server.daemon_threads = True  # an open connection must not keep the process alive
+    server = _PageServer((LOOPBACK[0], port), Handler)
     return server
 
 

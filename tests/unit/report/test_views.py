@@ -66,6 +66,18 @@ def test_the_follow_server_answers_this_machine_only(tmp_path: Path) -> None:
     assert not is_loopback("localhost:81", 80) and not is_loopback("", 80)
 
 
+def test_a_browser_that_leaves_is_no_error(tmp_path: Path, capfd) -> None:
+    hand_made(tmp_path)
+    with serving(tmp_path) as (server, _):
+        for error in (BrokenPipeError("gone"), ValueError("a defect")):
+            try:
+                raise error
+            except Exception:
+                server.handle_error(None, ("127.0.0.1", 1))
+    text = capfd.readouterr().err
+    assert "a defect" in text and "gone" not in text
+
+
 def test_a_followed_page_has_the_steps_that_were_added(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("areal_lite.report.follow._LEAST_S", 0.0)
     monkeypatch.setattr("areal_lite.report.follow._PATIENCE", 0.0)
