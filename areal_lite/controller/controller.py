@@ -73,7 +73,12 @@ class Controller:
         self._dependencies = dependencies
         self._store = dependencies.store
         self.fleet = Fleet(
-            client, announced, self._notify, mark_unhealthy, config.server.health_interval_s
+            client,
+            announced,
+            self._notify,
+            mark_unhealthy,
+            config.server.health_interval_s,
+            config.seed,
         )
         self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)
         self.batches = Batches(config, self.dispatcher, self.fleet, dependencies.clock)

@@ -88,7 +88,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
     await rewards.start()
     workflow = load_workflow(config.rollout)
-    async with open_fleet(config.server, run_dir) as fleet, started(workflow, config):
+    async with open_fleet(config.server, run_dir, config.seed) as fleet, started(workflow, config):
         dependencies = Dependencies(
             prompts=None,
             eval_prompts=load_prompts(config.data, config.model, "eval"),
@@ -126,7 +126,7 @@ async def _generate(config: GenerateConfig, run_dir: Path) -> None:
     tokenizer = Tokenizer(config.model)
     rollout = config.rollout
     params = sampling_params(rollout, tokenizer)
-    async with open_fleet(config.server, run_dir) as fleet:
+    async with open_fleet(config.server, run_dir, config.seed) as fleet:
 
         async def sample(prompt: Prompt, number: int) -> str:
             server = await fleet.reserve(1)
@@ -162,7 +162,7 @@ def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
 
 
 @asynccontextmanager
-async def open_fleet(server: ServerConfig, run_dir: Path) -> AsyncIterator[Fleet]:
+async def open_fleet(server: ServerConfig, run_dir: Path, seed: int) -> AsyncIterator[Fleet]:
     """Watch the announced servers as long as the block runs."""
     client = SGLangClient(server.health_timeout_s)
     fleet = Fleet(
@@ -171,6 +171,7 @@ async def open_fleet(server: ServerConfig, run_dir: Path) -> AsyncIterator[Fleet
         lambda: None,
         partial(mark_unhealthy, run_dir),
         server.health_interval_s,
+        seed,
     )
     watching = asyncio.create_task(fleet.watch())
     try:

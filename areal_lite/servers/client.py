@@ -150,6 +150,7 @@ class SGLangClient:
             "temperature": params.temperature,
             "stop_token_ids": params.stop_token_ids,
             "skip_special_tokens": False,
+            "sampling_seed": params.seed,
         }
         body = {
             "rid": rid,

@@ -17,12 +17,14 @@ class SamplingParams:
         stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
             sequence and has a log-probability.
         vocab_size: every token id is below it.
+        seed: of the request (request_seed.py). None: the server's own.
     """
 
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
     vocab_size: int = 2**31
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

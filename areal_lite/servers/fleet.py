@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from areal_lite.servers.client import (
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.request_seed import request_seed
 from areal_lite.servers.requests import RequestGate
 from areal_lite.servers.router import Router
 
@@ -50,6 +52,7 @@ class Fleet:
         on_change: called when servers come or go.
         mark_unhealthy: called with a server that has failed and the reason.
         health_interval_s: seconds between two health checks of a server.
+        seed: of the run; each request has one of its own.
     """
 
     def __init__(
@@ -59,12 +62,14 @@ class Fleet:
         on_change: Callable[[], None],
         mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
         health_interval_s: float = 5.0,
+        seed: int = 0,
     ):
         self._client = client
         self._announced = announced
         self._on_change = on_change
         self._mark_unhealthy = mark_unhealthy
         self._health_interval_s = health_interval_s
+        self._seed = seed
         self.router = Router()
         self.counts: Counter[str] = Counter()
         self.gate = RequestGate(client, self.router, self.counts)
@@ -149,6 +154,7 @@ class Fleet:
         with other completions of its group: they hold the prefix.
         """
         completion = Completion()
+        params = replace(params, seed=request_seed(self._seed, rid))
         prefix = prompt.tobytes()
         refusals: dict[ServerInfo, ServerRefused] = {}
         while True:
