@@ -53,6 +53,12 @@ class ServerConfig:
         None, "Longest sequence, in tokens. null: that of the model.", minimum=1, maximum=MAX_TOKENS
     )
     threads: int = setting(1, "CPU threads of a server without a GPU.", minimum=1, maximum=1024)
+    deterministic: bool = setting(
+        False,
+        "Give a request the same tokens whatever else the server runs, and on every server: "
+        "seeded sampling and batch-invariant arithmetic. With schedule=sync a run can then be "
+        "repeated and resumed bit for bit.",
+    )
     start_timeout_s: float = setting(
         600.0,
         "Longest time that a server may take to start, in seconds.",

@@ -58,6 +58,7 @@ def server_command(
         "weight_version": "0",
         "skip_tokenizer_init": True,
         "log_level_http": "warning",
+        "enable_deterministic_inference": config.deterministic,
     }
     # With this variable on, /health generates a token: a server that a push has paused would
     # look dead.

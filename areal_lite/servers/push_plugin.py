@@ -18,6 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from areal_lite.servers import sampling_plugin
+
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 # SGLang's own limit for a group. The trainer closes the store long before.
@@ -34,6 +36,7 @@ def install() -> None:
 
     global installed
     installed = True
+    sampling_plugin.install()
     hooks = {
         f"{_UPDATER}.init_weights_update_group": _join_group,
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,

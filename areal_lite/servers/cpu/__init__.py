@@ -9,11 +9,14 @@ SGLang itself is not edited. It has extension points for hardware that it does n
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
   sequences in Python for each layer and token. This one uses one kernel (`paged.py`) for all.
+* `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
 With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
 passes no flag that refers to it.
 """
+
+from typing import Any
 
 PLATFORM = "areal_lite_cpu"
 
@@ -29,7 +32,37 @@ def activate() -> str | None:
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
     )
+    _allow_determinism()
     return "areal_lite.servers.cpu.platform.CpuPlatform"
+
+
+def _allow_determinism() -> None:
+    """Let SGLang's `--enable-deterministic-inference` work without a GPU."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from areal_lite.servers.cpu import invariant
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(
+        f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.multinomial_with_seed",
+        invariant.multinomial_with_seed,
+        HookType.REPLACE,
+    )
+
+
+def _make_invariant(runner: Any) -> None:
+    from sglang.srt.runtime_context import get_exec
+
+    from areal_lite.servers.cpu.invariant import install_products
+
+    if get_exec().deterministic.enable_deterministic_inference:
+        install_products(runner.dtype)
 
 
 def _fork_workers(*_: object) -> None:
