@@ -58,7 +58,8 @@ class GroupState(StrEnum):
             └──> DROPPED
 
     USED, FILTERED and DROPPED are final, except that a resumed run takes back USED groups whose
-    step is lost.
+    step is lost. With `server.deterministic` it plays again what lost weights sampled, FILTERED
+    groups too.
     """
 
     IN_FLIGHT = "in_flight"

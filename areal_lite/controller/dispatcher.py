@@ -12,7 +12,7 @@ tests/unit/controller/test_dispatcher.py asserts these.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,11 +42,15 @@ FAILURE_COUNTS = ("workflow_failures", "reward_failures")
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """A group that was admitted. `drawn` counts the prompts drawn so far, this one included."""
+    """A group that was admitted. `drawn` counts the prompts drawn so far, this one included.
+
+    `again` tells that the store has the group already.
+    """
 
     group_id: int
     prompt_index: int
     drawn: int
+    again: bool = False
 
 
 class Dispatcher:
@@ -91,13 +95,13 @@ class Dispatcher:
         )
         self._filters = load_filters(rollout.filters, rollout.active_sampling)
         self._solve_rates = SolveRates(rollout.retire_above)
+        self._batch_groups = config.trainer.batch_groups
+        bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
-            max_staleness=None if config.buffer.replay.capacity else config.max_lead,
-            batch_groups=config.trainer.batch_groups,
-            steps=config.trainer.steps,
+            max_staleness=bound, batch_groups=self._batch_groups, steps=config.trainer.steps
         )
         self.concurrency = Concurrency(rollout.max_concurrent, rollout.group_size)
-        self._batch_groups = config.trainer.batch_groups
+        self._again: deque[_Submission] = deque()
         self._consecutive_empty = 0
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
@@ -106,9 +110,14 @@ class Dispatcher:
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the state in `store`. Call this before `run`.
 
-        Nothing else may use the store yet. Raises ValueError for another data set.
+        Nothing else may use the store yet. Raises ValueError for another data set. With
+        `server.deterministic`, lost groups are played again under their numbers, on which their
+        sampling and their place in the batch depend.
         """
-        recovered = store.recover(version, self._clock())
+        play_again = self._config.server.deterministic
+        recovered = store.recover(version, self._clock(), play_again)
+        if play_again:
+            self._again.extend(_Submission(*group, again=True) for group in recovered.again)
         self._sampler.check_draws(recovered.draws)
         if self._config.rollout.retire_above is not None:
             for index, rewards in store.rewards():
@@ -171,28 +180,34 @@ class Dispatcher:
     def _may_submit(self) -> bool:
         group_size = self._config.rollout.group_size
         fits = self.in_flight == 0 or self.in_flight + group_size <= self.concurrency.limit
-        return fits and self.admission.can_admit() and not self._sampler.exhausted
+        left = bool(self._again) or not self._sampler.exhausted
+        return fits and self.admission.can_admit() and left
 
     def _submit(self) -> _Submission:
-        group_id = self.counts["groups"]
-        self.counts["groups"] += 1
-        self.running.add(group_id)
         self.admission.on_admitted()
         self.in_flight += self._config.rollout.group_size
-        return _Submission(group_id, self._sampler.next(), self._sampler.drawn)
+        if self._again:
+            submission = self._again.popleft()
+        else:
+            group_id = self.counts["groups"]
+            self.counts["groups"] += 1
+            submission = _Submission(group_id, self._sampler.next(), self._sampler.drawn)
+        self.running.add(submission.group_id)
+        return submission
 
     async def _run_group(self, submission: _Submission) -> None:
         """Bring one group to its end: record it, play and score its rollouts, classify it."""
         prompt = self._prompts[submission.prompt_index]
-        await self._store.submit(
-            Store.admit,
-            submission.group_id,
-            prompt.prompt_id,
-            submission.prompt_index,
-            submission.drawn,
-            self._config.rollout.group_size,
-            self._clock(),
-        )
+        if not submission.again:
+            await self._store.submit(
+                Store.admit,
+                submission.group_id,
+                prompt.prompt_id,
+                submission.prompt_index,
+                submission.drawn,
+                self._config.rollout.group_size,
+                self._clock(),
+            )
         results = await self._player.play(submission.group_id, prompt)
         await self._classify(submission, prompt, results)
         self._wake.set()

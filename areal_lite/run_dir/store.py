@@ -5,7 +5,7 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 * A group has a row in `groups` before its first request is sent. The row moves through the states
   of GroupState: in_flight -> finished -> used, or to filtered or dropped.
 * Only `recover` moves a group back: when a run resumes, a group that a lost step used is finished
-  again, or dropped.
+  again, dropped, or in flight again.
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: its rollouts
   that did not fail.
 * Arrays are little-endian blobs over prompt and completion: tokens int32, logprobs float32,
@@ -41,6 +41,13 @@ log = logging.getLogger(__name__)
 # only by an unlikely chance.
 _NUM_DRAWS = 100
 
+# The beginnings of statements that lose groups when a run resumes.
+_DROP = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason = :reason"
+_PLAY_AGAIN = (
+    "UPDATE groups SET state = 'in_flight', step = NULL, finished_at = NULL, reason = NULL,"
+    " num_trajectories = NULL"
+)
+
 # Rows per INSERT. SQLite takes at most 32766 values in a statement.
 _ROWS_AT_ONCE = 1000
 
@@ -54,6 +61,7 @@ class Recovered:
         waiting: number of finished groups that no step has used.
         drawn: number of prompts that the sampler had drawn.
         put_back: prompt indices that the sampler must serve again, in order.
+        again: (group_id, prompt_index, drawn) of the groups to play again, in order.
         draws: (`drawn` after the draw, prompt index) of the last draws.
         filtered: number of filtered groups by reason.
     """
@@ -62,6 +70,7 @@ class Recovered:
     waiting: int
     drawn: int
     put_back: list[int]
+    again: list[tuple[int, int, int]]
     draws: list[tuple[int, int]]
     filtered: Counter[str]
 
@@ -186,34 +195,23 @@ class Store(StoreReader):
                 f"group {group_id} was to become {state}, but is not {' or '.join(before)}"
             )
 
-    def recover(self, version: int, now: float) -> Recovered:
+    def recover(self, version: int, now: float, play_again: bool = False) -> Recovered:
         """Resume at `version`: forget the training steps from `version` on.
 
         Call this before anything else. Finished groups, and used groups of a lost step, wait again
-        if weights up to `version` sampled them; those that lost weights sampled are dropped. Groups
-        in flight and damaged groups are dropped.
+        if weights up to `version` sampled them. Groups in flight, damaged groups and groups that
+        lost weights sampled are lost. Lost groups are dropped.
+
+        With `play_again` they are in flight again: the caller plays them under their numbers. A
+        filtered group is then lost, too, if lost weights sampled it.
         """
-        values = {"version": version, "now": now}
-        drop = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason ="
-        unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
-        lost_weights = (
-            "EXISTS (SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id "
-            "AND max_version > :version)"
-        )
         self._execute("REINDEX groups")  # SQLite does not compare an index with its table
         self.begin()
-        self._execute(f"{drop} 'resume: was in flight' WHERE state = 'in_flight'", values)
-        self._execute(
-            f"{drop} 'resume: its weights are lost' WHERE {unused} AND {lost_weights}", values
-        )
-        self._execute(
-            "UPDATE groups SET state = 'finished', step = NULL "
-            "WHERE state = 'used' AND step >= :version",
-            values,
-        )
-        self._execute("DELETE FROM draws WHERE step >= :version", values)
-        self._drop_damaged(f"{drop} 'resume: damaged'", values)
+        self._forget_steps(version, now, play_again)
+        in_flight = "FROM groups WHERE state = 'in_flight'"
+        self._execute(f"DELETE FROM trajectories WHERE group_id IN (SELECT group_id {in_flight})")
         self.commit()
+        again = self._query(f"SELECT group_id, prompt_index, drawn {in_flight} ORDER BY group_id")
         counts = self.counts()
         drawn, put_back, draws = self._sampler_state()
         return Recovered(
@@ -221,19 +219,42 @@ class Store(StoreReader):
             waiting=counts[GroupState.FINISHED],
             drawn=drawn,
             put_back=put_back,
+            again=list(again),
             draws=draws,
             filtered=self.filtered(),
         )
 
-    def _drop_damaged(self, drop: str, values: dict[str, Any]) -> None:
-        """Run the statement `drop` on each group that waits and is damaged."""
+    def _forget_steps(self, version: int, now: float, play_again: bool) -> None:
+        """Change the states of groups as `recover` says."""
+        values: dict[str, Any] = {"version": version, "now": now}
+        lose = _PLAY_AGAIN if play_again else _DROP
+        unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
+        filtered = " OR state = 'filtered'" if play_again else ""
+        lost_weights = (
+            "EXISTS (SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id "
+            "AND max_version > :version)"
+        )
+        values["reason"] = "resume: was in flight"
+        self._execute(f"{lose} WHERE state = 'in_flight'", values)
+        values["reason"] = "resume: its weights are lost"
+        self._execute(f"{lose} WHERE ({unused}{filtered}) AND {lost_weights}", values)
+        self._execute(
+            "UPDATE groups SET state = 'finished', step = NULL "
+            "WHERE state = 'used' AND step >= :version",
+            values,
+        )
+        self._execute("DELETE FROM draws WHERE step >= :version", values)
+        self._lose_damaged(lose, {"now": now, "reason": "resume: damaged"})
+
+    def _lose_damaged(self, lose: str, values: dict[str, Any]) -> None:
+        """Run the statement `lose` on each group that waits and is damaged."""
         for row in list(self._rows("SELECT * FROM groups WHERE state = 'finished'")):
             try:
                 self._group(row)
             except DamagedGroup as error:
                 log.warning("dropped group %d: %s", row["group_id"], error)
                 only = f"group_id = {row['group_id']}"
-                self._execute(f"{drop} WHERE {only}", values)
+                self._execute(f"{lose} WHERE {only}", values)
 
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.

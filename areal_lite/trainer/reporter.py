@@ -124,8 +124,9 @@ class RankZeroReporter(Reporter):
     def before_push(
         self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
     ) -> None:
-        if step == 0:
-            # Version 0 alone must answer the evaluation before training.
+        if step == 0 or self._config.server.deterministic:
+            # Version 0 alone must answer the evaluation before training. In a run that can be
+            # repeated, one version alone must answer each evaluation.
             self._collect()
         append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
         self._compared = self._agreement.compare(batch, prox, step, servers)

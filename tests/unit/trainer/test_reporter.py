@@ -1,10 +1,13 @@
-"""The records of rank 0 that need no process: the proximal log-probs of one group."""
+"""The records of rank 0 that need no process: log-probs of one group, and evaluations."""
+
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
+import torch
 
 from areal_lite.config import TrainConfig
-from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.metrics import append_event, read_events
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.reporter import RankZeroReporter, proximal_record
 from areal_lite.trajectory import TrainBatch, Trajectory
@@ -74,3 +77,19 @@ def test_an_evaluation_that_a_kill_ended_is_made_again(
     cadence = Cadence(every=1, eval_every=4, steps=9)
     RankZeroReporter(config, tmp_path, None, start, cadence)._metrics.close()
     assert asked == again
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_waits_for_an_evaluation_before_the_next_push(
+    tmp_path, monkeypatch, deterministic: bool
+) -> None:
+    evaluation = Future()
+    evaluation.set_result({"version": 2, "greedy": 0.5, "sampled": None, "pass_at_k": {}})
+    monkeypatch.setattr("areal_lite.trainer.reporter.start_daemon", lambda evaluate: evaluation)
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    config.server.deterministic = deterministic
+    cadence = Cadence(every=1, eval_every=2, steps=9)
+    reporter = RankZeroReporter(config, tmp_path, None, 2, cadence)
+    batch = TrainBatch.from_trajectories([trajectory(7, 0, 3)])
+    reporter.before_push(2, batch, torch.zeros(len(batch.tokens)), [])
+    assert [e["version"] for e in read_events(tmp_path, "evals")] == [2] * deterministic
