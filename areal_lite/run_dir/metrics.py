@@ -61,15 +61,14 @@ class MetricsLog:
         if missing:
             raise ValueError(f"the record of a training step lacks {', '.join(missing)}")
         record = to_plain({"logged_at": time.time(), **record})
-        _write_line(self._file, record)
         # A checkpoint of this step must not outlive its line.
-        os.fsync(self._file.fileno())
+        _write_line(self._file, record, durable=True)
         if self._wandb is not None:
             self._wandb.log_step(record)
 
     def log_evaluation(self, record: Mapping[str, Any]) -> None:
         """Append the record of an evaluation to evals.jsonl."""
-        append_event(self._run_dir, "evals", record)
+        append_event(self._run_dir, "evals", record, durable=True)
         if self._wandb is not None:
             self._wandb.log_evaluation(to_plain(record))
 
@@ -85,10 +84,15 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return _read_lines(Path(run_dir) / METRICS_FILE)
 
 
-def append_event(run_dir: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Append one line to `<run_dir>/<name>.jsonl`. A file must have one writer."""
+def append_event(
+    run_dir: Path, name: str, record: Mapping[str, Any], durable: bool = False
+) -> None:
+    """Append one line to `<run_dir>/<name>.jsonl`. A file must have one writer.
+
+    A crash of the machine may lose a line that is not `durable`.
+    """
     with _open_for_append(_log_file(run_dir, name)) as file:
-        _write_line(file, to_plain(record))
+        _write_line(file, to_plain(record), durable)
 
 
 def forget_after(run_dir: Path, version: int) -> None:
@@ -187,6 +191,8 @@ def _open_for_append(path: Path) -> TextIO:
     return open(path, "a", encoding="utf-8")
 
 
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+def _write_line(file: TextIO, record: Mapping[str, Any], durable: bool) -> None:
     file.write(json.dumps(record, allow_nan=False) + "\n")
     file.flush()
+    if durable:
+        os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 `History` does to store, sampler, queue and logs what controller and trainer do, kills included.
 """
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from areal_lite.controller.queue import GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.run_dir.manifest import write_manifest
-from areal_lite.run_dir.metrics import append_event, forget_after
+from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
 from areal_lite.run_dir.resume import start_version
 from areal_lite.run_dir.store import Store
-from areal_lite.system.files import write_json
+from areal_lite.system.files import publish_folder, scratch_folder, write_atomically, write_json
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 SIZE = 3  # trajectories of a group
@@ -40,7 +41,7 @@ class History:
     """A run of groups of three, with batches of two.
 
     Args:
-        run_dir: a new folder.
+        run_dir: a new folder, or that of a run, which goes on.
         num_prompts: size of the data set; None for no end.
         config: changes of the settings, such as {"buffer.max_staleness": 1}.
     """
@@ -54,8 +55,9 @@ class History:
         for key, value in config.items():
             section, name = key.split("__")
             setattr(getattr(self.config, section), name, value)
-        self.random = random.Random(1)
-        self.now = 1_700_000_000.0
+        starts = len(list(run_dir.glob("config*.yaml")))
+        self.random = random.Random(starts)
+        self.now = 1_700_000_000.0 + 1e6 * starts
         self.start()
 
     def start(self) -> None:
@@ -63,6 +65,7 @@ class History:
         self.write_config()
         self.step = self.version = start_version(self.run_dir)
         forget_after(self.run_dir, self.step)
+        self.metrics = MetricsLog(self.run_dir, self.config.logger, {})
         self.store = Store(self.run_dir / "trajectories.sqlite")
         recovered = self.store.recover(self.step, self.tick())
         if self.num_prompts is not None:
@@ -87,12 +90,11 @@ class History:
 
     def write_config(self) -> None:
         """Write the settings as `save_config` does; that one takes a second for each start."""
-        self.run_dir.mkdir(exist_ok=True)
-        number = len(list(self.run_dir.glob("config*.yaml")))
         path = self.run_dir / "config.yaml"
-        if number:
-            path.rename(path.with_name(f"config-{number}.yaml"))
-        path.write_text(_as_yaml(self.config))
+        if path.exists():
+            number = 1 + len(list(self.run_dir.glob("config-*.yaml")))
+            os.link(path, path.with_name(f"config-{number}.yaml"))
+        write_atomically(path, _as_yaml(self.config))
 
     def tick(self) -> float:
         """Return the time, which goes on with each call."""
@@ -120,7 +122,10 @@ class History:
             prompt_index=self.prompts[group_id],
         )
         reason = "why" if state == GroupState.FILTERED else None
-        self.store.finish(group, [("p", "c")] * number, reason, self.tick(), state)
+        texts: list[tuple[str | None, str | None]] = [("p", "c")] * number
+        self.store.begin()
+        self.store.finish(group, texts, reason, self.tick(), state)
+        self.store.commit()
         if state == GroupState.FINISHED:
             self.queue.put(group)
 
@@ -180,30 +185,36 @@ class History:
         self.step += 1
         if self.step % self.config.sync.every == 0:
             self.version = self.step
-        row = {"step": self.step, "version": self.version, "server_lag": lag, **stats}
-        append_event(self.run_dir, "metrics", row | {"masked_tokens": batch.masked_tokens})
+        row = {**dict.fromkeys(STEP_KEYS, 0.0), **stats, "masked_tokens": batch.masked_tokens}
+        self.metrics.log(row | {"step": self.step, "version": self.version, "server_lag": lag})
         if self.step % 4 == 0:
             record = {"version": self.version, "versions": [self.version]}
-            append_event(self.run_dir, "evals", record)
+            self.metrics.log_evaluation(record)
 
     def save(self, _: int = 0) -> None:
         """Write a checkpoint, unless this step has one."""
         folder = self.run_dir / "checkpoints" / f"step-{self.step}"
         if self.step and not folder.exists():
-            folder.mkdir(parents=True)
-            (folder / "weights").write_bytes(bytes(range(256)) * 4)
-            write_manifest(folder, {})
+            scratch = scratch_folder(folder)
+            (scratch / "weights").write_bytes(bytes(range(256)) * 4)
+            write_manifest(scratch, {})
+            publish_folder(scratch, folder)
 
     def kill(self, _: int = 0) -> None:
         """Kill every role, and go on."""
-        self.store.close()
+        self.close()
         self.start()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.metrics.close()
+        self.store.close()
 
     def end(self) -> None:
         """End the run in good order."""
         totals = {"groups": self.store.counts(), "trajectories_lost": 0, **self.store.failures()}
         totals["filtered"] = dict(self.store.filtered())
-        self.store.close()
+        self.close()
         write_json(self.run_dir / "controller_totals.json", totals)
 
 

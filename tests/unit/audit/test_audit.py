@@ -50,7 +50,7 @@ def test_any_history_is_accepted(tmp_path_factory, config, events, how) -> None:
     assert off(run.run_dir, tokens=True) == {}, "while it goes on"
     if how == "resumed":
         run.kill()
-    run.store.close()
+    run.close()
     assert off(run.run_dir, tokens=True) == {}
 
 
