@@ -11,6 +11,9 @@ d = log r, its distance is
                  inclusionAI/AReaL (areal/utils/data.py)
     tv           |p - q|, the total variation if all other tokens count as one (DPPO's binary
                  approximation, arXiv 2602.04879)
+    binary_kl    the larger of the KL divergences from and to the behavior policy, if all other
+                 tokens count as one: p log(p / q) + (1 - p) log((1 - p) / (1 - q)), and the same
+                 with p and q exchanged (KPop)
 
 Levels, the unit that is rejected when its distance is above a bound or below another:
 
@@ -27,6 +30,7 @@ A rejected token has no share in the loss and none in the weight of its sequence
 counts it, as in algo/correction.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +40,19 @@ from torch import Tensor
 from areal_lite.algo.sequences import sequence_mean
 
 LEVELS = ("token", "sequence", "batch")
+# Where p or 1 - p is smaller, the divergence of KPop is computed with this (as prime-rl does).
+_LEAST = 1e-6
+
+
+def _binary_kl(prox: Tensor, behavior: Tensor) -> Tensor:
+    bounds = math.log(_LEAST), math.log1p(-_LEAST)
+    log_p, log_q = prox.clamp(*bounds), behavior.clamp(*bounds)
+    chosen = log_p - log_q
+    other = torch.log1p(-log_p.exp()) - torch.log1p(-log_q.exp())
+    forward, reverse = (lp.exp() * chosen + (1 - lp.exp()) * other for lp in (log_p, log_q))
+    return torch.maximum(forward, -reverse).clamp(min=0)
+
+
 _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ratio": lambda prox, behavior: (prox - behavior).exp(),
     "k1": lambda prox, behavior: prox - behavior,
@@ -43,6 +60,7 @@ _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": lambda prox, behavior: torch.expm1(prox - behavior) - (prox - behavior),
     "k3_reverse": lambda prox, behavior: torch.expm1(behavior - prox) + (prox - behavior),
     "tv": lambda prox, behavior: (prox.exp() - behavior.exp()).abs(),
+    "binary_kl": _binary_kl,
 }
 DISTANCES = tuple(_DISTANCES)
 _LARGEST = 0x7F7FFFFF  # the bits of the largest finite float32

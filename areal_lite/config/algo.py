@@ -48,8 +48,9 @@ class RejectionConfig:
     by: str | None = setting(
         None,
         "Distance: ratio is p / q, k1 is d, square is d^2, k3 and k3_reverse estimate the KL "
-        "divergences from and to the behavior policy, tv is |p - q|. null: nothing is rejected.",
-        choices=("ratio", "k1", "square", "k3", "k3_reverse", "tv"),
+        "divergences from and to the behavior policy, tv is |p - q|, binary_kl is the larger of "
+        "both divergences if all other tokens count as one. null: nothing is rejected.",
+        choices=("ratio", "k1", "square", "k3", "k3_reverse", "tv", "binary_kl"),
     )
     level: str = setting(
         "token",

@@ -26,7 +26,26 @@ def plain_distance(prox: float, behavior: float, by: str) -> float:
         "k3": r - 1 - math.log(r),
         "k3_reverse": 1 / r - 1 + math.log(r),
         "tv": abs(math.exp(prox) - math.exp(behavior)),
+        "binary_kl": max(bernoulli_kl(prox, behavior), bernoulli_kl(behavior, prox)),
     }[by]
+
+
+def bernoulli_kl(one: float, other: float) -> float:
+    """KL of two coins with these log-probs of heads, of which each is within 1e-6 and 1 - 1e-6."""
+    p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (one, other))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-20, 0), st.floats(-20, 0))
+def test_the_binary_divergence_of_certain_and_of_rare_tokens(prox, behavior):
+    both = [torch.tensor([x], dtype=torch.float32) for x in (prox, behavior)]
+    mask = torch.ones(1, dtype=torch.bool)
+    there, back = (float(distance(*pair, mask, by="binary_kl")) for pair in (both, both[::-1]))
+    assert there == back >= 0 and math.isfinite(there)
+    expected = max(bernoulli_kl(prox, behavior), bernoulli_kl(behavior, prox))
+    # float32 has 6e-8 of 1 - p, which is at least 1e-6 here.
+    assert there == pytest.approx(expected, rel=0.1, abs=1e-4)
 
 
 def accepted_of(x: LossInputs, rejection: Rejection, limit=None) -> torch.Tensor:

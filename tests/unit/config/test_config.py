@@ -1,6 +1,7 @@
 """Every shipped configuration composes and is valid; every mistake is one clear line."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -71,7 +72,16 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
 
 def test_the_published_recipes_are_there():
     expected = "areal cispo dapo dr_grpo grpo gspo olmorl pipelinerl ppo reinforce_pp rloo tba"
-    assert set(expected.split()) <= set(PRESETS)
+    stale = "dppo kpop m2po opo vcpo"
+    assert {*expected.split(), *stale.split()} <= set(PRESETS)
+
+
+@pytest.mark.parametrize("preset", sorted({*PRESETS} - {"quickstart"}))
+def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
+    text = (config_dir() / "algo" / f"{preset}.yaml").read_text()
+    header = " ".join(line[2:] for line in text.splitlines() if line.startswith("# "))
+    assert re.search(r"arXiv \d{4}\.\d{5}|ringtech\.notion\.site", header)
+    assert re.search(r"Sources?: ", header)
 
 
 @pytest.mark.parametrize(
