@@ -24,3 +24,5 @@ if [ ! -d "$warm" ]; then
     trainer.steps="${WARM_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
 fi
+
+echo "this example runs in $PWD: what it names as runs/… is there" >&2
