@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig
+from areal_lite.config.data import RewardConfig
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 
@@ -28,6 +29,7 @@ def cautions(config: TrainConfig) -> list[str]:
         _idle_average(config.algo),
         _idle_mismatch(config),
         _too_stale(config),
+        _other_reward(config),
     ]
     return [caution for caution in found if caution]
 
@@ -67,6 +69,16 @@ def _idle_clip(config: TrainConfig) -> str | None:
         "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
         "in which the ratio to the proximal policy is 1. For a clip that acts, set "
         "trainer.minibatches=2 and algo.prox=recompute"
+    )
+
+
+def _other_reward(config: TrainConfig) -> str | None:
+    default = RewardConfig().function
+    if config.data.source == "addition" or config.reward.function != default:
+        return None
+    return (
+        f"reward.function={default} scores answers of the addition task, but "
+        f"data.source={config.data.source}: name the reward of your data"
     )
 
 
