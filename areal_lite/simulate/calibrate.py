@@ -2,7 +2,8 @@
 
 * A server: a trajectory of n tokens that took d seconds, while on average b were in flight on a
   server, gives d / n = step_s + per_sequence_s * b. Least squares over all trajectories.
-* The trainer: seconds per token of a step, and a push's seconds before and in its pause. Medians.
+* The trainer: seconds per token of a step, a push's seconds before and in its pause, and what is
+  left of a step. Means.
 * Lengths: those of the stored groups, and the mean prompt.
 
 The first steps are left out: servers and trainer warm up.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.config import TrainConfig, load_config
+from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import Store
@@ -58,11 +59,12 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
         )
     rows = read_trajectories(run_dir)
     late = rows.after(records[0]["logged_at"])
+    prompt_tokens = float(late.prompts.mean())
     return Workload(
         lengths=RecordedLengths(_by_group(late)),
         server=fit_server(late, rows, config.server.count),
-        trainer=_trainer_speed(records, config),
-        prompt_tokens=round(float(late.prompts.mean())),
+        trainer=_trainer_speed(records, prompt_tokens, config.trainer.data_parallel),
+        prompt_tokens=round(prompt_tokens),
         warm_up=warm_up,
         steps=steps,
     )
@@ -112,15 +114,20 @@ def _mean_in_flight(rows: Trajectories, everything: Trajectories) -> np.ndarray:
     return (integral(rows.finished) - integral(rows.started)) / (rows.finished - rows.started)
 
 
-def _trainer_speed(records: list[dict], config: TrainConfig) -> TrainerSpeed:
-    pushes = [r for r in records if r["pause_s"] is not None]
-    pause_s = float(np.median([r["pause_s"] for r in pushes])) if pushes else 0.0
-    push_s = float(np.median([r["push_s"] for r in pushes])) if pushes else 0.0
-    shard = [r["tokens"] / config.trainer.data_parallel for r in records]
+def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:
+    """Average the parts of a step. What is neither waiting nor a push nor training is fixed."""
+    steps = len(records) - 1
+    seconds = records[-1]["logged_at"] - records[0]["logged_at"]
+    keys = ("wait_s", "train_s", "push_s", "pause_s", "tokens", "trajectories")
+    wait_s, train_s, push_s, pause_s, tokens, trajectories = (
+        sum(record[key] or 0.0 for record in records[1:]) for key in keys
+    )
+    pushes = max(1, sum(record["pause_s"] is not None for record in records[1:]))
     return TrainerSpeed(
-        per_token_s=float(np.median([r["train_s"] / n for r, n in zip(records, shard)])),
-        prepare_s=max(0.0, push_s - pause_s),
-        pause_s=pause_s,
+        fixed_s=max(0.0, seconds - wait_s - train_s - push_s) / steps,
+        per_token_s=train_s * ranks / (tokens + prompt_tokens * trajectories),
+        prepare_s=max(0.0, push_s - pause_s) / pushes,
+        pause_s=pause_s / pushes,
     )
 
 

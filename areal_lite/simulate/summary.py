@@ -17,6 +17,7 @@ class Summary:
     Args:
         tokens_per_s: sampled tokens that were trained on, in a second.
         all_tokens_per_s: with their prompts.
+        generated_per_s: tokens that the servers generated in a second.
         step_s: seconds of a step.
         train_share, push_share, wait_share: of the trainer's time.
         decode_share, prefill_share, pause_share, idle_share: of the servers' time.
@@ -27,10 +28,13 @@ class Summary:
         interrupted_share: trajectories with tokens of more than one version.
         preempted: requests that lost their KV cache because it was full.
         little_tokens_per_s: the estimate of Little's law for `tokens_per_s`.
+        virtual_s: virtual seconds of the measured steps.
+        computed_s: real seconds of the simulation, warm-up included.
     """
 
     tokens_per_s: float
     all_tokens_per_s: float
+    generated_per_s: float
     step_s: float
     train_share: float
     push_share: float
@@ -47,6 +51,8 @@ class Summary:
     interrupted_share: float
     preempted: int
     little_tokens_per_s: float
+    virtual_s: float
+    computed_s: float
 
     def as_dict(self) -> dict[str, object]:
         """Return the numbers for a JSON file, rounded to four digits."""
@@ -71,6 +77,7 @@ def summarize(config: TrainConfig, work: Workload, outcome: Outcome) -> Summary:
     return Summary(
         tokens_per_s=tokens / seconds,
         all_tokens_per_s=sum(record.all_tokens for record in records) / seconds,
+        generated_per_s=usage.tokens / seconds,
         step_s=seconds / len(records),
         train_share=sum(record.train_s for record in records) / seconds,
         push_share=sum(record.push_s for record in records) / seconds,
@@ -87,6 +94,8 @@ def summarize(config: TrainConfig, work: Workload, outcome: Outcome) -> Summary:
         interrupted_share=float(np.mean([r.info["interrupted_share"] for r in records])),
         preempted=round(usage.preempted),
         little_tokens_per_s=littles_law(config, work),
+        virtual_s=seconds,
+        computed_s=outcome.computed_s,
     )
 
 

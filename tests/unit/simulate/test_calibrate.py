@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_lite.simulate.calibrate import Trajectories, fit_server
+from areal_lite.simulate.calibrate import Trajectories, _trainer_speed, fit_server
 
 RNG = np.random.default_rng(0)
 
@@ -51,3 +51,18 @@ def test_only_the_chosen_trajectories_are_fitted() -> None:
     wrong = replace(rows, finished=np.where(rows.started < 30, rows.finished + 5, rows.finished))
     assert len(wrong.after(50).tokens) < len(wrong.tokens)
     assert fit_server(wrong.after(60), wrong, 1).step_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_the_parts_of_a_step_are_averaged() -> None:
+    """Two pushes in three steps; the first record only says when the second step began."""
+    keys = ("logged_at", "wait_s", "train_s", "push_s", "pause_s", "tokens", "trajectories")
+    rows = [
+        (100.0, 9.0, 9.0, 9.0, 9.0, 9, 9),
+        (110.0, 3.0, 4.0, 1.0, 0.5, 800, 10),
+        (120.0, 1.0, 6.0, 0.0, None, 1200, 10),
+        (130.0, 2.0, 5.0, 2.0, 0.5, 1000, 10),
+    ]
+    speed = _trainer_speed([dict(zip(keys, row)) for row in rows], prompt_tokens=20.0, ranks=2)
+    assert speed.per_token_s == pytest.approx(15 * 2 / (3000 + 600))
+    assert (speed.pause_s, speed.prepare_s) == (0.5, 1.0)
+    assert speed.fixed_s == pytest.approx((30 - 6 - 15 - 3) / 3)
