@@ -22,7 +22,7 @@ from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.simulate.calibrate import measured_workload
 from areal_lite.simulate.run import simulate
-from areal_lite.simulate.summary import summarize
+from areal_lite.simulate.summary import rounded, summarize
 
 WARM_UP = 4  # steps
 
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
     records = [compared(run, args.speeds or run) for run in args.runs]
-    text = json.dumps(records, indent=1)
+    text = json.dumps(rounded(records), indent=1)
     print(text)
     if args.out:
         args.out.write_text(text + "\n")

@@ -1,6 +1,7 @@
 """The numbers of a simulated run, and the estimate of Little's law beside them."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -54,14 +55,17 @@ class Summary:
     virtual_s: float
     computed_s: float
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a JSON file, rounded to four digits."""
-        return {key: _rounded(value) for key, value in asdict(self).items()}
+        return rounded(asdict(self))
 
 
-def _rounded(value: object) -> object:
+def rounded(value: Any) -> Any:
+    """Round every number in a value to four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -115,8 +119,8 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     batch = trainer.batch_groups * rollout.group_size
     mean, held = float(lengths.mean()), float(lengths.max(axis=1).mean())
     flat = lengths.ravel()
-    shard = np.resize(flat, batch // trainer.data_parallel) + work.prompt_tokens
-    step_s = work.trainer.step_s([shard])
+    drawn_s = work.trainer.step_s([flat + work.prompt_tokens]) - work.trainer.fixed_s
+    step_s = drawn_s * batch / trainer.data_parallel / len(flat) + work.trainer.fixed_s
     step_s += (work.trainer.prepare_s + work.trainer.pause_s) / config.sync.every
     context = work.prompt_tokens + float((flat**2.0).mean()) / mean / 2
 
