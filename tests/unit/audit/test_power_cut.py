@@ -93,6 +93,7 @@ def test_a_share_of_all_crashes(writes, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_crash_after_each_write(writes, tmp_path) -> None:
     assert crash(writes, tmp_path, 1.0) > 1000
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.messages import BatchReady, PullBatch
+from areal_lite.controller.messages import BatchReady, PullBatch, StepDone
 from tests.unit.controller.test_queue import group
 
 
@@ -67,3 +67,28 @@ def test_a_straggler_that_is_filtered_lets_the_batch_go() -> None:
         return await pull_while(controller, lambda: controller.dispatcher._reject(0))
 
     assert asyncio.run(run()).info["queue_depth"] == 0
+
+
+def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
+    submitted: list[tuple] = []
+
+    def submit(method, *args, durable=False):
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(None)
+        submitted.append((method.__name__, args, durable))
+        return future
+
+    async def run() -> None:
+        controller = controller_with(clock=lambda: 0.0)
+        controller._store.submit = submit
+        for group_id in (0, 1):
+            controller.dispatcher.admission.on_admitted()
+            controller.dispatcher.admission.on_accepted()
+            controller.batches.put(group(group_id, [0]))
+        await controller.handle(PullBatch(0, 0, 1))
+        assert not submitted
+        await controller.handle(StepDone(1))
+
+    asyncio.run(run())
+    assert ("use", ([0, 1], 0, []), True) in submitted
+    assert {name for name, _, durable in submitted if not durable} == {"set_totals"}

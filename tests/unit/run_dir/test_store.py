@@ -186,6 +186,26 @@ def test_the_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
     assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
 
 
+def test_the_commit_of_a_durable_call_is_durable(tmp_path) -> None:
+    levels: list[int] = []
+
+    class Watched(Store):
+        def commit(self) -> None:
+            levels.extend(self._db.execute("PRAGMA synchronous").fetchone())
+            super().commit()
+
+    async def run() -> None:
+        thread = StoreThread(Watched(tmp_path / "t.sqlite"))
+        await thread.submit(Store.admit, 0, "p0", 0, 1, 2, 0.0)
+        await thread.submit(Store.admit, 1, "p1", 1, 2, 2, 0.0, durable=True)
+        await thread.submit(Store.admit, 2, "p2", 2, 3, 2, 0.0)
+        await thread.close()
+
+    asyncio.run(run())
+    normal, full = 1, 2
+    assert levels[:3] == [normal, full, normal]
+
+
 def test_the_thread_raises_errors_to_the_caller_and_undoes_the_commit(tmp_path) -> None:
     async def run() -> None:
         thread = StoreThread(Store(tmp_path / "t.sqlite"))
