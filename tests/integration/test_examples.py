@@ -119,4 +119,6 @@ def steps(run: Run) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
     summary = run(name, tmp_path / "run", None).summary
-    assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.2
+    assert summary["greedy_after"] >= summary["greedy_before"] + 0.2
+    # Sampled, a reward that also pays for parts has only a quarter to gain.
+    assert summary["accuracy_after"] > summary["accuracy_before"]
