@@ -136,6 +136,7 @@ def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
     run(copy, engine)
     assert (engine / "runs/first/report.html").exists() and summary(engine / "runs/first")
     shutil.copytree(engine / "runs/first/warm", engine / "models/warm")
+    run("chmod -R a+rX models", engine)  # for user 10001: weights are written for their owner only
     run(up_gpu, engine, 600)
     said = run(logs, engine, 1200)
     run(copy_gpu, engine)
