@@ -14,25 +14,25 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml LICENSE ./
 # An editable install: the code is copied later. SGLang comes without its dependencies, most of
 # which are CUDA kernels. The default package index has torch with CUDA;
 # --build-arg PIP_EXTRA_INDEX_URL=… with an index of CPU builds makes the image smaller.
 ARG PIP_EXTRA_INDEX_URL=""
-RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
+RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
     && python3 -m pip install -e ".[cpu]" \
     && python3 -m pip install --no-deps sglang==0.5.21 xgrammar==0.2.7
 
 FROM ${GPU_BASE} AS gpu-dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml LICENSE ./
 # torch, transformers and SGLang stay the base image's. pip adds the other dependencies, and fails if
 # one of them wants another version of these or of what they compute with. Of those only
 # megatron-core asks for torch, whose own pins the base image may break on purpose (a newer NCCL), so
 # it comes without its dependencies: torch, numpy and packaging.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-RUN mkdir areal_lite conf && touch areal_lite/__init__.py \
+RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
     && python3 -c "import tomllib; \
         project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         other = ('torch=', 'transformers=', 'megatron-core='); \

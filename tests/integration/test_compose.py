@@ -25,7 +25,6 @@ CHECKOUT = (
     ".env.example",
     "Dockerfile",
     "LICENSE",
-    "README.md",
     "areal_lite",
     "conf",
     "docker-compose.yaml",
