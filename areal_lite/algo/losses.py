@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_lite.algo.correction import Correction, behavior_weight, finite_mask
 from areal_lite.algo.metrics import clip_counts, mismatch, ratio_sums
-from areal_lite.algo.sequences import sequence_mean
+from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
 
 # Default corrections: truncation at 5, of tokens or of sequences.
 TOKEN_CAP = Correction()
@@ -46,6 +46,7 @@ class LossInputs:
     sequence_ids: int [t], for losses and corrections of sequences, which must then be whole here
     weights: float [t], from `reduction_weights`, used with denominator 1; default: all 1
     accepted: bool [t], from algo/rejection.py: other tokens have no share in the loss; default: all
+    group_log_q: float [t], from `group_log_q`, for `gepo_loss`
     corrected: `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     """
 
@@ -57,6 +58,7 @@ class LossInputs:
     sequence_ids: Tensor | None = None
     weights: Tensor | None = None
     accepted: Tensor | None = None
+    group_log_q: Tensor | None = None
     corrected: tuple[Tensor, Tensor] | None = None
 
 
@@ -139,6 +141,47 @@ def gspo_loss(
         raise ValueError("gspo_loss needs sequence_ids")
     mean = sequence_mean(tokens.log_ratio, tokens.mask, inputs.sequence_ids)
     ratio = mean[inputs.sequence_ids].exp()
+    return _clipped(inputs, tokens, ratio, _Clip(eps_low, eps_high), denominator)
+
+
+@torch.no_grad()
+def group_log_q(behavior: Tensor, mask: Tensor, sequence_ids: Tensor, group_ids: Tensor) -> Tensor:
+    """Compute log E_q[q] of each sequence's group: float64 [n], 0 for a group without tokens.
+
+    q_i is the geometric mean of the behavior probabilities of sequence i's tokens, and
+    E_q[q] = sum_i q_i^2 / sum_i q_i over the group (GEPO, arXiv 2508.17850).
+
+    Args:
+        behavior: float [t], of whole groups
+        mask: bool [t], without tokens that have no finite behavior log-prob
+        sequence_ids: int [t]
+        group_ids: int [n]
+    """
+    num = len(group_ids)
+    length = sequence_length(mask, sequence_ids, num=num)
+    mean = sequence_sum(behavior.double(), mask, sequence_ids, num=num) / length.clamp(min=1)
+    q = mean.exp() * (length > 0)
+    _, group = torch.unique(group_ids, return_inverse=True)
+    total, squares = (q.new_zeros(num).index_add(0, group, x) for x in (q, q**2))
+    return torch.where(total > 0, squares / total, torch.ones_like(total)).log()[group]
+
+
+def gepo_loss(
+    inputs: LossInputs, *, denominator: float = 1.0, eps_low: float = 0.2, eps_high: float = 0.2
+) -> LossOutput:
+    """Compute the loss of group expectation policy optimization (arXiv 2508.17850).
+
+    PPO with s_i = p_i / E_q[q], where p_i is the geometric mean of the probabilities of sequence
+    i's tokens, and q_i the same of the behavior policy. The denominator is one for a whole group,
+    so it varies less than that of GSPO. With sequence-mean weights this is the mean over sequences
+    of the authors' code (yelurebajrang/HeteroRL_GEPO). Raises ValueError without sequence_ids and
+    group_log_q.
+    """
+    tokens = _correct(inputs, decoupled=False, correction=SEQUENCE_CAP)
+    if inputs.sequence_ids is None or inputs.group_log_q is None:
+        raise ValueError("gepo_loss needs sequence_ids and group_log_q")
+    mean = sequence_mean(inputs.logprobs, tokens.mask, inputs.sequence_ids)
+    ratio = (mean[inputs.sequence_ids] - inputs.group_log_q).exp()
     return _clipped(inputs, tokens, ratio, _Clip(eps_low, eps_high), denominator)
 
 

@@ -158,7 +158,7 @@ class AlgoConfig:
     loss: str = setting(
         "ppo",
         "Policy loss. tb is Trajectory Balance.",
-        choices=("ppo", "gspo", "cispo", "reinforce", "tb"),
+        choices=("ppo", "gspo", "gepo", "cispo", "reinforce", "tb"),
     )
     decoupled: bool = setting(
         True, "Trust region around the proximal policy. false: around the behavior policy."

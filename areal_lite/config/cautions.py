@@ -51,6 +51,8 @@ def bearable_staleness(algo: AlgoConfig) -> Bearable | None:
         return None
     if algo.rejection.by is not None:
         return Bearable(256, "a rejection of distant tokens", "arXiv 2510.01161: 256 updates")
+    if algo.loss == "gepo":
+        return Bearable(64, "a ratio to the group's expectation", "arXiv 2508.17850: 64 steps")
     if algo.scale_lr_by_ess:
         return Bearable(128, "a learning rate that follows ess", "arXiv 2602.17616: 128 steps")
     if algo.loss in CLIPPED_LOSSES and not algo.decoupled:

@@ -9,6 +9,7 @@ from areal_lite.algo.losses import (
     LossInputs,
     LossOutput,
     cispo_loss,
+    gepo_loss,
     gspo_loss,
     ppo_loss,
     reinforce_loss,
@@ -37,6 +38,7 @@ def _trust_region(algo: AlgoConfig) -> dict[str, Any]:
 RATIO_LOSSES: dict[str, Callable[[AlgoConfig], PolicyLoss]] = {
     "ppo": lambda algo: partial(ppo_loss, dual_clip=algo.dual_clip, **_trust_region(algo)),
     "gspo": lambda algo: partial(gspo_loss, **_trust_region(algo)),
+    "gepo": lambda algo: partial(gepo_loss, eps_low=algo.eps_low, eps_high=algo.eps_high),
     "cispo": lambda algo: partial(cispo_loss, **_trust_region(algo)),
     "reinforce": lambda algo: partial(reinforce_loss, correction=correction(algo.correction)),
 }
@@ -68,6 +70,7 @@ def build_objective(config: TrainConfig) -> Objective:
         prox=algo.prox,
         correct_mismatch=algo.correct_mismatch,
         oldest=config.buffer.max_staleness,
+        compares_with_group=algo.loss == "gepo",
         scale_lr_by_ess=algo.scale_lr_by_ess,
     )
 

@@ -96,6 +96,8 @@ class Minibatch:
     """A scalar: the largest distance that algo/rejection.py accepts at level `batch`."""
     staleness_share: Tensor | None = None
     """float64 [k]: the share of staleness in the log-ratio of a token, from algo/mismatch.py."""
+    group_log_q: Tensor | None = None
+    """float64 [n]: what `gepo_loss` divides each sequence's probability by."""
     log_z: Tensor | None = None
     """float [n]: Trajectory Balance's log-partition of each sequence's group."""
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from areal_lite.algo.correction import (
     Correction,
     behavior_weight,
+    finite_mask,
     loglinear_prox,
     sample_sums,
 )
 from areal_lite.algo.kl import entropy_loss, kl_loss
-from areal_lite.algo.losses import LossInputs, LossOutput
+from areal_lite.algo.losses import LossInputs, LossOutput, group_log_q
 from areal_lite.algo.metrics import effective_sample_size
 from areal_lite.algo.mismatch import staleness_share, trainer_behavior
 from areal_lite.algo.objectives.base import (
@@ -54,6 +55,8 @@ class RatioObjective:
     """False: the log-ratio is that of staleness, without the mismatch of server and trainer."""
     oldest: int = 0
     """The staleness bound, in versions."""
+    compares_with_group: bool = False
+    """The loss needs `group_log_q`."""
     scale_lr_by_ess: bool = False
     """Take smaller updates the fewer samples their weights leave, at the correction's level."""
 
@@ -123,10 +126,12 @@ class RatioObjective:
                 oldest=self.oldest,
                 reduce=reduce,
             )
+        tokens = _without_mismatch(tokens, share)
         return Minibatch(
             denominator=denominator(batch, token_index, mode=self.reduction, reduce=reduce),
             staleness_share=share,
-            rejection_limit=self._rejection_limit(_without_mismatch(tokens, share), reduce),
+            rejection_limit=self._rejection_limit(tokens, reduce),
+            group_log_q=self._group_log_q(tokens),
         )
 
     def loss(
@@ -157,6 +162,7 @@ class RatioObjective:
             sequence_ids=tokens.sequence_ids,
             weights=weights,
             accepted=accepted_tokens,
+            group_log_q=_per_token(minibatch.group_log_q, tokens),
             corrected=corrected,
         )
         output = self.policy_loss(inputs)
@@ -198,6 +204,12 @@ class RatioObjective:
                 batch.versions[token_index],
                 version=batch.version,
             )
+
+    def _group_log_q(self, tokens: FlatBatch) -> Tensor | None:
+        if not self.compares_with_group:
+            return None
+        mask = finite_mask(tokens.mask, tokens.behavior)
+        return group_log_q(tokens.behavior, mask, tokens.sequence_ids, tokens.group_ids)
 
     def _rejection_limit(self, tokens: FlatBatch, reduce: Reduce) -> Tensor | None:
         rejection = self.rejection
@@ -264,3 +276,10 @@ def _without_mismatch(tokens: FlatBatch, share: Tensor | None) -> FlatBatch:
             tokens.prox, tokens.behavior, tokens.versions, share, version=tokens.version
         )
     return tokens
+
+
+def _per_token(by_sequence: Tensor | None, tokens: FlatBatch) -> Tensor | None:
+    """Give every token, in the dtype of its log-prob, the value of its sequence."""
+    if by_sequence is None:
+        return None
+    return by_sequence[tokens.sequence_ids].to(tokens.behavior.dtype)

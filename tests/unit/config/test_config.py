@@ -72,7 +72,7 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
 
 def test_the_published_recipes_are_there():
     expected = "areal cispo dapo dr_grpo grpo gspo olmorl pipelinerl ppo reinforce_pp rloo tba"
-    stale = "dppo kpop m2po opo vcpo"
+    stale = "dppo gepo kpop m2po opo vcpo"
     assert {*expected.split(), *stale.split()} <= set(PRESETS)
 
 

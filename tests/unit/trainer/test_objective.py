@@ -151,6 +151,10 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
     rejected = plain_rejected(t, proximal, algo.rejection)
     other = {"reference": ref, "proximal": prox, "behavior": behave, "average": average}
     tokens = sum(map(len, sequences.values()))
+    group_q: dict[int, list[float]] = {}
+    for s, places in sequences.items():
+        mean = sum(behave[i] for i in places) / len(places)
+        group_q.setdefault(t.group_ids[s].item(), []).append(math.exp(mean))
     for places in sequences.values():
         n, left = len(places), [i for i in places if i not in rejected]
         target = lp if algo.loss == "reinforce" else prox
@@ -178,11 +182,16 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
             }[algo.reduction]
             anchor = prox if algo.decoupled else behave
             w = weight(i) if algo.decoupled or algo.loss == "reinforce" else float(i in left)
+            w = float(i in left) if algo.loss == "gepo" else w
             r = math.exp(lp[i] - anchor[i])
             if algo.loss == "gspo":
                 r = math.exp(sum(lp[j] - anchor[j] for j in places) / n)
+            if algo.loss == "gepo":
+                q = group_q[t.group_ids[t.sequence_ids[i]].item()]
+                expected = sum(x * x for x in q) / sum(q)
+                r = math.exp(sum(lp[j] for j in places) / n) / expected
             low, high = 1 - algo.eps_low, 1 + algo.eps_high
-            if algo.loss in ("ppo", "gspo"):
+            if algo.loss in ("ppo", "gspo", "gepo"):
                 value = max(-adv[i] * r, -adv[i] * clip(r, low, high))
                 if algo.dual_clip and adv[i] < 0 and algo.loss == "ppo":
                     value = min(value, algo.dual_clip * -adv[i])
