@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from areal_lite.config import TrainConfig
+from areal_lite.controller.batches import Batches
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.controller.messages import PullBatch, Resync
 from areal_lite.controller.queue import GroupQueue
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
@@ -218,3 +220,28 @@ def test_lost_groups_are_as_before_their_first_request() -> None:
     assert [t["group_id"] for t in store.trajectories()] == [0, 1]
     assert store.recover(2, 9.0, play_again=True).again == recovered.again, "killed at once"
     store.close()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_has_a_server_before_it_trains_on_a_waiting_batch(
+    deterministic: bool,
+) -> None:
+    """Its trainer waits for an evaluation before the next push, and nothing else would push."""
+
+    async def run() -> None:
+        config = TrainConfig(model="m", run_dir="r")
+        config.trainer.batch_groups = 2
+        config.server.deterministic = deterministic
+        router = SimpleNamespace(ready=set(), stale=["s0"])
+        dispatcher = SimpleNamespace(running=set())
+        batches = Batches(config, dispatcher, SimpleNamespace(router=router), lambda: 0.0)
+        for group_id in range(2):
+            batches.put(group(group_id, 0))
+        if deterministic:
+            pull = batches.pull(PullBatch(step=0, rank=0, world=1, resyncs=0))
+            assert await asyncio.wait_for(pull, 5) == (Resync(), ())
+            router.ready = {"s0"}
+        assignment = await batches._take(0, 1)
+        assert assignment and assignment.group_ids == [0, 1]
+
+    asyncio.run(run())
