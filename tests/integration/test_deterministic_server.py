@@ -1,0 +1,150 @@
+"""Servers with `server.deterministic`: the same tokens beside any others and on any server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from areal_lite.config import ServerConfig
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.network import free_port
+
+NUM, TOKENS = 12, 100
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_model: str, current_entry_points, tmp_path_factory):
+    """Two servers of the same model, with different seeds of their own."""
+    logs = tmp_path_factory.mktemp("deterministic")
+    processes = [
+        ServerProcess(
+            ServerConfig(deterministic=True),
+            tiny_model,
+            name=f"s{seed}",
+            port=free_port(),
+            seed=seed,
+            log_path=logs / f"s{seed}.log",
+            environment=current_entry_points,
+        )
+        for seed in (1, 2)
+    ]
+
+    async def ready() -> None:
+        await asyncio.gather(*(process.wait_ready(300) for process in processes))
+
+    try:
+        for process in processes:
+            process.start()
+        asyncio.run(ready())
+        yield [process.info for process in processes]
+    finally:
+        for process in processes:
+            process.stop()
+
+
+def prompt(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(2, 90, 3 + 5 * number).astype(np.int32)
+
+
+def params(number: int, temperature: float = 1.0) -> SamplingParams:
+    return SamplingParams(TOKENS, temperature, (1,), seed=1000 + number)
+
+
+Use = Callable[[SGLangClient], Awaitable[list[GenerationChunk]]]
+
+
+def with_client(use: Use) -> list[GenerationChunk]:
+    async def run() -> list[GenerationChunk]:
+        async with SGLangClient(60) as client:
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+async def ask(
+    client: SGLangClient, server: ServerInfo, number: int, temperature: float = 1.0, key: str = ""
+) -> GenerationChunk:
+    """Ask without what other requests of another `key` left in the server's cache."""
+    rid = f"{key}-{number}-{temperature}"
+    return await client.generate(
+        server, prompt(number), params(number, temperature), rid, key or f"alone-{number}"
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(servers) -> list[GenerationChunk]:
+    """The answers to requests that a server had one by one."""
+
+    async def one_by_one(client: SGLangClient) -> list[GenerationChunk]:
+        return [await ask(client, servers[0], number) for number in range(NUM)]
+
+    return with_client(one_by_one)
+
+
+def assert_same(answers: list[GenerationChunk], alone: list[GenerationChunk]) -> None:
+    for number, (answer, expected) in enumerate(zip(answers, alone, strict=True)):
+        np.testing.assert_array_equal(answer.tokens, expected.tokens, f"request {number}")
+        assert answer.logprobs.tobytes() == expected.logprobs.tobytes(), f"request {number}"
+
+
+def test_beside_others(servers, alone) -> None:
+    """All start at once, with prompts of all lengths. They end one by one."""
+
+    async def beside(client: SGLangClient) -> list[GenerationChunk]:
+        others = (ask(client, servers[0], number, key="others") for number in range(NUM, 3 * NUM))
+        own = (ask(client, servers[0], number, key="own") for number in range(NUM))
+        return (await asyncio.gather(*own, *others))[:NUM]
+
+    assert_same(with_client(beside), alone)
+
+
+def test_beside_greedy_ones(servers, alone) -> None:
+    async def beside(client: SGLangClient) -> list[GenerationChunk]:
+        greedy = (ask(client, servers[0], number, 0.0, "greedy") for number in range(NUM))
+        own = (ask(client, servers[0], number, key="mixed") for number in range(NUM))
+        return (await asyncio.gather(*own, *greedy))[:NUM]
+
+    assert_same(with_client(beside), alone)
+
+
+def test_on_another_server(servers, alone) -> None:
+    async def there(client: SGLangClient) -> list[GenerationChunk]:
+        return await asyncio.gather(*(ask(client, servers[1], number) for number in range(NUM)))
+
+    assert_same(with_client(there), alone)
+
+
+def test_after_an_interrupt(servers, alone) -> None:
+    """Each request ends early on one server, and continues on one of the two."""
+
+    async def interrupted(client: SGLangClient) -> list[GenerationChunk]:
+        async def one(number: int) -> GenerationChunk:
+            early = replace(params(number), max_new_tokens=7 * number + 1)
+            first = await client.generate(servers[0], prompt(number), early, f"a{number}", "a")
+            if first.finish_reason == "stop":
+                return first
+            so_far = np.concatenate([prompt(number), first.tokens])
+            left = replace(params(number), max_new_tokens=TOKENS - len(first.tokens))
+            rest = await client.generate(servers[number % 2], so_far, left, f"b{number}", "b")
+            both = Completion([first, rest])
+            return replace(rest, tokens=both.tokens, logprobs=both.logprobs)
+
+        return await asyncio.gather(*map(one, range(NUM)))
+
+    assert_same(with_client(interrupted), alone)
+
+
+def test_without_the_setting_a_seed_is_ignored(sglang_server) -> None:
+    async def twice(client: SGLangClient) -> list[GenerationChunk]:
+        return [await ask(client, sglang_server.info, 5) for _ in range(2)]
+
+    first, second = with_client(twice)
+    assert first.tokens.tolist() != second.tokens.tolist()
