@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from tests.integration.controller_run import (
     assert_store_matches,
     end_step,
     push,
+    wrong_with,
 )
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
 
@@ -231,6 +231,7 @@ def test_retired_prompts_stay_retired(start, tmp_path) -> None:
     assert not asked & {index for index, groups in solved.items() if groups > 1}, (
         "a prompt that was solved twice was asked again"
     )
+    assert wrong_with(r.path) == {}, "while it goes on"
 
 
 def test_another_data_set_is_refused(start, tmp_path) -> None:
@@ -309,20 +310,8 @@ def check_whole_run(folder: Path) -> None:
     )
     # A step may end before there is a server again. Its push then reaches none.
     assert metrics[-1]["verified"] > 0
-    db = sqlite3.connect(folder / "trajectories.sqlite")
-    steps = dict(db.execute("SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step"))
-    assert steps == dict.fromkeys(range(7), 4)
-    assert db.execute("SELECT count(*) FROM groups WHERE state = 'in_flight'").fetchone() == (0,)
-    newer = (
-        "SELECT count(*) FROM trajectories JOIN groups USING (group_id) "
-        "WHERE state = 'used' AND max_version > step"
-    )
-    assert db.execute(newer).fetchone() == (0,), "a step was trained on what later weights sampled"
-    prompts = [
-        index for (index,) in db.execute("SELECT prompt_index FROM groups WHERE state != 'dropped'")
-    ]
-    assert len(prompts) == len(set(prompts))
-    db.close()
+    assert wrong_with(folder) == {}
+    assert summary["groups"]["used"] == 7 * 4 and summary["groups"]["in_flight"] == 0
     assert checkpoint_steps(folder / "checkpoints")[-1] == 7 and processes_of(folder) == []
 
 

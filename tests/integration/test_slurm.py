@@ -4,7 +4,6 @@ Runs are stopped, roles fail, and nodes die.
 """
 
 import json
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import pytest
 
 from areal_lite.run_dir.resume import checkpoint_steps
 from areal_lite.system.network import free_port
+from tests.integration.controller_run import wrong_with
 from tests.integration.slurm_cluster import GPUS, Cluster, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,11 +141,7 @@ def check_nothing_lost_or_repeated(folder: Path, steps: int) -> None:
     assert [m["step"] for m in metrics(folder)] == list(range(1, steps + 1)), (
         "each step is logged once"
     )
-    db = sqlite3.connect(folder / "trajectories.sqlite")
-    used = db.execute(
-        "SELECT step, count(*) FROM groups WHERE state = 'used' GROUP BY step ORDER BY step"
-    ).fetchall()
-    assert used == [(step, 4) for step in range(steps)], "each step used a batch of its own"
+    assert wrong_with(folder) == {}
     assert json.loads((folder / "summary.json").read_text())["trajectories_lost"] == 0
     assert left(folder) == []
 
