@@ -121,9 +121,6 @@ def summary(run_dir: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
-    page = [
-        line for line in commands(ROOT / "docs" / "running.md") if "--profile monitor" not in line
-    ]
     lines = commands(ROOT / "docs" / "running.md")
     page = [line for line in lines if line.startswith(("cp .env", "docker compose"))]
     page = [line for line in page if "--profile monitor" not in line]
