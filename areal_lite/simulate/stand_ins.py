@@ -62,7 +62,9 @@ class Ledger:
         self.states: dict[int, GroupState] = {}
         self.steps: dict[int, int] = {}
 
-    def submit(self, method: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def submit(
+        self, method: Callable[..., Any], *args: Any, durable: bool = False
+    ) -> asyncio.Future[Any]:
         """Run the method of Store of this name, and return the future of its result."""
         future = asyncio.get_running_loop().create_future()
         future.set_result(getattr(self, method.__name__)(*args))
@@ -78,7 +80,7 @@ class Ledger:
     ) -> None:
         self._move(group.group_id, (GroupState.IN_FLIGHT,), state)
 
-    def use(self, group_ids: Sequence[int], step: int) -> None:
+    def use(self, group_ids: Sequence[int], step: int, draws: object) -> None:
         for group_id in group_ids:
             self._move(group_id, (GroupState.FINISHED,), GroupState.USED)
             self.steps[group_id] = step
@@ -86,6 +88,9 @@ class Ledger:
     def drop(self, group_id: int, reason: str, now: float) -> None:
         before = (GroupState.IN_FLIGHT, GroupState.FINISHED)
         self._move(group_id, before, GroupState.DROPPED)
+
+    def set_totals(self, totals: object) -> None:
+        """Keep nothing: no run goes on from here."""
 
     def counts(self) -> dict[str, int]:
         found = Counter(self.states.values())
