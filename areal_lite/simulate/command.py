@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_lite.config import SimulateConfig
@@ -17,17 +19,29 @@ from areal_lite.system.files import write_atomically
 def run(config: SimulateConfig) -> int:
     """Simulate the settings and print what came out. Raises ValueError for a bad setting."""
     check_simulation(config)
-    # A lost server is part of the plan, and no news.
-    logging.getLogger("areal_lite").setLevel(logging.CRITICAL)
-    summary = simulated(config)
-    print(summary_text(config, summary), "", *advise(config, summary), sep="\n", flush=True)
-    comparisons: dict[str, list[Variant]] = {}
-    for question in config.simulate.compare:
-        comparisons[question] = variants = list(compare(question, config))
-        print("", comparison_text(question, variants), "", conclude(question, variants), sep="\n")
+    with _without_log():
+        summary = simulated(config)
+        print(summary_text(config, summary), "", *advise(config, summary), sep="\n", flush=True)
+        comparisons: dict[str, list[Variant]] = {}
+        for question in config.simulate.compare:
+            comparisons[question] = variants = list(compare(question, config))
+            text = comparison_text(question, variants)
+            print("", text, "", conclude(question, variants), sep="\n")
     if config.simulate.out is not None:
         _write(Path(config.simulate.out), summary, comparisons)
     return 0
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Log nothing inside the block: a lost server is part of the plan, and no news."""
+    log = logging.getLogger("areal_lite")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) -> None:

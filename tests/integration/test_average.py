@@ -14,7 +14,11 @@ def resumed(place: str, into: str) -> dict:
     return {"tell": "resumed", "args": {"folder": place, "into": into}, "settings": AVERAGE}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+def _when(layout: str):
+    return layout if layout in ("single", "dp2") else pytest.param(layout, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=map(_when, LAYOUTS))
 def run(folder: Path, request: pytest.FixtureRequest) -> dict:  # noqa: F811
     """Train with a penalty on the distance from the average; also from a checkpoint."""
     name, place = request.param, str(folder / f"average-{request.param}")

@@ -13,7 +13,12 @@ from tests.integration.test_checkpoint import LAYOUTS, contents, folder, tell  #
 
 SGD = {"optimizer": "sgd", "lr": 0.5, "min_lr": 0.1, "weight_decay": 0.01}
 UPDATES = 3
-RUNS = ("single", "dp2", "tp2", "pp2")
+RUNS = (
+    "single",
+    "dp2",
+    pytest.param("tp2", marks=pytest.mark.slow),
+    pytest.param("pp2", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(scope="module", params=RUNS)

@@ -78,7 +78,7 @@ def test_a_copy_of_the_model_is_written():
     one = SimpleNamespace(get_parameters=lambda: [master])
     optimizer = SimpleNamespace(chained_optimizers=[one])
     [(_, _, (_, [(_, weight), (_, masters), (_, same)]))] = _host_copy(
-        request, {"policy": SimpleNamespace(model=layer, optimizer=optimizer)}
+        request, {"policy": SimpleNamespace(model=layer, optimizer=optimizer, average=None)}
     )
     before = weight.clone()
     layer.weight.data.zero_()
