@@ -45,7 +45,7 @@ EDGES = np.array([1, 20, 40, 80, 160, 320, LONGEST + 1])
 
 @dataclass
 class Totals:
-    """What a run sampled, trained on and waited for; arrays are by trajectory length.
+    """The sampled and trained lengths of a run, and its waits; arrays are by trajectory length.
 
     Args:
         sampled: tokens of the groups that left the queue, for a batch or because they were dropped.

@@ -30,7 +30,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """What a run directory holds.
+    """The contents of a run directory.
 
     Args:
         run_dir: the run directory.

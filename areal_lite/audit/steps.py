@@ -24,7 +24,7 @@ class StepSums:
     """
 
     def __init__(self, records: Records, steps: int):
-        """`steps`: number of completed steps."""
+        """Take `steps`, the number of completed steps."""
         starts = records.starts
         no_bound = 2**30
         self.bounds = sorted({no_bound if records.replays else s.max_staleness for s in starts})

@@ -96,7 +96,7 @@ class Shapes:
     """Checks each trajectory by itself, and that no two groups have the same one."""
 
     def __init__(self, group_ids: np.ndarray):
-        """`group_ids`: int64, ascending, those of the table of groups."""
+        """Take `group_ids`: int64, ascending, as in the table of groups."""
         self.group_ids = group_ids
         # Trajectories of each group, and of groups that have no row.
         self.found = np.zeros(len(group_ids), np.int64)

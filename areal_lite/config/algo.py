@@ -229,5 +229,5 @@ class AlgoConfig:
 
     @property
     def needs_average(self) -> bool:
-        """Whether the trainer keeps an average of its weights."""
+        """Return whether the trainer keeps an average of its weights."""
         return self.prox == "average" or (self.kl.coef > 0 and self.kl.to == "average")

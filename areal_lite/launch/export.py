@@ -74,7 +74,7 @@ def export_step(
 ) -> Path:
     """Write the checkpoint of `step` to the folder `out`, and return `out`.
 
-    Raises ValueError when there is no such checkpoint, when it is damaged, or when the model from
+    Raises ValueError when the checkpoint is missing, when it is damaged, or when the model from
     which the run started is not there.
 
     Args:

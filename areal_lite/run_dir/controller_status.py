@@ -13,7 +13,7 @@ from areal_lite.system.files import write_atomically
 
 
 class TrainerPhase(StrEnum):
-    """What the trainer does, as the controller sees it by its requests."""
+    """The phase of the trainer, as its requests tell the controller."""
 
     LOADING = "loading"  # it has not asked for a batch yet
     WAITING = "waiting"  # it has asked for a batch that is not complete

@@ -140,7 +140,7 @@ def newest_event(run_dir: Path, name: str) -> dict[str, Any] | None:
 class EventFollower:
     """Reads the lines that a run appends to `<run_dir>/<name>.jsonl`, each once.
 
-    A line that is no JSON object is left out.
+    A line that is not a JSON object is left out.
     """
 
     def __init__(self, run_dir: Path, name: str):

@@ -39,7 +39,7 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a simulated run does.
+    """The lengths, speeds and failures of a simulated run.
 
     Args:
         lengths: draws the lengths of completions, in tokens.

@@ -24,7 +24,7 @@ from areal_lite.simulate.stand_ins import TOKEN
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """How simulated tokens become tokens of a server.
+    """The conversion of simulated tokens to tokens of a server.
 
     Args:
         grain: tokens that a simulated token stands for.

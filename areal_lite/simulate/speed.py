@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpeed:
-    """How fast a server is, and how much it holds.
+    """The speed of a server, and the tokens that it holds.
 
     Args:
         step_s: seconds of a decoding step, apart from the terms below.

@@ -13,7 +13,7 @@ _DRAWN_GROUPS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a simulated run did. Shares are of its time, per token or per server.
+    """The results of a simulated run. Shares are of its time, per token or per server.
 
     Args:
         tokens_per_s: sampled tokens that were trained on, in a second.

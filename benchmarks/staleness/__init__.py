@@ -1,1 +1,1 @@
-"""Which objective bears stale data: studies, their runs and pictures."""
+"""Compare objectives on stale data: studies, their runs and pictures."""

@@ -1,4 +1,4 @@
-"""Which objective bears stale data: paired runs on addition.
+"""Compare objectives on stale data, in paired runs on addition.
 
     python -m benchmarks.staleness grid      # each clip at three learning rates
     python -m benchmarks.staleness speed     # how fast a clip lets a carry be learned

@@ -1,4 +1,4 @@
-"""How likely the policy writes a carry: the quantity that the speed limit is about."""
+"""Measure how likely the policy writes a carry, the quantity that the speed limit is about."""
 
 import re
 import sqlite3
