@@ -5,9 +5,6 @@ They compute the log-probs of transformers and export the same bits.
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import urllib.request
 from functools import cache
 from pathlib import Path
@@ -17,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_lite.config import ServerConfig
+from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.megatron.hf.load import weight_files
 from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 from tests.integration.architectures_worker import SETTINGS, VOCAB
 from tests.integration.engine_worker import random_batch
+from tests.integration.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
 LLAMA3 = {
@@ -120,51 +118,16 @@ def make_model(name: str, folder: Path) -> None:
 
 
 def launch(layout: dict, models: dict[str, str], updated: tuple[str, ...], out: Path) -> list[dict]:
-    """Run the worker on all ranks of the layout, wait, and return the results of each rank."""
-    out.mkdir()
-    job = out / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "layout": layout,
-                "models": models,
-                "updated": updated,
-                "out": str(out),
-                "bucket_bytes": BUCKET_BYTES,
-            }
-        )
-    )
-    world = 1
-    for key in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
-        world *= layout.get(key, 1)
-    env = os.environ | {
-        "PYTHONPATH": str(WORKER.parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
+    """Run the worker on all ranks of the layout, and return the results of each rank."""
+    job = {
+        "layout": layout,
+        "models": models,
+        "updated": updated,
+        "out": str(out),
+        "bucket_bytes": BUCKET_BYTES,
     }
-    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [open(out / f"rank-{rank}.log", "w+") for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(job)],
-            env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=logs[r],
-            stderr=subprocess.STDOUT,
-        )
-        for r in range(world)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            code = process.wait(timeout=240)
-            assert code == 0, (
-                f"rank {rank} of {layout}:\n{Path(logs[rank].name).read_text()[-4000:]}"
-            )
-    finally:
-        for process, log in zip(processes, logs):
-            process.kill()
-            process.wait()
-            log.close()
+    world = TrainerConfig(**layout).world_size
+    run_ranks(WORKER, job, out, world)
     return [torch.load(out / f"results-{rank}.pt") for rank in range(world)]
 
 

@@ -1,10 +1,6 @@
 """Checkpoints of the real engine: six updates equal three, a checkpoint, and three more."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +13,9 @@ from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
 from areal_lite.launch.memory import activation_bytes_per_token, push_buckets, rank_parameters
+from tests.integration.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-ROOT = WORKER.parents[2]
 LAYOUTS = {
     "single": {},
     "dp2": {"data_parallel": 2},
@@ -49,55 +45,17 @@ def folder(tmp_path_factory) -> Path:
 
 
 def tell(folder: Path, name: str, layout: dict, stories: dict, status: int = 0) -> dict:
-    """Tell `stories` on the processes of a layout, wait, and return their results.
-
-    No process is left behind.
-    """
+    """Tell `stories` on the processes of a layout, and return their results."""
+    out = folder / f"{name}-ranks"
+    results = out / "results.json"
     job = {
         "layout": layout,
         "model": str(folder / "model"),
         "stories": stories,
-        "results": str(folder / f"{name}.json"),
+        "results": str(results),
     }
-    job_file = folder / f"{name}-job.json"
-    job_file.write_text(json.dumps(job))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    world = 2 if layout else 1
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
-    }
-    env |= {
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(job_file)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=200)
-            assert process.returncode == status, (
-                f"{name}, rank {rank} of {world}:\n{output[-4000:]}"
-            )
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return json.loads(Path(job["results"]).read_text()) if status == 0 else {}
+    run_ranks(WORKER, job, out, 2 if layout else 1, status=status)
+    return json.loads(results.read_text()) if status == 0 else {}
 
 
 def contents(checkpoint: Path) -> dict[str, torch.Tensor]:

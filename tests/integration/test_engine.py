@@ -1,12 +1,6 @@
 """The Megatron engine on real processes over gloo, against transformers and torch.optim.AdamW."""
 
-import json
 import math
-import os
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +9,9 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
+from tests.integration.ranks import run_ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-ROOT = WORKER.parents[2]
 MODELS = ("qwen3_tied", "qwen3_untied", "qwen2_tied", "qwen2_untied")
 RUNS = {"single": (1, 1), "tp2": (2, 1), "dp2": (1, 2)}
 
@@ -60,60 +54,6 @@ def make_model(name: str, folder: Path, layers: int = 2) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def spawn(worker: Path, job: dict, folder: Path, world: int, timeout_s: float = 280) -> None:
-    """Run one job on `world` processes, wait, and leave none behind.
-
-    Writes job.json to `folder`, which must not exist.
-    """
-    folder.mkdir()
-    job_file = folder / "job.json"
-    job_file.write_text(json.dumps(job))
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONWARNINGS": "ignore",
-    }
-    env |= {
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    processes = []
-    try:
-        for rank in range(world):
-            # Not a pipe: nobody would read it, and its rank would stop when it is full.
-            output = open(folder / f"{rank}.log", "w")
-            argv = [sys.executable, str(worker), str(job_file)]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen(argv, env=env | own, stdout=output, stderr=subprocess.STDOUT)
-            )
-            output.close()
-        deadline = time.monotonic() + timeout_s
-        while any(process.poll() is None for process in processes):
-            assert time.monotonic() < deadline, f"{worker.name} did not end in time"
-            assert not any(process.poll() for process in processes), failure(folder, processes)
-            time.sleep(0.1)
-        assert not any(process.returncode for process in processes), failure(folder, processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def failure(folder: Path, processes: list[subprocess.Popen]) -> str:
-    rank = next(rank for rank, process in enumerate(processes) if process.poll())
-    return f"rank {rank} of {len(processes)}:\n{(folder / f'{rank}.log').read_text()[-4000:]}"
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("engine")
@@ -128,7 +68,7 @@ def results(folder) -> dict[str, dict]:
     loads = {"single": str(folder / "tp2" / "checkpoint"), "tp2": None, "dp2": None}
     for name in ("tp2", "dp2", "single"):
         tp, dp = RUNS[name]
-        spawn(
+        run_ranks(
             WORKER,
             {
                 "tp": tp,

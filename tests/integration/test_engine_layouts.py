@@ -12,15 +12,15 @@ import transformers
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.hf.convert import convert
+from areal_lite.system.network import free_port
 from tests.integration.engine_worker import SETTINGS, random_batch
 from tests.integration.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
+from tests.integration.ranks import run_ranks
 from tests.integration.test_engine import (
-    free_port,
     largest_difference,
     make_model,
     reference,
     reference_model,
-    spawn,
     weights_of,
 )
 
@@ -114,7 +114,7 @@ def run(folder: Path, layouts: dict[str, tuple[str, dict]]) -> dict[str, list[di
                 "resume": checkpoint,
             }
         )
-    spawn(
+    run_ranks(
         WORKER, {"cases": cases, "out": str(out)}, out, world, timeout_s=280 if world == 2 else 1700
     )
     return torch.load(out / "results.pt", weights_only=False)

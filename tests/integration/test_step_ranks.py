@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing
 
 from areal_lite.config import (
     AdvantageConfig,
@@ -19,6 +18,7 @@ from areal_lite.config import (
     TrainerConfig,
 )
 from areal_lite.system.network import free_port
+from tests.integration.ranks import call_on_ranks
 from tests.integration.test_step import batch, model  # noqa: F401
 
 OBJECTIVES = {
@@ -108,7 +108,7 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
 def results(model: Path, tmp_path_factory) -> dict[int, list[dict]]:  # noqa: F811
     folder = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2):
-        torch.multiprocessing.spawn(worker, (ranks, str(folder), str(model), free_port()), ranks)
+        call_on_ranks(worker, (ranks, str(folder), str(model), free_port()), ranks)
     return {
         ranks: [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
         for ranks in (1, 2)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.packing import make_microbatches
+from tests.integration.ranks import call_on_ranks
 from tests.unit.megatron.test_packing import batch_of
 
 TOKENS, WIDTH, RANKS = 29, 8, 2
@@ -67,7 +67,7 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("slices")
-    torch.multiprocessing.spawn(worker, (str(folder),), RANKS)
+    call_on_ranks(worker, (str(folder),), RANKS)
     return [torch.load(Path(folder, f"{rank}.pt")) for rank in range(RANKS)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -20,17 +19,13 @@ from areal_lite.weights import broadcast
 from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, WeightGroup, flatten
 from tests import nccl_double
 from tests.gloo_server import serve
+from tests.integration import ranks
 
 pytestmark = pytest.mark.timeout(120)
 
 BUCKET = flatten([("w", torch.randn(1000, 300)), ("v", torch.ones(7, dtype=torch.bfloat16))])
 JOIN, RECEIVE = "/init_weights_update_group", "/update_weights_from_distributed"
 BACKENDS = ("gloo", nccl_double.NAME)
-
-
-# Servers are forked from a process that has imported torch already.
-fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["tests.gloo_server"])
 
 
 @contextmanager
@@ -40,8 +35,10 @@ def weight_servers(*die_at: str | None, **variables: str):
     processes, infos = [], []
     try:
         for i, path in enumerate(die_at):
-            port, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=serve, args=(sender, path, variables), daemon=True)
+            port, sender = ranks.processes.Pipe(duplex=False)
+            process = ranks.processes.Process(
+                target=serve, args=(sender, path, variables), daemon=True
+            )
             process.start()
             processes.append(process)
             url = f"http://127.0.0.1:{port.recv()}"
