@@ -1,7 +1,8 @@
 """How tests share the processes of `pytest -n`, and that none of them is a test of speed.
 
-Integration tests start servers and trainers of several processes, and some of them measure time.
-They stay in one process, one after another. The files of other tests go to whichever is free.
+Integration tests start servers and whole runs, and some of them measure time. They stay in one
+process, one after another. The files of other tests go to whichever is free, in their order: those
+of trainer ranks, which take longest, come first.
 """
 
 from typing import Any

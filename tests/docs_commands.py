@@ -35,7 +35,7 @@ ELSEWHERE = {
     "bash tests/run.sh": ".ci/run",
     "bash tests/lint.sh": ".ci/run",
     "python -m pytest tests/unit": "tests/run.sh",
-    "areal-lite export": "tests/integration/test_export.py",
+    "areal-lite export": "tests/ranks/test_export.py",
     "areal-lite slurm +": "tests/integration/test_slurm.py",
     "python -m areal_lite.launch.server_pool": "tests/integration/test_slurm.py",
     "python -m areal_lite.controller.service": "tests/integration/test_slurm.py",

@@ -16,5 +16,5 @@ for arg in "$@"; do
 done
 # One thread per process: the tests start many processes.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
-# Two processes: one for the integration tests, the other for the unit tests (tests/conftest.py).
-exec python -m pytest -n 2 "${select[@]}" "${args[@]}"
+# Two processes: one for the integration tests, the other for all others (tests/conftest.py).
+exec python -m pytest -n 2 --no-loadscope-reorder "${select[@]}" "${args[@]}"

@@ -19,7 +19,7 @@ from areal_lite.weights import broadcast
 from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, WeightGroup, flatten
 from tests import nccl_double
 from tests.gloo_server import serve
-from tests.integration import ranks
+from tests.ranks.processes import processes as forked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -35,10 +35,8 @@ def weight_servers(*die_at: str | None, **variables: str):
     processes, infos = [], []
     try:
         for i, path in enumerate(die_at):
-            port, sender = ranks.processes.Pipe(duplex=False)
-            process = ranks.processes.Process(
-                target=serve, args=(sender, path, variables), daemon=True
-            )
+            port, sender = forked.Pipe(duplex=False)
+            process = forked.Process(target=serve, args=(sender, path, variables), daemon=True)
             process.start()
             processes.append(process)
             url = f"http://127.0.0.1:{port.recv()}"

@@ -7,7 +7,7 @@ To add one:
 2. Add its name to the choices of `architecture` in `config/commands.py`, so that `make-model` makes
    tiny models of it. Settings that only it has go into `quickstart/make_model.py`. Then write
    docs/configuration.md again: `python -m areal_lite.config.reference > docs/configuration.md`.
-3. Add a model to `MODELS` and `RUNS` in tests/integration/test_architectures.py, which compares it
+3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
    with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run
    over `ARCHITECTURES`, such as test_hf_layouts.py, find it by themselves.
 4. Name it in README.md and in docs/training.md.

@@ -9,7 +9,7 @@ from areal_lite.megatron.patches.substitution import Substitution
 # keeps one `step` tensor for each parameter instead of one number for each parameter group.
 # Where: `DistributedOptimizer` in megatron/core/optimizer/distrib_optimizer.py.
 # Upstream: no report found; the main branch of August 2026 has the same code.
-# Remove when tests/integration/test_checkpoint.py passes without these three.
+# Remove when tests/ranks/test_checkpoint.py passes without these three.
 TORCH_ADAMW_FIXES = (
     # `state_dict` asserts that there is a step, but an optimizer has none before its first update.
     Substitution(

@@ -1,6 +1,6 @@
 """Log-probs, entropy and their gradients against float64 and finite differences.
 
-Slices of the vocabulary are tested in tests/integration/test_two_ranks.py.
+Slices of the vocabulary are tested in tests/ranks/test_two_ranks.py.
 """
 
 import math

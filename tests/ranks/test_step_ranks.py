@@ -18,8 +18,8 @@ from areal_lite.config import (
     TrainerConfig,
 )
 from areal_lite.system.network import free_port
-from tests.integration.ranks import call_on_ranks
-from tests.integration.test_step import batch, model  # noqa: F401
+from tests.ranks.processes import call_on_ranks
+from tests.ranks.test_step import batch, model  # noqa: F401
 
 OBJECTIVES = {
     "sequences": AlgoConfig(

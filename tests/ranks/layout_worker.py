@@ -21,7 +21,7 @@ from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.megatron.policy import Policy
 from areal_lite.megatron.reference import Reference
 from areal_lite.trajectory import TrainBatch
-from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
+from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
 
 UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 20, 5, 2
 CRITIC = {"lr": 3e-3, "clip_grad": 2.0}

@@ -14,7 +14,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
-from tests.integration.engine_worker import random_batch
+from tests.ranks.engine_worker import random_batch
 
 VOCAB = 97
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
 from areal_lite.launch.memory import activation_bytes_per_token, push_buckets, rank_parameters
-from tests.integration.ranks import run_ranks
+from tests.ranks.processes import run_ranks
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 LAYOUTS = {

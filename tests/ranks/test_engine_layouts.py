@@ -13,10 +13,10 @@ import transformers
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.hf.convert import convert
 from areal_lite.system.network import free_port
-from tests.integration.engine_worker import SETTINGS, random_batch
-from tests.integration.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
-from tests.integration.ranks import run_ranks
-from tests.integration.test_engine import (
+from tests.ranks.engine_worker import SETTINGS, random_batch
+from tests.ranks.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
+from tests.ranks.processes import run_ranks
+from tests.ranks.test_engine import (
     largest_difference,
     make_model,
     reference,

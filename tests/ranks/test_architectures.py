@@ -18,9 +18,9 @@ from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.megatron.hf.load import weight_files
 from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
-from tests.integration.architectures_worker import SETTINGS, VOCAB
-from tests.integration.engine_worker import random_batch
-from tests.integration.ranks import run_ranks
+from tests.ranks.architectures_worker import SETTINGS, VOCAB
+from tests.ranks.engine_worker import random_batch
+from tests.ranks.processes import run_ranks
 
 WORKER = Path(__file__).with_name("architectures_worker.py")
 LLAMA3 = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_checkpoint import LAYOUTS, contents, folder, tell  # noqa: F401
+from tests.ranks.test_checkpoint import LAYOUTS, contents, folder, tell  # noqa: F401
 
 AVERAGE = {"average_decay": 0.6}
 

@@ -1,4 +1,4 @@
-"""Ranks of a trainer, forked from one process that has imported what all of them need.
+"""Start ranks of a trainer, forked from one process that has imported what all of them need.
 
 The imports of a rank (torch, transformers, Megatron-core) take longer than most of its tests.
 """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.packing import make_microbatches
-from tests.integration.ranks import call_on_ranks
+from tests.ranks.processes import call_on_ranks
 from tests.unit.megatron.test_packing import batch_of
 
 TOKENS, WIDTH, RANKS = 29, 8, 2

@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
-from tests.integration.ranks import run_ranks
+from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
+from tests.ranks.processes import run_ranks
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 MODELS = ("qwen3_tied", "qwen3_untied", "qwen2_tied", "qwen2_untied")

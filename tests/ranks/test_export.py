@@ -20,8 +20,8 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.run_dir.manifest import damage
-from tests.integration.engine_worker import SETTINGS, TEMPERATURE, random_batch
-from tests.integration.test_engine import reference
+from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
+from tests.ranks.test_engine import reference
 
 BATCH = random_batch(8, 98, seed=100)
 

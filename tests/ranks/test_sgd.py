@@ -7,9 +7,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.integration.checkpoint_worker import SETTINGS
-from tests.integration.engine_worker import random_batch
-from tests.integration.test_checkpoint import LAYOUTS, contents, folder, tell  # noqa: F401
+from tests.ranks.checkpoint_worker import SETTINGS
+from tests.ranks.engine_worker import random_batch
+from tests.ranks.test_checkpoint import LAYOUTS, contents, folder, tell  # noqa: F401
 
 SGD = {"optimizer": "sgd", "lr": 0.5, "min_lr": 0.1, "weight_decay": 0.01}
 UPDATES = 3

@@ -23,7 +23,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.resume import latest_checkpoint
 from areal_lite.trajectory import TrainBatch
-from tests.integration.engine_worker import random_batch
+from tests.ranks.engine_worker import random_batch
 
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
 SETTINGS = dict(
