@@ -74,6 +74,8 @@ def check_config(config: Any) -> None:
     if isinstance(config, QuickstartConfig):
         _demonstrations(config.sft, "sft.data.source")
         check_trainer_device(config.sft.trainer, "sft.trainer")
+        if config.resume == "never" and os.path.exists(config.make_model.out):
+            raise ValueError(_already_there(config))
     run_dir = Path(getattr(config, "run_dir", os.devnull))
     if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
         if isinstance(config, TrainConfig):
@@ -177,18 +179,17 @@ def _weight_folder(config: TrainConfig) -> None:
 
 def _resume(config: TrainConfig) -> None:
     if config.resume == "never":
-        raise ValueError(
-            f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
-            "or continue the run with resume=auto"
-        )
+        raise ValueError(_already_there(config))
     if config.debug != "off":
         raise ValueError(f"debug={config.debug} continues no run: choose another run_dir")
-    if isinstance(config, QuickstartConfig):
-        raise ValueError(
-            "resume=auto: quickstart always starts anew; continue its run with "
-            "`areal-lite train` and the same settings"
-        )
     _same_run(config, stored_settings(Path(config.run_dir)))
+
+
+def _already_there(config: TrainConfig) -> str:
+    return (
+        f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
+        "or continue the run with resume=auto"
+    )
 
 
 def _same_command(config: Any, run_dir: Path) -> None:

@@ -1,4 +1,7 @@
-"""`areal-lite quickstart`: make a model, warm it up and train it, in one run directory."""
+"""`areal-lite quickstart`: make a model, warm it up and train it, in one run directory.
+
+`resume=auto` leaves out what an earlier start has finished: a model that is there is complete.
+"""
 
 import sys
 from dataclasses import fields
@@ -15,20 +18,24 @@ def run(config: QuickstartConfig) -> int:
     train = TrainConfig(
         **{field.name: getattr(config, field.name) for field in fields(TrainConfig)}
     )
-    steps = (
-        ("make a small model", lambda: make_model.run(config.make_model)),
+    stages = (
+        ("make a small model", config.make_model.out, lambda: make_model.run(config.make_model)),
         (
             "warm it up on demonstrations of a teacher who forgets carries",
+            config.sft.out,
             lambda: launch_sft.run(config.sft),
         ),
         (
             "reinforcement learning: a real SGLang server, a real Megatron trainer",
+            None,
             lambda: local.run_locked(train),
         ),
     )
     with lock_run_dir(Path(config.run_dir)):
-        for number, (title, command) in enumerate(steps, start=1):
-            print(f"{number}/{len(steps)} {title}", file=sys.stderr)
-            if status := command():
+        for number, (title, model, command) in enumerate(stages, start=1):
+            done = config.resume == "auto" and model is not None and Path(model).exists()
+            before = f": done before, {model}" if done else ""
+            print(f"{number}/{len(stages)} {title}{before}", file=sys.stderr)
+            if not done and (status := command()):
                 return status
     return 0
