@@ -1,7 +1,7 @@
 #   docker build --target cpu -t areal_lite:cpu .
 #   docker build --target gpu -t areal_lite:gpu .
-# The layer of the dependencies needs pyproject.toml only. The code comes last, so that a change of
-# it rebuilds in seconds.
+# The layer of the dependencies needs pyproject.toml and constraints.txt only. The code comes last, so
+# that a change of it rebuilds in seconds.
 ARG CPU_BASE=python:3.11.7-slim-bookworm
 ARG GPU_BASE=lmsysorg/sglang:v0.5.21
 
@@ -14,23 +14,25 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
-COPY pyproject.toml LICENSE ./
-# An editable install: the code is copied later. SGLang comes without its dependencies, most of
-# which are CUDA kernels. The default package index has torch with CUDA;
-# --build-arg PIP_EXTRA_INDEX_URL=… with an index of CPU builds makes the image smaller.
-ARG PIP_EXTRA_INDEX_URL=""
+COPY pyproject.toml constraints.txt LICENSE ./
+COPY examples/setup.sh examples/
+# As examples/setup.sh installs without a GPU: torch's CPU build where its index answers, the versions
+# that the tests ran with, SGLang without its CUDA kernels. The install is editable: the code is
+# copied later. --build-arg AREAL_LITE_TORCH_INDEX=… names another index of CPU builds of torch.
+ARG AREAL_LITE_TORCH_INDEX=""
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
-    && python3 -m pip install -e ".[cpu]" \
-    && python3 -m pip install --no-deps sglang==0.5.21 xgrammar==0.2.7
+    && source examples/setup.sh && areal_lite_install "$PWD" cpu
 
 FROM ${GPU_BASE} AS gpu-dependencies
 ENV PIP_NO_CACHE_DIR=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /opt/areal_lite
-COPY pyproject.toml LICENSE ./
+COPY pyproject.toml constraints.txt LICENSE ./
 # torch, transformers and SGLang stay the base image's. pip adds the other dependencies, and fails if
-# one of them wants another version of these or of what they compute with. Of those only
-# megatron-core asks for torch, whose own pins the base image may break on purpose (a newer NCCL), so
-# it comes without its dependencies: torch, numpy and packaging.
+# one of them wants another version of these or of what they compute with. A package that the base
+# image lacks gets the version that the tests ran with. Of the dependencies only megatron-core asks
+# for torch, whose own pins the base image may break on purpose (a newer NCCL), so it comes without
+# its dependencies: torch, numpy and packaging.
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
     && python3 -c "import tomllib; \
@@ -40,9 +42,13 @@ RUN mkdir areal_lite conf && touch README.md areal_lite/__init__.py \
         > /tmp/wanted \
     && python3 -m pip list --format=freeze --exclude-editable \
         | grep -E '^(torch|transformers|sglang|triton|nvidia|cuda|flash|numpy)' > /tmp/kept \
-    && python3 -m pip install -r /tmp/wanted packaging -c /tmp/kept \
+    && python3 -m pip list --format=freeze \
+        | awk -F== '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } \
+            FILENAME == "-" { here[name]; next } NF == 2 && !(name in here)' - constraints.txt \
+        > /tmp/added \
+    && python3 -m pip install -r /tmp/wanted packaging -c /tmp/kept -c /tmp/added \
     && python3 -m pip install --no-deps -e . "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)" \
-    && rm /tmp/wanted /tmp/kept
+    && rm /tmp/wanted /tmp/kept /tmp/added
 
 FROM cpu-dependencies AS cpu
 RUN useradd --uid 10001 --create-home areal \

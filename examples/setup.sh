@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh, tests/run.sh and tests/lint.sh.
+# Sourced by quickstart.sh, tests/run.sh, tests/lint.sh and the Dockerfile.
 # Makes .venv in the checkout or reuses it, and activates it.
 #
 #   PYTHON=/path/to/python3          picks the interpreter
@@ -43,7 +43,7 @@ areal_lite_install() {
 areal_lite_install_cpu_torch() {
   local index=${AREAL_LITE_TORCH_INDEX:-https://download.pytorch.org/whl/cpu} from=()
   local answers='import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)'
-  if python -c "$answers" "$index/torch/" >/dev/null 2>&1; then
+  if python3 -c "$answers" "$index/torch/" >/dev/null 2>&1; then
     echo "setup: installing for CPUs: 0.4 GB to download, 1.8 GB on disk, a few minutes" >&2
     from=(--no-deps --index-url "$index")
   else
@@ -52,7 +52,7 @@ areal_lite_install_cpu_torch() {
       "6 GB on disk. AREAL_LITE_TORCH_INDEX names another index of CPU builds." >&2
   fi
   echo "setup: 1/3 torch" >&2
-  python -m pip install -qq --disable-pip-version-check "${from[@]}" torch==2.13.0
+  python3 -m pip install -qq --disable-pip-version-check "${from[@]}" torch==2.13.0
 }
 
 # Install packages with uv where there is one, else (or if uv fails) with pip.
@@ -61,7 +61,7 @@ areal_lite_pip() {
     uv pip install --quiet "$@" && return
     echo "setup: uv failed; trying pip" >&2
   fi
-  python -m pip install -qq --disable-pip-version-check "$@"
+  python3 -m pip install -qq --disable-pip-version-check "$@"
 }
 
 areal_lite_make_venv() {

@@ -1,5 +1,6 @@
-"""A Docker Engine for tests: its program, and the image that the target `cpu` starts from."""
+"""A Docker Engine for tests: its program, the base of the target `cpu`, and what an image has."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -31,3 +32,26 @@ def base_image() -> str:
     if here.returncode and subprocess.run(["docker", "pull", "-q", name]).returncode:
         pytest.skip(f"{name} is neither here nor at a registry that can be reached")
     return name
+
+
+def run_in(image: str, command: str) -> str:
+    """Run a shell command in a new container and return what it wrote."""
+    return docker("run", "--rm", "--entrypoint", "sh", image, "-ec", command).strip()
+
+
+def packages(image: str) -> dict[str, str]:
+    """Return the versions of the Python packages in an image."""
+    listed = json.loads(run_in(image, "python3 -m pip list --format=json"))
+    return {plain(item["name"]): item["version"] for item in listed}
+
+
+def tested_versions() -> dict[str, str]:
+    """Return the versions in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if "==" in line)
+    return {plain(name): version for name, version in pins}
+
+
+def plain(name: str) -> str:
+    """Write the name of a package in the way that is the same for all its spellings."""
+    return re.sub("[-_.]+", "_", name).lower()

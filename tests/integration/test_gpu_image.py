@@ -11,7 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.docker_engine import ROOT, base_image, docker
+from tests.integration.docker_engine import (
+    ROOT,
+    base_image,
+    docker,
+    packages,
+    run_in,
+    tested_versions,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 STAND_IN, IMAGE = "areal_lite_test:sglang", "areal_lite_test:gpu"
@@ -62,16 +69,6 @@ def images(python_image: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     docker("image", "rm", "-f", IMAGE, STAND_IN)
 
 
-def run(image: str, command: str) -> str:
-    return docker("run", "--rm", "--entrypoint", "sh", image, "-ec", command).strip()
-
-
-def packages(image: str) -> dict[str, str]:
-    """Return the versions of the packages in an image."""
-    listed = json.loads(run(image, "python3 -m pip list --format=json"))
-    return {item["name"].replace("-", "_").lower(): item["version"] for item in listed}
-
-
 def test_only_this_package_and_small_ones_are_added(images):
     base, built = packages(STAND_IN), packages(IMAGE)
     assert {name: built[name] for name in base} == base
@@ -79,14 +76,16 @@ def test_only_this_package_and_small_ones_are_added(images):
     added = built.keys() - base.keys()
     assert {"areal_lite", "megatron_core", "hydra_core", "pyzmq"} <= added
     assert not [name for name in added if IS_LARGE.search(name)]
+    tested = tested_versions() | {"areal_lite": built["areal_lite"]}
+    assert {name: built[name] for name in added} == {name: tested.get(name) for name in added}
     mark = "import torch, sglang; print(torch.mark, '+', sglang.mark)"
-    assert run(IMAGE, f'python3 -c "{mark}"') == "of the base image + of the base image"
+    assert run_in(IMAGE, f'python3 -c "{mark}"') == "of the base image + of the base image"
 
 
 def test_it_runs_as_its_user_who_may_write_only_where_runs_write(images):
-    assert run(IMAGE, "id -u; pwd") == "10001\n/runs"
-    run(IMAGE, "touch /runs/a /models/a /kernels/a")
-    denied = run(IMAGE, "touch /opt/areal_lite/areal_lite/a 2>&1 || true")
+    assert run_in(IMAGE, "id -u; pwd") == "10001\n/runs"
+    run_in(IMAGE, "touch /runs/a /models/a /kernels/a")
+    denied = run_in(IMAGE, "touch /opt/areal_lite/areal_lite/a 2>&1 || true")
     assert "Permission denied" in denied
 
 
@@ -103,5 +102,5 @@ def test_its_command_works_and_sglang_finds_the_plugins(images):
     assert "quickstart" in docker("run", "--rm", IMAGE, "--help")
     entries = "from importlib.metadata import entry_points as e; print(*e(group='{}').names)"
     for group, plugin in (("plugins", "areal_lite_push"), ("platforms", "areal_lite_cpu")):
-        names = run(IMAGE, f'python3 -c "{entries.format("sglang.srt." + group)}"')
+        names = run_in(IMAGE, f'python3 -c "{entries.format("sglang.srt." + group)}"')
         assert plugin in names.split()

@@ -15,7 +15,7 @@ echo {name} "$@" >> {log}
 # All that the PATH has besides: a uv or a GPU of this machine must not be found.
 TOOLS = ("cat", "cksum", "cut", "rm", "touch")
 INDEX = "https://torch.example/cpu"
-# `python -c` asks whether the index of CPU builds answers.
+# `python3 -c` asks whether the index of CPU builds answers.
 INDEX_ANSWERS = "exit 0"
 INDEX_IS_SILENT = '[ "$1" != -c ]'
 TORCH = f"pip --no-deps --index-url {INDEX} torch==2.13.0"
@@ -34,7 +34,8 @@ class Machine:
         for name in ("pyproject.toml", "constraints.txt"):
             (self.root / name).write_text((ROOT / name).read_text())
         (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
-        self.put("python", INDEX_ANSWERS, programs)
+        self.put("python3", INDEX_ANSWERS, programs)
+        (programs / "python").symlink_to("python3")
         self.put("nvidia-smi", "exit 1")
         for name in ("bash", *TOOLS):
             (self.path / name).symlink_to(shutil.which(name) or name)
@@ -47,7 +48,7 @@ class Machine:
 
     def python(self, then: str) -> None:
         """Let the environment's Python do `then`."""
-        self.put("python", then, self.root / ".venv" / "bin")
+        self.put("python3", then, self.root / ".venv" / "bin")
 
     def set_up(self, *extra: str, status: int = 0) -> tuple[list[str], str]:
         """Run the setup; return what it installed, one line each, and what it said."""
@@ -61,7 +62,7 @@ class Machine:
             timeout=60,
         )
         assert done.returncode == status, done.stderr
-        pip = "python -m pip install -qq --disable-pip-version-check "
+        pip = "python3 -m pip install -qq --disable-pip-version-check "
         lines = [line.replace(pip, "pip ") for line in self.log.read_text().splitlines()]
         lines = [line.replace("uv pip install --quiet ", "uv ") for line in lines]
         return [line for line in lines if line.split()[0] in ("pip", "uv")], done.stderr
