@@ -10,7 +10,7 @@ function drawChart(box, chart) {
   });
 }
 
-function frame(chart, width, low, high, text = short) {
+function frame(chart, width, low, high, text = tickText(ticks(low, high, 4))) {
   const inner = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: HEIGHT - MARGIN.bottom };
   const y = (value) => inner.bottom - ((value - low) / (high - low || 1)) * (inner.bottom - inner.top);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": "" });

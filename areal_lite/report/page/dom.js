@@ -40,6 +40,12 @@ function ticks(low, high, count) {
   return found;
 }
 
+// All labels of an axis in one notation: 0.0005 below 0.001, and 5.0e−4 where all are that small.
+function tickText(values) {
+  const large = values.some((value) => Math.abs(value) >= 1e-3);
+  return (value) => (large && Math.abs(value) < 1e-3 ? `${+value.toPrecision(3)}`.replace("-", "−") : short(value));
+}
+
 const tip = document.getElementById("tip");
 
 function showTip(text, x, y) {

@@ -240,3 +240,22 @@ def test_the_keyboard_reads_every_kind_of_chart(tmp_path: Path) -> None:
         assert "log-prob" in token and "importance weight" in token and "in the loss" in token
 
     browse(page.as_uri(), tmp_path / "profile", use)
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_the_labels_of_an_axis_have_one_notation(tmp_path: Path) -> None:
+    run = demo.unpack(parent=tmp_path)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, step in enumerate(steps):
+        step["entropy"] = 0.0016 * number / len(steps)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    page = write_page(run)
+
+    async def use(session: Session) -> None:
+        labels = "[data-chart=entropy] svg[role=img] text[text-anchor=end]"
+        texts = await session.value(
+            f"[...document.querySelectorAll('{labels}')].map((text) => text.textContent)"
+        )
+        assert texts == ["0", "0.0005", "0.001", "0.0015"]
+
+    browse(page.as_uri(), tmp_path / "profile", use)
