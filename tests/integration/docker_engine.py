@@ -45,7 +45,7 @@ def packages(image: str) -> dict[str, str]:
     return {plain(item["name"]): item["version"] for item in listed}
 
 
-def tested_versions() -> dict[str, str]:
+def pinned_versions() -> dict[str, str]:
     """Return the versions in constraints.txt."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = (line.split("==") for line in lines if "==" in line)

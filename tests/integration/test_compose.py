@@ -17,7 +17,7 @@ import pytest
 
 from tests.compose_commands import LINES, parse
 from tests.docs_commands import commands
-from tests.integration.docker_engine import ROOT, base_image, docker, packages, tested_versions
+from tests.integration.docker_engine import ROOT, base_image, docker, packages, pinned_versions
 
 IMAGE, PROJECT = "areal_lite_test:compose", "areal_lite_test"
 CHECKOUT = (
@@ -130,7 +130,7 @@ def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
     set_variables(engine / ".env")
     said = run(up, engine, 2400)
     assert "exited with code 0" in said, said[-4000:]
-    tested, built = tested_versions(), packages(IMAGE)
+    tested, built = pinned_versions(), packages(IMAGE)
     assert {"torch", "sglang", "megatron_core", "aiohttp"} <= tested.keys() & built.keys()
     versions = {name: built[name].partition("+")[0] for name in tested.keys() & built.keys()}
     assert versions == {name: tested[name] for name in versions}

@@ -16,8 +16,8 @@ from tests.integration.docker_engine import (
     base_image,
     docker,
     packages,
+    pinned_versions,
     run_in,
-    tested_versions,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -76,7 +76,7 @@ def test_only_this_package_and_small_ones_are_added(images):
     added = built.keys() - base.keys()
     assert {"areal_lite", "megatron_core", "hydra_core", "pyzmq"} <= added
     assert not [name for name in added if IS_LARGE.search(name)]
-    tested = tested_versions() | {"areal_lite": built["areal_lite"]}
+    tested = pinned_versions() | {"areal_lite": built["areal_lite"]}
     assert {name: built[name] for name in added} == {name: tested.get(name) for name in added}
     mark = "import torch, sglang; print(torch.mark, '+', sglang.mark)"
     assert run_in(IMAGE, f'python3 -c "{mark}"') == "of the base image + of the base image"
