@@ -36,6 +36,7 @@ from areal_lite.config.compose import compose_config, config_dir
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import check_fields, settings_of
 from areal_lite.config.files import load_config, save_config, stored_settings, to_dataclass
+from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.simulate import SimulationConfig

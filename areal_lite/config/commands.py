@@ -15,6 +15,7 @@ from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, setting
 from areal_lite.config.report import VIEWS
+from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.simulate import SimulationConfig
@@ -53,6 +54,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
     @property

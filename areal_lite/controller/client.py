@@ -31,6 +31,7 @@ from areal_lite.controller.messages import (
     process_namespace,
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
+from areal_lite.system import heartbeat
 from areal_lite.trajectory import TrainBatch
 
 R = TypeVar("R", bound=Response)
@@ -120,6 +121,7 @@ class ControllerClient:
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):
                 self._check_alive(request)
+                heartbeat.beat()  # the wait has a limit of its own
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=Reply)
@@ -161,5 +163,6 @@ def _read_address(path: Path, timeout_s: float) -> Address:
                 f"waited {timeout_s:.0f} s for {path}, which the controller writes when it "
                 "is up: see its log"
             )
+        heartbeat.beat()
         time.sleep(0.05)
     return msgspec.json.decode(path.read_bytes(), type=Address)

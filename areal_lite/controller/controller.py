@@ -88,6 +88,7 @@ class Controller:
         self._evaluating: set[int] = set()
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
+        self._resumes = False
 
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
@@ -102,9 +103,12 @@ class Controller:
         self.drained = totals.get("drained", 0)
         self.fleet.counts.update({name: totals.get(name, 0) for name in REQUEST_COUNTS})
         self._saved_totals = totals
+        self._resumes = sum(store.counts().values()) > 0
 
     async def run(self) -> None:
         """Run all parts until cancelled. Raises the error of any part."""
+        if self._resumes:
+            await self.fleet.take_over()
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())

@@ -32,6 +32,7 @@ from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
+from areal_lite.system import heartbeat
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
 from areal_lite.system.processes import die_with_parent
 
@@ -89,8 +90,10 @@ async def serve(run_dir: Path) -> None:
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:
     """Write what the controller waits for: to its file every second, to the log every ten."""
+    heartbeat.enter("answering the trainer")
     for number in itertools.count(1):
         await asyncio.sleep(_STATUS_INTERVAL_S)
+        heartbeat.beat()
         status = controller.status()
         with suppress(OSError):  # a full disk must not end a run because of this file
             await asyncio.to_thread(write_status, run_dir, status)
@@ -109,6 +112,7 @@ def _first_error(error: BaseException) -> BaseException:
 def main() -> int:
     """Run the service and return the exit status."""
     die_with_parent()
+    heartbeat.start("loading the prompts and the store")
     allow_many_connections()
     # Thousands of requests in flight are many live objects. With the default thresholds the garbage
     # collector would scan them so often that it costs a third of the time, and long pauses.

@@ -4,8 +4,9 @@ This process supervises the run: it starts servers, controller and trainer ranks
 ends them all. Everything starts at once, but on a shared GPU the server comes before the trainer.
 The controller waits for servers to be announced, the trainer for its first batch.
 
-* A server that fails is started again (server_pool.py). If any other role fails, the run ends with
-  the last lines of that role's log.
+* A server that fails is started again (server_pool.py). If controller or trainer fail or hang
+  (watchdog.py), both start again from the newest checkpoint (restarts.py), a limited number of
+  times. After that the run ends with the last lines of the log of the role that failed.
 * However the run ends, no process is left.
 """
 
@@ -22,9 +23,11 @@ from areal_lite.data.model_folder import check_model_folder
 from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import Placement, place_run
-from areal_lite.launch.roles import RoleFailed, Roles
+from areal_lite.launch.restarts import Restarts
+from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
 from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
+from areal_lite.launch.watchdog import Watchdog
 from areal_lite.report.progress import Progress
 from areal_lite.report.summary import build_summary
 from areal_lite.report.summary_table import summary_table
@@ -143,34 +146,54 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
 def _train(
     config: TrainConfig, run_dir: Path, placement: Placement, on_step: OnStep | None
 ) -> None:
-    steps = config.trainer.steps
     save_config(config, run_dir)
-    if version := start_version(run_dir):
-        print(f"the run resumes from step {version}", file=sys.stderr)
-    forget_after(run_dir, version)
+    restarts = Restarts(config, run_dir)
+    if restarts.start:
+        print(f"the run resumes from step {restarts.start}", file=sys.stderr)
+    with train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool:
+        while True:
+            forget_after(run_dir, restarts.start)
+            try:
+                return _run_roles(config, run_dir, placement, pool, on_step)
+            except ProcessFailed as failed:
+                restarts.prepare(failed)
+
+
+def _run_roles(
+    config: TrainConfig,
+    run_dir: Path,
+    placement: Placement,
+    pool: ServerPool,
+    on_step: OnStep | None,
+) -> None:
+    """Run controller and trainer ranks until they have ended.
+
+    Raises ProcessFailed when one of them fails or hangs, and RoleFailed when no server is left.
+    """
+    steps = config.trainer.steps
     report_steps = _step_reporter(run_dir, on_step)
-    servers = dict(enumerate(placement.servers))
-    with (
-        train_pool(config, run_dir, servers) as pool,
-        Roles(run_dir) as roles,
-        Progress(RunWatch(config, run_dir).view) as progress,
-    ):
+    with Roles(run_dir) as roles, Progress(RunWatch(config, run_dir).view) as progress:
+        controller = roles.start_module("controller", "areal_lite.controller.service")
+
+        watchdog = Watchdog(roles, config.restart.hang_timeout_s)
 
         def start() -> None:
             progress.poll()
             roles.check()
+            watchdog.check()
 
-        def watch() -> None:
-            progress.poll()
-            report_steps()
-            check_servers(pool, run_dir, steps)
-
-        controller = roles.start_module("controller", "areal_lite.controller.service")
         if placement.shared:  # SGLang sizes its KV cache by the memory that it finds free
             pool.wait_ready(start)
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
+
+        def watch() -> None:
+            progress.poll()
+            report_steps()
+            check_servers(pool, run_dir, steps)
+            watchdog.check()
+
         pool.wait_ready(start)
         roles.wait([*ranks, controller], watch=watch)
 

@@ -20,32 +20,54 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
-from areal_lite.run_dir.paths import LOGS_DIR
+from areal_lite.run_dir.paths import HEARTBEATS_DIR, LOGS_DIR
 from areal_lite.system.gpus import gpu_environment
+from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me, tail
+from areal_lite.system.processes import dying_with_me
 
 _GRACE_S = 10.0
+_SHOWN_LINES = 20
+_MAX_OUTPUT_BYTES = 65536
 
 
 class RoleFailed(RuntimeError):
-    """A process ended with an error. The message contains the last lines of its log."""
+    """A role failed for good."""
+
+
+class ProcessFailed(RoleFailed):
+    """A process ended with an error, or hangs. The message contains the last lines of its log."""
+
+    def __init__(self, role: Role, what: str):
+        end = "\n".join(role.output().splitlines()[-_SHOWN_LINES:])
+        super().__init__(f"{what}; the end of {role.log}:\n{end}")
+        self.role = role
+        self.what = what
 
 
 @dataclass
 class Role:
-    """A running process. Its log is named after it."""
+    """A running process. Its log and the file of its signs of life are named after it.
+
+    `log_start` is the size of the log in bytes when the process started.
+    """
 
     name: str
     process: subprocess.Popen
     log: Path
+    log_start: int
+    heartbeat: Path
 
-    def failure(self) -> RoleFailed:
-        """Describe how the process ended."""
+    def failure(self, what: str | None = None) -> ProcessFailed:
+        """Describe how the process ended, or `what` happened to it."""
         status = self.process.returncode
-        return RoleFailed(
-            f"{self.name} exited with status {status}; the end of {self.log}:\n{tail(self.log)}"
-        )
+        return ProcessFailed(self, what or f"{self.name} exited with status {status}")
+
+    def output(self) -> str:
+        """Return what this process has written to its log; only the end of much."""
+        with open(self.log, "rb") as log:
+            log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
+            return log.read().decode(errors="replace")
 
 
 class Roles:
@@ -66,16 +88,24 @@ class Roles:
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Role:
         """Start the command `argv` with its output appended to logs/<name>.log."""
         log = self.logs / f"{name}.log"
+        heartbeat = self.run_dir / HEARTBEATS_DIR / name
         with open(log, "ab") as output:
+            log_start = output.tell()
             process = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **(env or {}), **dying_with_me(), "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ,
+                    **(env or {}),
+                    **dying_with_me(),
+                    ENV_HEARTBEAT: str(heartbeat.absolute()),
+                    "PYTHONUNBUFFERED": "1",
+                },
             )
-        role = Role(name, process, log)
+        role = Role(name, process, log, log_start, heartbeat)
         self.roles.append(role)
         return role
 
@@ -118,15 +148,21 @@ class Roles:
         ]
 
     def check(self) -> None:
-        """Raise RoleFailed if a process has ended with an error."""
-        for role in self.roles:
-            if role.process.poll() not in (None, 0):
-                raise role.failure()
+        """Raise ProcessFailed if a process has ended with an error.
+
+        When several have, the cause is one that a signal killed, or else the first that reported an
+        error: the others have lost it.
+        """
+        failed = [role for role in self.roles if role.process.poll() not in (None, 0)]
+        if failed:
+            raise min(
+                failed, key=lambda role: (role.process.returncode > 0, role.log.stat().st_mtime)
+            ).failure()
 
     def wait(
         self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all of `roles` have ended well. Raises RoleFailed when any process fails.
+        """Wait until all of `roles` have ended well. Raises ProcessFailed when any process fails.
 
         `watch` is called every `poll_s` seconds, and once after the end.
         """
@@ -144,19 +180,20 @@ class Roles:
         """
         running = [role for role in reversed(self.roles) if role.process.poll() is None]
         for role in running:
-            _signal_group(role, signal.SIGTERM)
+            signal_group(role, signal.SIGTERM)
         deadline = time.monotonic() + _GRACE_S
         for role in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 role.process.wait(max(0.0, deadline - time.monotonic()))
         # The children of a process that has ended may still run.
         for role in self.roles:
-            _signal_group(role, signal.SIGKILL)
+            signal_group(role, signal.SIGKILL)
             role.process.wait()
         self.roles.clear()
 
 
-def _signal_group(role: Role, number: int) -> None:
+def signal_group(role: Role, number: int) -> None:
+    """Send a signal to a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(role.process.pid, number)
 

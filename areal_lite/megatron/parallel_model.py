@@ -34,6 +34,7 @@ from areal_lite.megatron.packing import (
     to_device,
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
+from areal_lite.system import heartbeat
 from areal_lite.trajectory import TrainBatch
 
 # Called on the last pipeline stage with the results of the head, float32 [t], and the microbatch.
@@ -166,6 +167,7 @@ class ParallelModel:
         Returns the output for the next stage. On the last stage it also returns the function that
         finishes the microbatch.
         """
+        heartbeat.beat()
         microbatch, local = next(batches)
         packed = PackedSequences.build(local, self.inv_freq, self.dtype)
         local = to_device(local, self.device)

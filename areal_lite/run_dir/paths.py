@@ -13,6 +13,7 @@ run_dir/
     weights/                  what `sync.transport=disk` hands to the servers
     bad_batches/              batches whose update was skipped
     logs/                     one file per process
+    heartbeats/               ROLE: the phase of a process, written while it runs
     servers/                  NAME.json: a running server; NAME.unhealthy: it must be replaced
     controller.json           address of the controller while it runs
     controller_status.json    what the controller has and waits for, while it runs
@@ -46,6 +47,7 @@ EXPORTS_DIR = "exports"
 WEIGHTS_DIR = "weights"
 BAD_BATCHES_DIR = "bad_batches"
 LOGS_DIR = "logs"
+HEARTBEATS_DIR = "heartbeats"
 
 SERVERS_DIR = "servers"
 CONTROLLER_FILE = "controller.json"

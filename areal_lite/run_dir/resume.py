@@ -36,6 +36,7 @@ from areal_lite.run_dir.paths import (
     CONTROLLER_FILE,
     CONTROLLER_LOCK_FILE,
     CONTROLLER_STATUS_FILE,
+    HEARTBEATS_DIR,
     LOCK_FILE,
     OPENAI_ENDPOINT_FILE,
     SERVERS_DIR,
@@ -47,17 +48,16 @@ from areal_lite.run_dir.paths import (
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a run that was stopped and can be started again."""
 
-# Addresses and states of processes that are gone, and files that only a finished run has.
-_STALE_FILES = (
+# Addresses and states of a controller and a trainer that are gone.
+_ROLE_FILES = (
     CONTROLLER_FILE,
     CONTROLLER_STATUS_FILE,
     OPENAI_ENDPOINT_FILE,
-    f"{SERVERS_DIR}/*",
+    f"{HEARTBEATS_DIR}/*",
     TOTALS_FILE,
-    SUMMARY_FILE,
-    STOP_FILE,
-    ".*.tmp",
 )
+# Those of servers, too, and files that only a finished run has.
+_STALE_FILES = (*_ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -127,7 +127,16 @@ def clear_stop_request(run_dir: Path) -> None:
 
 def remove_stale_files(run_dir: Path) -> None:
     """Remove the files of an earlier start that a process could mistake for this one's."""
-    for pattern in _STALE_FILES:
+    _remove(run_dir, _STALE_FILES)
+
+
+def remove_role_files(run_dir: Path) -> None:
+    """Remove those of the controller and the trainer only: the servers go on."""
+    _remove(run_dir, _ROLE_FILES)
+
+
+def _remove(run_dir: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
         for path in run_dir.glob(pattern):
             path.unlink()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -104,6 +105,10 @@ class Client(Protocol):
         """End all requests of the server."""
         ...
 
+    async def reset(self, server: ServerInfo) -> None:
+        """End all requests of the server, and a push that an earlier trainer left open."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -183,6 +188,12 @@ class SGLangClient:
 
     async def abort_all(self, server: ServerInfo) -> None:
         await self.post(server, "/abort_request", {"abort_all": True})
+
+    async def reset(self, server: ServerInfo) -> None:
+        await self.abort_all(server)
+        with suppress(ServerRefused):  # no push is open
+            await self.post(server, "/end_weight_update", {})
+        await self.post(server, "/continue_generation", {"torch_empty_cache": False})
 
     async def post(
         self, server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float | None = None

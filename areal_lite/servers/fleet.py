@@ -35,7 +35,7 @@ from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.request_seed import request_seed
 from areal_lite.servers.requests import RequestGate
-from areal_lite.servers.router import Router
+from areal_lite.servers.router import UNTRUSTED, Router
 
 log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.5
@@ -45,7 +45,7 @@ class Fleet:
     """The servers of a run.
 
     `counts` counts `retries` (requests whose server failed or was not ready), and what
-    RequestGate counts.
+    RequestGate counts. `taken_over` are servers that an earlier controller has used.
 
     Args:
         announced: returns the servers that are up.
@@ -72,20 +72,39 @@ class Fleet:
         self._seed = seed
         self.router = Router()
         self.counts: Counter[str] = Counter()
-        self.gate = RequestGate(client, self.router, self.counts)
+        # Request ids must differ from those of an earlier controller on the same servers. So must
+        # the keys of their caches: the same version may have had other weights.
+        self._run_id = secrets.token_hex(4)
+        self.gate = RequestGate(client, self.router, self.counts, self._run_id)
         self._waiting = 0  # calls of `reserve` that wait
         self._ready = asyncio.Event()
         # Completions in progress, by server and prompt.
         self._prefixes: Counter[tuple[ServerInfo, bytes]] = Counter()
         self._pushing: list[ServerInfo] = []
         self._push_changes = 0  # pushes that began or ended
-        # Request ids must differ from those of an earlier controller on the same servers.
-        self._run_id = secrets.token_hex(4)
+        self.taken_over: set[ServerInfo] = set()
 
     @property
     def no_ready_server(self) -> bool:
         """Whether a trajectory waits for a server while none is ready."""
         return self._waiting > 0 and not self.router.ready
+
+    async def take_over(self) -> None:
+        """Take over the servers that an earlier controller has used. Call it before `watch`.
+
+        Their requests end. They count as stale, because a push may have ended in its middle, and a
+        trainer that goes back to a checkpoint gives other weights the same version.
+        """
+        servers = self._announced()
+        self.taken_over = set(servers)
+        resets = (self._client.reset(server) for server in servers)
+        for error in await asyncio.gather(*resets, return_exceptions=True):
+            if isinstance(error, ServerError):
+                self.router.mark_failed(error.server)
+                self._mark_unhealthy(error.server, str(error))
+                log.error("%s: left out until it is announced again", error)
+            elif error is not None:
+                raise error
 
     async def watch(self) -> None:
         """Monitor every server from its announcement until it is gone. Runs until cancelled."""
@@ -108,15 +127,16 @@ class Fleet:
     async def _join(self, server: ServerInfo) -> None:
         """Ask `server` for its version, and let it take requests if that is the trainer's."""
         version = await self._client.weight_version(server)
+        if server in self.taken_over:
+            version = UNTRUSTED  # whatever it says
         self.router.record_version(server, version)
         current = self.router.version
         if self.router.is_ready(server):
             log.info("%s joined at version %d", server, current)
             self._ready.set()
         else:
-            log.info(
-                "%s has version %d, not %d: it waits for the next push", server, version, current
-            )
+            found = "unknown weights" if version == UNTRUSTED else f"version {version}"
+            log.info("%s has %s, not %d: it waits for the next push", server, found, current)
         self._on_change()
 
     async def _check_health(self, server: ServerInfo) -> None:

@@ -25,7 +25,9 @@ class RequestGate:
     `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
     """
 
-    def __init__(self, client: Client, router: Router, counts: Counter[str]):
+    def __init__(self, client: Client, router: Router, counts: Counter[str], run_id: str):
+        """`run_id` differs from that of an earlier controller on the same servers."""
+        self._run_id = run_id
         self._client = client
         self._router = router
         self._counts = counts
@@ -75,7 +77,8 @@ class RequestGate:
         # server's queue makes it start under the new weights, but over the old prefixes.
         version = self._router.version
         try:
-            call = self._client.generate(server, input_ids, params, rid, str(version))
+            cache_key = f"{self._run_id}-{version}"
+            call = self._client.generate(server, input_ids, params, rid, cache_key)
             chunk = await self._unless_failed(server, call)
             check_versions(chunk, version, self._router.newest_version)
         except ValueError as error:

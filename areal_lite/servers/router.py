@@ -23,6 +23,10 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
 
 
+UNTRUSTED = -1
+"""The version of a server whose weights are not known. It is stale until a push."""
+
+
 class Router:
     """The announced servers, the versions that they hold, and their trajectories in flight.
 

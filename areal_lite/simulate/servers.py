@@ -155,6 +155,9 @@ class SimulatedServers:
             running=len(model.running), waiting=len(model.waiting), cache_used=model.cache_used
         )
 
+    async def reset(self, server: ServerInfo) -> None:
+        await self.abort_all(server)
+
     async def abort_all(self, server: ServerInfo) -> None:
         slot = self._slot(server)
         for answer in list(slot.answers.values()):

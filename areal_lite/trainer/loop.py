@@ -25,6 +25,7 @@ from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shut
 from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import stop_requested
+from areal_lite.system import heartbeat
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
@@ -86,12 +87,15 @@ class TrainingRun:
     def step(self, step: int) -> None:
         """Train on the batch of `step` and push the weights after it, if a push is due."""
         watch = Stopwatch()
+        heartbeat.enter(f"waiting for the batch of step {step + 1}")
         batch, info = self._pull(step)
         watch.lap("wait_s")
+        heartbeat.enter(f"training step {step + 1}")
         with self.models.on_device():
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
         watch.lap("train_s")
+        heartbeat.enter(f"pushing the weights after step {step + 1}")
         lag = step - self.pushed
         # Servers with older weights have other log-probs.
         servers = [] if lag else self.pusher.servers
@@ -99,6 +103,7 @@ class TrainingRun:
         self.done = step + 1
         push = self._push_if_due()
         watch.lap("push_s")
+        heartbeat.enter(f"reporting step {step + 1}")
         metrics = {**info, **result.metrics, **watch.seconds}
         metrics |= {"version": self.pushed, "server_lag": lag}
         self.reporter.end_step(self.done, metrics, push)
@@ -111,17 +116,20 @@ class TrainingRun:
         stop = on_every_rank(stop_requested(self.run_dir))
         every = self.config.trainer.save_every
         if stop or (every and self.done % every == 0):
+            heartbeat.enter(f"copying the checkpoint of step {self.done}")
             self.checkpoints.save(self.done, {"step": self.done})
         return stop
 
     def finish(self) -> None:
         """Save what was learned, if all steps are done, and end the run."""
+        heartbeat.enter("saving the weights")
         if self.start < self.done == self.config.trainer.steps:
             self.reporter.end_training()
             # Before any call that waits for servers: the results must not depend on them.
             self.checkpoints.save(self.done, {"step": self.done})
             self.models.policy.export_hf(self.run_dir / CHECKPOINTS_DIR / HF_DIR)
         self.checkpoints.wait()
+        heartbeat.enter("ending the run")
         self.pusher.close()
         self.reporter.finish()
         shutdown()
@@ -182,6 +190,7 @@ class Stopwatch:
 
 def main() -> int:
     die_with_parent()
+    heartbeat.start("loading the model and the checkpoint")
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from areal_lite.megatron.architectures import layout
 from areal_lite.megatron.hf.load import LAYER, global_parameters, is_expert, split_rank
 from areal_lite.megatron.model import Backbone
+from areal_lite.system import heartbeat
 
 Bucket = list[tuple[str, Tensor]]
 # (rank in its split, global rank, shape) of one shard of a parameter.
@@ -85,6 +86,7 @@ class WeightStream:
         for name, shards in self.shards.items():
             size = itemsize * sum(torch.Size(shape).numel() for _, _, shape in shards)
             if bucket and held + size > bucket_bytes:
+                heartbeat.beat()
                 yield bucket
                 bucket, held = [], 0
             plan = layout(name, self.hf)

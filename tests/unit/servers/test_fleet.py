@@ -33,6 +33,7 @@ class OneToken:
         self.versions = {A: 0, B: 0, C: 0}
         self.checks = 0
         self.cache_keys: list[str] = []
+        self.resets: list[ServerInfo] = []
         self.silence: asyncio.Event | None = None
 
     async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
@@ -64,6 +65,11 @@ class OneToken:
 
     async def abort_all(self, server) -> None:
         raise ServerFailed(server, "is gone")
+
+    async def reset(self, server) -> None:
+        self.resets.append(server)
+        if server in self.dead:
+            raise ServerFailed(server, "is dead")
 
     async def close(self) -> None: ...
 
@@ -119,7 +125,11 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
         client.versions[A] = 1
         fleet.finish_push(1, [])
         await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))
-        assert client.cache_keys == ["0", "1"]
+        again = Fleet(client, lambda: [A], lambda: None)
+        again.router.version = 1
+        await watched_once(again)
+        await again.complete(PROMPT, PARAMS, "2", await again.reserve(1))
+        assert len(set(client.cache_keys)) == 3, "another controller may have other weights"
 
     asyncio.run(run())
 
@@ -389,5 +399,25 @@ def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_waited() -
                 and unhealthy == []
                 and fleet.counts["requests"] == 1
             )
+
+    asyncio.run(run())
+
+
+def test_servers_of_an_earlier_controller_get_no_request_before_a_push() -> None:
+    """They may say the trainer's version and have other weights, and may be in a push."""
+
+    async def run() -> None:
+        client, servers, marked = OneToken(), [A, B], []
+        client.dead.add(B)
+        fleet = Fleet(client, lambda: servers, lambda: None, lambda s, reason: marked.append(s))
+        await fleet.take_over()
+        assert client.resets == [A, B] and marked == [B]
+        servers.append(C)  # starts now
+        await watched_once(fleet)
+        assert fleet.router.ready == {"c"} and fleet.router.stale == [A]
+        assert set(fleet.router.servers) == {"a", "c"}
+        fleet.begin_push(0, [A])
+        fleet.finish_push(0, [])
+        assert fleet.router.ready == {"a", "c"}
 
     asyncio.run(run())

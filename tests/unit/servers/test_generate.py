@@ -26,7 +26,7 @@ def gate_to(client, *servers: ServerInfo) -> RequestGate:
     for server in servers:
         router.record_version(server, 0)
     router.pushing = 99
-    return RequestGate(client, router, Counter())
+    return RequestGate(client, router, Counter(), "run")
 
 
 async def finished(

@@ -1,0 +1,115 @@
+"""The watchdog: who hangs, in which phase, and with which stack."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_lite.launch import watchdog
+from areal_lite.launch.roles import ProcessFailed, Role, Roles
+from areal_lite.launch.watchdog import Life, Watchdog, find_hang
+
+BUSY = """
+import sys, threading, time
+from areal_lite.system import heartbeat
+
+def blocked():
+    with lock:
+        lock.acquire()
+
+heartbeat.start("loading")
+lock = threading.Lock()
+heartbeat.enter("training step 3")
+if sys.argv[1] == "blocked":
+    blocked()
+while True:
+    heartbeat.beat()
+    time.sleep(0.02)
+"""
+
+
+def life(name: str, signed_at: float, stopped_at: float | None = None) -> Life:
+    group = name.partition("-")[0]
+    return Life(
+        name=name, group=group, phase="training", signed_at=signed_at, stopped_at=stopped_at
+    )
+
+
+def hanging(*lives: Life) -> tuple[str, bool] | None:
+    """Return who hangs at 1,000 s with a limit of 600 s, and whether it is stopped."""
+    hang = find_hang(list(lives), 1000.0, 600.0)
+    return (hang.life.name, hang.stopped) if hang else None
+
+
+def test_a_group_hangs_when_its_newest_sign_is_old_and_the_oldest_sign_names_the_cause() -> None:
+    controller = life("controller", 999.0)
+    assert hanging(controller, life("trainer-0", 100.0), life("trainer-1", 401.0)) is None
+    assert hanging(controller, life("trainer-0", 400.0), life("trainer-1", 100.0)) == (
+        "trainer-1",
+        False,
+    )
+    assert hanging(life("controller", 400.0), life("trainer", 999.0)) == ("controller", False)
+
+
+def test_a_stopped_process_is_named_though_the_others_wait_for_it() -> None:
+    ranks = (life("trainer-0", 300.0), life("trainer-1", 990.0, stopped_at=990.0))
+    assert hanging(*ranks) == ("trainer-1", True)
+    assert hanging(life("trainer", 990.0, stopped_at=991.0)) is None
+
+
+def start(roles: Roles, name: str, kind: str) -> Role:
+    """Start a process that `blocked` or that gives signs of life; wait until it trains."""
+    role = roles.start(name, [sys.executable, "-c", BUSY, kind])
+    until(lambda: role.heartbeat.exists() and role.heartbeat.read_text() == "training step 3")
+    return role
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def failure(dog: Watchdog) -> ProcessFailed:
+    """Check until a process hangs."""
+    with pytest.raises(ProcessFailed) as raised:
+        until(dog.check)  # `check` returns None
+    return raised.value
+
+
+def test_a_deadlock_is_found_its_stack_logged_and_the_process_killed(tmp_path: Path) -> None:
+    with Roles(tmp_path) as roles:
+        start(roles, "controller", "busy")
+        blocked = start(roles, "trainer", "blocked")
+        failed = failure(Watchdog(roles, 2.0))
+        assert blocked.process.wait(10) == -signal.SIGKILL
+    assert failed.role is blocked
+    assert failed.what.startswith("trainer hangs: it gave no sign of life for ")
+    assert failed.what.endswith("its phase: training step 3")
+    assert "in blocked" in blocked.output() and "in blocked" in str(failed)
+
+
+def test_a_stopped_process_is_found_long_before(tmp_path: Path) -> None:
+    with Roles(tmp_path) as roles:
+        ranks = [start(roles, f"trainer-{rank}", "busy") for rank in range(2)]
+        dog = Watchdog(roles, 30.0)
+        dog.check()
+        os.kill(ranks[1].process.pid, signal.SIGSTOP)
+        failed = failure(dog)
+        assert ranks[1].process.wait(10) == -signal.SIGKILL
+    assert failed.role is ranks[1] and "stopped by a signal (SIGSTOP)" in failed.what
+    assert "in <module>" in ranks[0].output(), "the others show where they wait"
+
+
+def test_a_pause_of_the_watchdog_itself_is_not_a_hang(tmp_path: Path, monkeypatch) -> None:
+    with Roles(tmp_path) as roles:
+        start(roles, "trainer", "blocked")
+        dog = Watchdog(roles, 600.0)
+        dog.check()
+        now = time.monotonic() + 3600
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+        dog.check()
