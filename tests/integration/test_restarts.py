@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -113,4 +115,53 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     assert all(f"restart {number} of 3" in terminal for number in (1, 2))
     controller = (folder / "logs" / "controller.log").read_text()
     assert controller.count("has unknown weights") == 2, "the same server went on"
+    assert processes_of(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_and_real_servers_survive_kills_and_a_hang(model, tmp_path) -> None:  # noqa: F811
+    """A rank is killed, then the controller, then a rank is stopped; pushes are verified."""
+    folder, steps = tmp_path / "run", 10
+    settings = [
+        *COMMON,
+        "trainer.data_parallel=2",
+        f"trainer.steps={steps}",
+        "trainer.save_every=2",
+        "buffer.max_staleness=2",
+        "restart.hang_timeout_s=120",
+    ]
+    command = [
+        *(sys.executable, "-m", "areal_lite", "train"),
+        *(f"model={model}", f"run_dir={folder}", *settings),
+    ]
+    with open(tmp_path / "output", "wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        is_over = lambda: process.poll() is not None  # noqa: E731
+        after_step(folder, 3, 2, is_over)
+        first = json.loads((folder / "servers" / "server-0.json").read_text())
+        strike(folder, TRAINER, signal.SIGKILL, rank=1)
+        after_step(folder, 5, 4, is_over)
+        strike(folder, CONTROLLER, signal.SIGKILL)
+        after_step(folder, 7, 6, is_over)
+        strike(folder, TRAINER, signal.SIGSTOP, rank=1)
+        after_step(folder, 9, 8, is_over)
+        assert json.loads((folder / "servers" / "server-0.json").read_text()) == first
+        assert process.wait(300) == 0, (tmp_path / "output").read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    run = Run(folder)
+    assert steps_of(folder) == list(range(1, steps + 1)) and wrong_with(folder) == {}
+    assert run.summary["trajectories_lost"] == 0 and run.metrics[-1]["verified"] > 0
+    assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in run.metrics), (
+        "weights are not those that the version names"
+    )
+    restarts = (folder / "logs" / LOG).read_text()
+    assert "trainer-1 exited with status -9" in restarts
+    assert "controller exited with status -9" in restarts
+    assert "trainer-1 hangs: it has been stopped by a signal" in restarts
+    assert 'File "' in (folder / "logs" / "trainer-0.log").read_text(), "the stack of its peer"
     assert processes_of(folder) == []
