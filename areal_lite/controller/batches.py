@@ -122,7 +122,7 @@ class Batches:
         if step not in self._assignments:
             self._assignments[step] = asyncio.create_task(self._assign(step, world))
         task = self._assignments[step]
-        if await self._resync_comes_first(request.resyncs, task):
+        if await self.resync_comes_first(request.resyncs, task):
             return Resync(), ()
         try:
             # Shielded: all ranks await the task, so a rank that goes away must not cancel it.
@@ -144,7 +144,7 @@ class Batches:
         if not 0 <= request.rank < request.world:
             raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
 
-    async def _resync_comes_first(self, resyncs: int, task: asyncio.Task[Any]) -> bool:
+    async def resync_comes_first(self, resyncs: int, task: asyncio.Future[Any]) -> bool:
         """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
 
         `resyncs` is the number of resyncs that the rank has had.
@@ -167,7 +167,7 @@ class Batches:
             if step == self.step:
                 if assignment := await self._take(step, world):
                     return _AssignedBatch(assignment, self._info(assignment, step, started))
-                self._request_resync()
+                self.request_resync()
             await changed.wait()
         raise ValueError(f"{self.step} steps are complete, but step {step} never got its batch")
 
@@ -193,7 +193,7 @@ class Batches:
             self._held_since = self._clock()
         return self.queue.take(count, step, world, oldest)
 
-    def _request_resync(self) -> None:
+    def request_resync(self) -> None:
         """Let the trainer, which is waiting anyway, push its weights to the stale servers."""
         if self._fleet.router.stale and not self._resyncing:
             self._resyncing = True

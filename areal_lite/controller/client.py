@@ -11,11 +11,13 @@ import zmq
 
 from areal_lite.controller.messages import (
     Address,
+    AwaitEvaluation,
     BatchReady,
     BeginPush,
     Envelope,
     Evaluate,
     Evaluation,
+    EvaluationEnded,
     Failed,
     Finish,
     PullBatch,
@@ -108,6 +110,19 @@ class ControllerClient:
     def evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems and return one line of evals.jsonl."""
         return self._call(Evaluate(version), Evaluation)[0].record
+
+    def await_evaluation(self, version: int, resync: Callable[[], object]) -> None:
+        """Wait until the evaluation of the last version has ended. Its result is not returned.
+
+        Every rank calls it. `resync` is as in `batch`: it pushes `version` to the stale servers.
+        """
+        while True:
+            request = AwaitEvaluation(version, self._resyncs)
+            response, _ = self._call(request, EvaluationEnded, Resync)
+            if isinstance(response, EvaluationEnded):
+                return
+            self._resyncs += 1
+            resync()
 
     def finish(self) -> dict[str, Any]:
         """End the run and return its totals. The controller exits afterwards."""

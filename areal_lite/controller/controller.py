@@ -25,15 +25,18 @@ from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.evaluation import EvalRecord, evaluate
 from areal_lite.controller.messages import (
     Answer,
+    AwaitEvaluation,
     BeginPush,
     Evaluate,
     Evaluation,
+    EvaluationEnded,
     Finish,
     PullBatch,
     Pushed,
     PushTargets,
     Recorded,
     Request,
+    Resync,
     RunTotals,
     StepDone,
 )
@@ -54,6 +57,8 @@ from areal_lite.trajectory import Group, InterruptMode
 log = logging.getLogger(__name__)
 
 _EVALUATION_CHECK_S = 0.5
+# Before a server that failed is started again (launch/server_pool.py).
+_LONGEST_BACK_OFF_S = 60.0
 
 
 class Controller:
@@ -86,9 +91,13 @@ class Controller:
         self.drained = 0
         self._pushing = False
         self._evaluating: set[int] = set()
+        # Set when the evaluation after the last step has ended. No resync is requested after it.
+        self._last_evaluated = asyncio.Event()
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
+        # Since when an evaluation after the last step waits for a server, in wall-clock seconds.
+        self._no_server_since: float | None = None
 
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
@@ -129,6 +138,8 @@ class Controller:
                 return await self._record_push(version, failed), ()
             case Evaluate(version):
                 return Evaluation(dict(await self._evaluate(version))), ()
+            case AwaitEvaluation(_, resyncs):
+                return await self._await_evaluation(resyncs), ()
             case Finish():
                 return RunTotals(await self._finish()), ()
 
@@ -200,8 +211,8 @@ class Controller:
     async def _evaluate(self, version: int) -> EvalRecord:
         """Evaluate on the servers, while training continues.
 
-        Raises RuntimeError if it cannot end: after the last step no push brings the weights to a
-        server that comes back.
+        After the last step no push follows, so that servers that come back need a resync. Raises
+        RuntimeError if none comes back in time.
         """
         self._evaluating.add(version)
         evaluation = asyncio.ensure_future(
@@ -210,21 +221,46 @@ class Controller:
         try:
             while not evaluation.done():
                 await asyncio.wait([evaluation], timeout=_EVALUATION_CHECK_S)
-                after_last_step = self.batches.step == self.config.trainer.steps
-                if after_last_step and self.fleet.no_ready_server and not evaluation.done():
-                    raise RuntimeError(self._lost_evaluation(version))
+                if evaluation.done() or self.batches.step < self.config.trainer.steps:
+                    continue
+                self._check_servers_return(version)
+                if version == self.config.trainer.steps:
+                    self.batches.request_resync()
             return evaluation.result()
         finally:
             self._evaluating.discard(version)
             evaluation.cancel()
+            if version == self.config.trainer.steps:
+                self._last_evaluated.set()
+
+    async def _await_evaluation(self, resyncs: int) -> Resync | EvaluationEnded:
+        """Wait for the end of the last evaluation, or for a resync that the rank has not had."""
+        ended = asyncio.ensure_future(self._last_evaluated.wait())
+        try:
+            must_resync = await self.batches.resync_comes_first(resyncs, ended)
+        finally:
+            ended.cancel()
+        return Resync() if must_resync else EvaluationEnded()
+
+    def _check_servers_return(self, version: int) -> None:
+        """Raise RuntimeError if no server was ready for as long as one takes to come back."""
+        now = self._dependencies.clock()
+        if not self.fleet.no_ready_server:
+            self._no_server_since = None
+            return
+        self._no_server_since = self._no_server_since or now
+        server = self.config.server
+        patience_s = server.start_timeout_s + _LONGEST_BACK_OFF_S if server.max_restarts else 0.0
+        if now - self._no_server_since >= patience_s:
+            raise RuntimeError(self._lost_evaluation(version))
 
     def _lost_evaluation(self, version: int) -> str:
         failure = self.fleet.gate.last_failure
         model = Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR
         return (
             f"the evaluation at version {version} is lost: no server is left that has the last "
-            f"weights{f' ({failure})' if failure else ''}, and after the last step they are pushed "
-            "to no other. Training is complete and its weights are saved: to evaluate them, "
+            f"weights{f' ({failure})' if failure else ''}, and none came back. Training is "
+            "complete and its weights are saved: to evaluate them, "
             f"areal-lite eval model={model}"
         )
 

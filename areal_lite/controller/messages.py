@@ -7,6 +7,7 @@
     BeginPush(version)             PushTargets: the servers to push to
     Pushed(version, failed)        Recorded
     Evaluate(version)              Evaluation: accuracy on held-out problems
+    AwaitEvaluation(version)       EvaluationEnded; or Resync: push `version` and ask again
     Finish()                       RunTotals; then the controller exits
 
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
@@ -81,6 +82,19 @@ class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
         return f"the evaluation at version {self.version}"
 
 
+class AwaitEvaluation(msgspec.Struct, tag="await_evaluation", frozen=True):
+    """Wait until the evaluation of the last version has ended, well or not. Every rank asks.
+
+    `resyncs` counts the `Resync` replies that this rank has had.
+    """
+
+    version: int
+    resyncs: int = 0
+
+    def __str__(self) -> str:
+        return f"the end of the evaluation at version {self.version}"
+
+
 class Finish(msgspec.Struct, tag="finish", frozen=True):
     """End the run and ask for its totals."""
 
@@ -88,7 +102,7 @@ class Finish(msgspec.Struct, tag="finish", frozen=True):
         return "the totals of the run"
 
 
-Request = PullBatch | StepDone | BeginPush | Pushed | Evaluate | Finish
+Request = PullBatch | StepDone | BeginPush | Pushed | Evaluate | AwaitEvaluation | Finish
 
 
 class BatchReady(msgspec.Struct, tag="batch_ready"):
@@ -98,7 +112,7 @@ class BatchReady(msgspec.Struct, tag="batch_ready"):
 
 
 class Resync(msgspec.Struct, tag="resync"):
-    """There is no batch yet, and some servers are stale: push the current version to them first."""
+    """The trainer waits and some servers are stale: push the current version to them first."""
 
 
 class PushTargets(msgspec.Struct, tag="push_targets"):
@@ -121,6 +135,10 @@ class Evaluation(msgspec.Struct, tag="evaluation"):
     record: dict[str, Any]
 
 
+class EvaluationEnded(msgspec.Struct, tag="evaluation_ended"):
+    """The evaluation has ended. Its result goes to who asked for it."""
+
+
 class RunTotals(msgspec.Struct, tag="run_totals"):
     """The end of the run: `totals` is the content of controller_totals.json."""
 
@@ -133,7 +151,9 @@ class Failed(msgspec.Struct, tag="failed"):
     error: str
 
 
-Response = BatchReady | Resync | PushTargets | Recorded | Evaluation | RunTotals | Failed
+Response = (
+    BatchReady | Resync | PushTargets | Recorded | Evaluation | EvaluationEnded | RunTotals | Failed
+)
 
 
 class Envelope(msgspec.Struct):

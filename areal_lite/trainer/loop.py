@@ -121,14 +121,21 @@ class TrainingRun:
         return stop
 
     def finish(self) -> None:
-        """Save what was learned, if all steps are done, and end the run."""
+        """Save what was learned, if all steps are done, and end the run.
+
+        Servers that come back during the last evaluation get a push.
+        """
         heartbeat.enter("saving the weights")
-        if self.start < self.done == self.config.trainer.steps:
+        is_complete = self.start < self.done == self.config.trainer.steps
+        if is_complete:
             self.reporter.end_training()
             # Before any call that waits for servers: the results must not depend on them.
             self.checkpoints.save(self.done, {"step": self.done})
             self.models.policy.export_hf(self.run_dir / CHECKPOINTS_DIR / HF_DIR)
         self.checkpoints.wait()
+        if is_complete and self.config.eval.problems:
+            heartbeat.enter("waiting for the last evaluation")
+            self.controller.await_evaluation(self.done, lambda: self.pusher.push_stale(self.done))
         heartbeat.enter("ending the run")
         self.pusher.close()
         self.reporter.finish()

@@ -180,13 +180,10 @@ def kill_soon(victims: list[ServerInfo]) -> None:
     ).start()
 
 
-@pytest.mark.parametrize("max_restarts", [0, 3])
-def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
-    run, max_restarts
-) -> None:
-    """No push brings the last weights to servers that come back. One server is enough to go on."""
-    r = run(trainer__steps=1, **SETTINGS)
-    with fake_pool(r.path, "s0", "s1", max_restarts=max_restarts) as pool:
+def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(run) -> None:
+    """No server comes back. One is enough to go on."""
+    r = run(trainer__steps=1, server__max_restarts=0, **SETTINGS)
+    with fake_pool(r.path, "s0", "s1", max_restarts=0) as pool:
         pool.wait_ready()
         client = r.start_controller()
         used = {0: groups(client.batch(0, 0, 1)[0])}
@@ -205,6 +202,32 @@ def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(
         ):
             client.evaluate(1)
         assert time.monotonic() - started < 8
+        totals = client.finish()
+    assert r.processes["controller"].wait(10) == 0, r.log()
+    assert_store_matches(r, totals, used)
+
+
+def test_a_server_that_comes_back_during_the_last_evaluation_gets_the_last_weights(run) -> None:
+    """Two ranks wait for its end: both take part in the push."""
+    r = run(trainer__steps=1, **SETTINGS)
+    with fake_pool(r.path, "s0") as pool:
+        pool.wait_ready()
+        client, evaluator, other = r.start_controller(), r.client(), r.client()
+        used = {0: groups(client.batch(0, 0, 1)[0])}
+        push(client, 1, "in_place")
+        (s0,) = announced_servers(r.path)
+        post(s0, "/pause_generation", {"mode": "in_place"}, 10)
+        kill_soon([s0])
+        pushed: list[str] = []
+        with ThreadPoolExecutor(2) as thread:
+            evaluation = thread.submit(evaluator.evaluate, 1)
+            rank_1 = thread.submit(other.await_evaluation, 1, lambda: pushed.append("rank 1"))
+            client.await_evaluation(
+                1, lambda: pushed.extend(s.name for s in push(client, 1, "in_place").servers)
+            )
+            rank_1.result(10)
+            assert evaluation.result(1)["versions"] == [1]
+        assert sorted(pushed) == ["rank 1", "s0"]
         totals = client.finish()
     assert r.processes["controller"].wait(10) == 0, r.log()
     assert_store_matches(r, totals, used)
