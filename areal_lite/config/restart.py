@@ -7,7 +7,7 @@ from areal_lite.config.fields import WEEK_S, setting
 
 @dataclass
 class RestartConfig:
-    """Restarts of controller and trainer after a failure, from the newest checkpoint."""
+    """Restarts of controller and trainer during `areal-lite train`, after a failure or a hang."""
 
     max: int = setting(
         3,

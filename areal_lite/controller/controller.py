@@ -96,7 +96,7 @@ class Controller:
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
-        # Since when an evaluation after the last step waits for a server, in wall-clock seconds.
+        # Since when an evaluation after the last step waits for a server, in seconds.
         self._no_server_since: float | None = None
 
     def recover(self, store: Store, version: int) -> None:
@@ -244,7 +244,7 @@ class Controller:
 
     def _check_servers_return(self, version: int) -> None:
         """Raise RuntimeError if no server was ready for as long as one takes to come back."""
-        now = self._dependencies.clock()
+        now = asyncio.get_running_loop().time()
         if not self.fleet.no_ready_server:
             self._no_server_since = None
             return

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.messages import BatchReady, PullBatch, StepDone
+from areal_lite.controller.messages import BatchReady, PullBatch, Resync, StepDone
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.router import UNTRUSTED
 from tests.unit.controller.test_queue import group
 
 
@@ -67,6 +69,34 @@ def test_a_straggler_that_is_filtered_lets_the_batch_go() -> None:
         return await pull_while(controller, lambda: controller.dispatcher._reject(0))
 
     assert asyncio.run(run()).info["queue_depth"] == 0
+
+
+def test_the_first_step_of_a_resumed_run_waits_for_a_server_that_was_taken_over() -> None:
+    """The evaluation before it needs one, and the next push comes after the step."""
+
+    async def run() -> BatchReady:
+        controller = controller_with(clock=lambda: 0.0)
+        server = ServerInfo(name="a", url="http://a:1", api_key=None, tensor_parallel=1, pid=1)
+        fleet = controller.fleet
+        fleet.taken_over.add(server)
+        fleet.router.update_servers([server])
+        fleet.router.record_version(server, UNTRUSTED)
+        for group_id in (0, 1):
+            controller.batches.put(group(group_id, [0]))
+        assert isinstance((await controller.handle(PullBatch(0, 0, 1)))[0], Resync)
+
+        def resync() -> None:
+            fleet.begin_push(0, [server])
+            fleet.finish_push(0, [])
+            controller.batches.notify()
+
+        reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1, resyncs=1)))
+        await asyncio.sleep(0)
+        assert not reply.done()
+        resync()
+        return (await asyncio.wait_for(reply, 5))[0]
+
+    assert isinstance(asyncio.run(run()), BatchReady)
 
 
 def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
