@@ -25,8 +25,8 @@ class RestartConfig:
     hang_timeout_s: float = setting(
         1800.0,
         "A process without a sign of life for this many seconds hangs, and is replaced. It must "
-        "be longer than loading the model, a microbatch and writing a checkpoint. A process that "
-        "was stopped by a signal (SIGSTOP) is replaced after a sixtieth of it.",
+        "be longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint. "
+        "A process that was stopped by a signal (SIGSTOP) is replaced after a sixtieth of it.",
         minimum=1,
         maximum=WEEK_S,
     )

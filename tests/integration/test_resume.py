@@ -25,6 +25,7 @@ from tests.integration.controller_run import (
     push,
     wrong_with,
 )
+from tests.integration.test_server_faults import until
 from tests.integration.test_train import COMMON, model, processes_of  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +190,8 @@ def test_counts_are_those_of_the_whole_run(start) -> None:
     r.start_server()
     client = r.start_controller()
     _, after = client.batch(KILLED, 0, 1, lambda: push(client, KILLED, "in_place"))
+    push(client, KILLED + 1, "in_place")
+    until(lambda: store.totals()["requests"] > saved["requests"])
     totals = client.finish()
     assert after["failed_rollouts"] >= lost
     assert totals["failed_rollouts"] == store.failures()["failed_rollouts"] >= lost
