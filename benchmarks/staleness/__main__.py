@@ -4,12 +4,13 @@
     python -m benchmarks.staleness speed     # how fast a clip lets a carry be learned
     python -m benchmarks.staleness weight    # what the weight does where no clip acts
     python -m benchmarks.staleness cures     # additions to decoupled PPO at lags of 16 to 64
-    python -m benchmarks.staleness speed --picture     # draws what there is, runs nothing
+    python -m benchmarks.staleness speed --show        # draws what there is, runs nothing
 
 Every run is `areal-lite train` of this checkout, with a real SGLang server and a real Megatron
 trainer. A run takes about three minutes on one core. Runs of a seed start from the same warmed-up
 model and see the same prompts. Each finished run adds a line to <out>/runs.jsonl, and no study runs
-it again. So a command that was stopped continues.
+it again. So a command that was stopped continues. At the end, <out>/<study>.png and .md show what
+there is.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.launch import ROOT
-from benchmarks.staleness import pictures, records
+from benchmarks.staleness import pictures, records, tables
 from benchmarks.staleness.checks import check_study
 from benchmarks.staleness.studies import STUDIES
 
@@ -31,19 +32,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--only", default="", help="runs whose names contain this")
     parser.add_argument("--parallel", type=int, default=2, help="runs side by side, a core each")
-    parser.add_argument("--picture", action="store_true", help="draw only")
+    parser.add_argument("--show", action="store_true", help="picture and tables only")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "staleness")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "staleness")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "runs.jsonl"
-    if not args.picture:
+    if not args.show:
         train(args, path)
     found = records.read(path)
     check_study(found)
     names = {cell.name for seed in args.seeds for cell in STUDIES[args.study](seed)}
     own = [record for record in found if record["name"] in names]
     pictures.draw(args.study, own, args.out / f"{args.study}.png")
+    (args.out / f"{args.study}.md").write_text(tables.tables(own))
 
 
 def train(args: argparse.Namespace, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study
 from benchmarks.staleness.studies import ARMS, STUDIES, Cell
+from benchmarks.staleness.tables import tables
 
 rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
+accuracies = st.integers(0, 512).map(lambda right: right / 512)
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -157,7 +160,7 @@ def test_runs_are_checked_against_each_other() -> None:
         check_study([{**run, "seed": 1, "prompts": 1, "clip_fraction": 0.0}])
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=2, max_size=12))
+@given(st.lists(st.tuples(accuracies, accuracies), min_size=2, max_size=12))
 def test_a_difference_is_that_of_a_paired_t_test(pairs: list[tuple[float, float]]) -> None:
     a, b = zip(*pairs)
     found = paired.difference(a, b)
@@ -182,3 +185,26 @@ def test_steps_to_a_threshold_by_brute_force(values: list[float], threshold: flo
 def test_one_pair_has_no_interval() -> None:
     with pytest.raises(ValueError, match="two pairs"):
         paired.difference([1.0], [0.5])
+
+
+def record(arm: str, seed: int, lag: int, accuracy: float, rewards: list[float]) -> dict:
+    cell = asdict(Cell(arm, lag, 1e-4, seed, steps=len(rewards)))
+    return {**cell, "accuracy": accuracy, "rewards": rewards, "clip_fraction": 0.01, "behave_kl": 0}
+
+
+def test_tables_compare_runs_of_a_seed() -> None:
+    """Decoupled reaches 0.6 at steps 15 and 20, behavior at 30 and 40: in half the steps."""
+    curves = [[0.5] * n + [1.0] * (60 - n) for n in (13, 18, 28, 38)]
+    records = [
+        record("decoupled", 1, 8, 0.9, curves[0]),
+        record("decoupled", 2, 8, 0.8, curves[1]),
+        record("behavior", 2, 8, 0.7, curves[3]),
+        record("behavior", 1, 8, 0.6, curves[2]),
+        record("behavior", 1, 0, 0.1, curves[0]),
+    ]
+    reached, pairs = (part.splitlines() for part in tables(records).split("\n\n"))
+    assert len(reached) == 2 + 3 and len(pairs) == 2 + 1
+    assert "| decoupled | 2 | 0.850 (0.800–0.900) |" in reached[4] and "| 15, 20 |" in reached[4]
+    assert "| behavior | 2 | 0.650 (0.600–0.700) |" in reached[3] and "| 30, 40 |" in reached[3]
+    assert "+0.200 (-1.071 to +1.471)" in pairs[2]  # t(0.975, 1) is 12.706
+    assert "| 0.50 (0.50 to 0.50) |" in pairs[2]
