@@ -25,6 +25,8 @@ def test_the_navigation_lists_every_page_once() -> None:
     assert {page for page in pages if (DOCS / page).exists()} == {p.name for p in DOCS.glob("*.md")}
     for page in pages:
         assert (DOCS / page).exists() or (ROOT / page).exists(), page
+    results = (ROOT / "benchmarks" / "results").rglob("*.md")
+    assert {str(page.relative_to(ROOT)) for page in results} <= set(pages)
 
 
 def test_nothing_comes_from_another_host() -> None:
