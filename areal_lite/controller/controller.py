@@ -243,14 +243,15 @@ class Controller:
         return Resync() if must_resync else EvaluationEnded()
 
     def _check_servers_return(self, version: int) -> None:
-        """Raise RuntimeError if no server was ready for as long as one takes to come back."""
+        """Raise RuntimeError if there was no server for as long as one takes to come back."""
         now = asyncio.get_running_loop().time()
-        if not self.fleet.no_ready_server:
+        if not self.fleet.no_ready_server or self.fleet.router.stale:
             self._no_server_since = None
             return
         self._no_server_since = self._no_server_since or now
         server = self.config.server
-        patience_s = server.start_timeout_s + _LONGEST_BACK_OFF_S if server.max_restarts else 0.0
+        none_returns = self.fleet.gate.last_failure and not server.max_restarts
+        patience_s = 0.0 if none_returns else server.start_timeout_s + _LONGEST_BACK_OFF_S
         if now - self._no_server_since >= patience_s:
             raise RuntimeError(self._lost_evaluation(version))
 

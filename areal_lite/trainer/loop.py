@@ -126,14 +126,13 @@ class TrainingRun:
         Servers that come back during the last evaluation get a push.
         """
         heartbeat.enter("saving the weights")
-        is_complete = self.start < self.done == self.config.trainer.steps
-        if is_complete:
+        if self.start < self.done == self.config.trainer.steps:
             self.reporter.end_training()
             # Before any call that waits for servers: the results must not depend on them.
             self.checkpoints.save(self.done, {"step": self.done})
             self.models.policy.export_hf(self.run_dir / CHECKPOINTS_DIR / HF_DIR)
         self.checkpoints.wait()
-        if is_complete and self.config.eval.problems:
+        if on_every_rank(self.reporter.evaluates_last):
             heartbeat.enter("waiting for the last evaluation")
             self.controller.await_evaluation(self.done, lambda: self.pusher.push_stale(self.done))
         heartbeat.enter("ending the run")

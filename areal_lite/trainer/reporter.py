@@ -68,7 +68,12 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
 
 
 class Reporter:
-    """The calls of the training loop. This class is for ranks other than 0: it does nothing."""
+    """The calls of the training loop. This class is for ranks other than 0: it does nothing.
+
+    `evaluates_last`: whether the weights after the last step are being evaluated. Rank 0 knows.
+    """
+
+    evaluates_last = True
 
     def before_push(
         self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
@@ -118,6 +123,7 @@ class RankZeroReporter(Reporter):
         self._compared: dict[str, float | None] = {}
         self._last_log = time.time()
         self._evaluations: list[Future] = []
+        self.evaluates_last = False
         if self._evaluation_is_due(start):
             self._evaluate(start)
 
@@ -163,10 +169,9 @@ class RankZeroReporter(Reporter):
 
         The weights that it was of are gone, so that it is made again with those of `start`.
         """
-        if start == self._config.trainer.steps:
-            return False  # no push brings these weights to a server
         newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
-        return newest < self._cadence.last_evaluated(start)
+        is_last = start == self._config.trainer.steps
+        return newest < (start if is_last else self._cadence.last_evaluated(start))
 
     def _evaluate(self, version: int) -> None:
         """Start an evaluation on a connection of its own, since training goes on meanwhile."""
@@ -179,6 +184,7 @@ class RankZeroReporter(Reporter):
                 client.close()
 
         if self._config.eval.problems:
+            self.evaluates_last = version == self._config.trainer.steps
             self._evaluations.append(start_daemon(evaluate))
 
     def _collect(self, only_done: bool = False) -> None:

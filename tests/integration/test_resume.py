@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -168,6 +169,30 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
         and GROUPS * 2 <= batch.num_sequences <= GROUPS * MEMBERS
     )
     assert (batch.versions <= 2).all()
+
+
+def test_the_last_evaluation_is_made_again_on_the_same_servers(start) -> None:
+    """The server has the last weights, but the new controller does not trust it."""
+    r = start(max_staleness=ETA, trainer__steps=1, server__max_restarts=0)
+    r.start_server(delay=0.003)
+    client = r.start_controller()
+    client.batch(0, 0, 1)
+    push(client, 1, "in_place")
+    server = r.processes.pop("s0")
+    announcement = r.path / "servers" / "s0.json"
+    kept = announcement.read_text()
+    kill(r, 1)
+    announcement.write_text(kept)
+    r.processes["s0"] = server
+    client, evaluator, pushed = r.start_controller(), r.client(), []
+    with ThreadPoolExecutor(1) as thread:
+        evaluation = thread.submit(evaluator.evaluate, 1)
+        client.await_evaluation(
+            1, lambda: pushed.extend(s.name for s in push(client, 1, "in_place").servers)
+        )
+        assert evaluation.result(5)["versions"] == [1]
+    assert pushed == ["s0"]
+    assert client.finish()["trajectories_lost"] == 0
 
 
 def test_counts_are_those_of_the_whole_run(start) -> None:

@@ -60,8 +60,9 @@ def test_the_longest_samples_of_a_large_group_are_left_out() -> None:
         # The weights of version 4 are gone.
         (6, [0], [6]),
         (6, [0, 4], []),
-        # Nothing is pushed after the last step.
-        (9, [0, 4], []),
+        # After the last step a resync brings the weights to the servers.
+        (9, [0, 4], [9]),
+        (9, [0, 4, 9], []),
     ],
 )
 def test_an_evaluation_that_a_kill_ended_is_made_again(
