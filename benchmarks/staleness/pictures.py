@@ -8,6 +8,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 ARMS = {
     "decoupled": ("#0072b2", "decoupled, weighted"),
@@ -37,8 +38,8 @@ def _grid(records: list[dict], path: Path) -> None:
         for axes, lr in zip(row, lrs):
             _curves(axes, [r for r in records if r["lag"] == lag and r["lr"] == lr])
             axes.set(title=f"lag {lag}, learning rate {lr:g}", ylim=(0, 1), xlabel="step")
-    rows[0][0].legend(frameon=False, fontsize=8)
     rows[0][0].set_ylabel("reward")
+    _legend(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -61,16 +62,15 @@ def _speed(records: list[dict], path: Path) -> None:
         steps = np.arange(len(own[0]["rewards"]))
         bound = np.mean(starts) + steps * np.log1p(eps) / (lag + 1)
         below.plot(steps, np.minimum(bound, 0), ":", color="#555555", label="speed limit")
-        below.set(xlabel="step", ylim=(-4, 0.1))
+        below.set(xlabel="step", ylim=(-3, 0.1))
     top[0].set_ylabel("reward")
     bottom[0].set_ylabel("log-prob of a due carry, nats")
-    top[0].legend(frameon=False, fontsize=8)
-    bottom[-1].legend(*_only(bottom[-1], "speed limit"), frameon=False, fontsize=8)
+    _legend(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _axes(rows: int, columns: int) -> tuple[plt.Figure, np.ndarray]:
+def _axes(rows: int, columns: int) -> tuple[Figure, np.ndarray]:
     figure, axes = plt.subplots(
         rows,
         columns,
@@ -108,6 +108,12 @@ def _curves(axes: Axes, records: list[dict], key: str = "rewards") -> None:
         )
 
 
-def _only(axes: Axes, label: str) -> tuple[list, list[str]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return [h for h, text in zip(handles, labels) if text == label], [label]
+def _legend(figure: Figure) -> None:
+    """Name every line once, above all axes."""
+    named = {}
+    for axes in figure.axes:
+        handles, labels = axes.get_legend_handles_labels()
+        named |= dict(zip(labels, handles))
+    figure.legend(
+        named.values(), named.keys(), loc="outside upper center", ncols=2, frameon=False, fontsize=8
+    )
