@@ -45,7 +45,7 @@ def main() -> None:
     names = {cell.name for seed in args.seeds for cell in STUDIES[args.study](seed)}
     own = [record for record in found if record["name"] in names]
     pictures.draw(args.study, own, args.out / f"{args.study}.png")
-    (args.out / f"{args.study}.md").write_text(tables.tables(own))
+    (args.out / f"{args.study}.md").write_text(tables.page(args.study, own))
 
 
 def train(args: argparse.Namespace, path: Path) -> None:

@@ -13,9 +13,17 @@ _WHERE = ("lag", "lr", "eps", "minibatches", "steps")
 _PLACE = ["lag", "learning rate", "clip range", "updates"]
 
 
-def tables(records: list[dict]) -> str:
-    """Return both tables as Markdown. The second one is empty without pairs of runs."""
-    return f"{_reached(records)}\n\n{_paired(records)}\n"
+def page(study: str, records: list[dict]) -> str:
+    """Return a page of Markdown with both tables. The second one is left out without pairs."""
+    parts = [
+        f"# All numbers of the study `{study}`",
+        "Values are means over seeds, with the lowest and the highest. Steps are listed by seed. "
+        "The divergence is that of the proximal from the behavior policy, in nats a token.",
+        _reached(records),
+        "Decoupled PPO minus another arm, seed by seed, with 95 % intervals (Student's t):",
+        _paired(records),
+    ]
+    return "\n\n".join(parts if parts[-1] else parts[:-2]) + "\n"
 
 
 def _reached(records: list[dict]) -> str:
@@ -36,7 +44,7 @@ def _reached(records: list[dict]) -> str:
                 _range([best_mean(curve) for curve in curves]),
                 *map(_steps, reached),
                 f"{np.mean([run['clip_fraction'] for run in runs]):.2%}",
-                f"{np.mean([run['behave_kl'] for run in runs]):.4f}",
+                f"{abs(np.mean([run['behave_kl'] for run in runs])):.4f}",
             ]
         )
     return _markdown(head, rows)

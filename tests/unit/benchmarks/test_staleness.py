@@ -20,7 +20,7 @@ from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study
 from benchmarks.staleness.studies import ARMS, STUDIES, Cell
-from benchmarks.staleness.tables import tables
+from benchmarks.staleness.tables import page
 
 rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
 accuracies = st.integers(0, 512).map(lambda right: right / 512)
@@ -202,7 +202,8 @@ def test_tables_compare_runs_of_a_seed() -> None:
         record("behavior", 1, 8, 0.6, curves[2]),
         record("behavior", 1, 0, 0.1, curves[0]),
     ]
-    reached, pairs = (part.splitlines() for part in tables(records).split("\n\n"))
+    _, _, first, _, second = page("speed", records).split("\n\n")
+    reached, pairs = first.splitlines(), second.splitlines()
     assert len(reached) == 2 + 3 and len(pairs) == 2 + 1
     assert "| decoupled | 2 | 0.850 (0.800–0.900) |" in reached[4] and "| 15, 20 |" in reached[4]
     assert "| behavior | 2 | 0.650 (0.600–0.700) |" in reached[3] and "| 30, 40 |" in reached[3]
