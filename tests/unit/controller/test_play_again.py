@@ -234,7 +234,8 @@ def test_a_deterministic_run_has_a_server_before_it_trains_on_a_waiting_batch(
         config.server.deterministic = deterministic
         router = SimpleNamespace(ready=set(), stale=["s0"])
         dispatcher = SimpleNamespace(running=set())
-        batches = Batches(config, dispatcher, SimpleNamespace(router=router), lambda: 0.0)
+        fleet = SimpleNamespace(router=router, taken_over=set())
+        batches = Batches(config, dispatcher, fleet, lambda: 0.0)
         for group_id in range(2):
             batches.put(group(group_id, 0))
         if deterministic:
