@@ -141,11 +141,12 @@ class Fleet:
 
     async def _check_health(self, server: ServerInfo) -> None:
         # A server that takes weights answers nothing else. A push has a time-out of its own.
+        # A wrong answer counts at any time.
         changes = self._push_changes
         try:
             if server not in self._pushing:
                 await self._client.check_health(server)
-        except ServerError:
+        except ServerUnreachable:
             if changes == self._push_changes:
                 raise
 

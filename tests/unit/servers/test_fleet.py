@@ -6,7 +6,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from areal_lite.servers.client import ServerFailed
+from areal_lite.servers.client import ServerError, ServerFailed, ServerUnreachable
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
@@ -35,6 +35,7 @@ class OneToken:
         self.cache_keys: list[str] = []
         self.resets: list[ServerInfo] = []
         self.silence: asyncio.Event | None = None
+        self.after_silence: ServerError = ServerUnreachable(A, "does not answer in time")
 
     async def generate(self, server, input_ids, params, rid, cache_key) -> GenerationChunk:
         await asyncio.sleep(0)
@@ -59,9 +60,9 @@ class OneToken:
         self.checks += 1
         if self.silence:
             await self.silence.wait()
-            raise ServerFailed(server, "does not answer in time")
+            raise self.after_silence
         if server in self.dead | self.hung:
-            raise ServerFailed(server, "does not answer")
+            raise ServerUnreachable(server, "does not answer")
 
     async def abort_all(self, server) -> None:
         raise ServerFailed(server, "is gone")
@@ -328,9 +329,14 @@ def test_a_server_that_takes_weights_is_not_judged_by_its_silence() -> None:
     asyncio.run(run())
 
 
-def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
+@pytest.mark.parametrize("wrong", [False, True])
+def test_no_answer_to_a_question_that_a_push_overtook_counts_for_nothing(wrong: bool) -> None:
+    """A wrong answer counts at any time."""
+
     async def run() -> None:
         client, unhealthy = OneToken(), []
+        if wrong:
+            client.after_silence = ServerFailed(A, "gave a wrong answer")
         async with watched(client, [A], unhealthy) as fleet:
             client.silence = asyncio.Event()
             before = client.checks
@@ -339,6 +345,9 @@ def test_a_question_that_a_push_overtook_counts_for_nothing() -> None:
             fleet.finish_push(1, [])
             client.silence.set()  # no answer in time
             client.silence = None
+            if wrong:
+                await until(lambda: unhealthy)
+                return
             before = client.checks
             await until(lambda: client.checks > before)
             assert not unhealthy
