@@ -10,6 +10,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.report.run_data import RunData, load_run
+from areal_lite.report.text import off_policy_label
 from areal_lite.run_dir.paths import REPORT_FILE
 
 
@@ -49,6 +50,7 @@ def build_summary(
         "max_staleness": max(run.series("staleness_max"), default=None),
         "staleness_bound": config.buffer.max_staleness,
         "multi_segment_share": _mean([interrupted(t) for t in used]),
+        "off_policy_label": off_policy_label(config.algo),
         "clip_fraction_mean": _mean(run.series("clip_fraction")),
         "behavior_weight_max": max(_known(run.series("weight_max")), default=None),
         **_pushes(run),

@@ -28,8 +28,11 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     tokens = f"{show('tokens_per_s', short)} tokens/s"
     trajectories = f"{show('trajectories_per_s', short)} trajectories/s"
     staleness = f"mean {show('staleness_mean', short)}, largest {show('max_staleness', short)}"
-    clipped = f"{show('clip_fraction_mean', '{:.2%}'.format)} of tokens clipped"
-    weights = f"behavior weights up to {show('behavior_weight_max', short)}"
+    off_policy = {
+        "clip_fraction_mean": "{:.2%} of tokens clipped".format,
+        "behavior_weight_max": lambda weight: f"behavior weights up to {short(weight)}",
+    }
+    known = [show(key, form) for key, form in off_policy.items() if summary.get(key) is not None]
     pauses = f"mean {show('pause_s_mean', pause)}, longest {show('pause_s_max', pause)}"
     return [
         ("held-out accuracy, greedy", greedy),
@@ -39,7 +42,7 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("trained on", f"{tokens}, {trajectories}"),
         ("staleness", f"{staleness}, bound {show('staleness_bound')}"),
         ("trajectories of more than one version", show("multi_segment_share", percent)),
-        ("decoupled PPO", f"{clipped}, {weights}"),
+        (summary["off_policy_label"], ", ".join(known) or "–"),
         ("weight pushes", show("pushes")),
         ("pause per push", pauses),
         ("requests drained for a push", show("requests_drained")),

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.report.panel import Notice, Row, Section, View, sparkline
-from areal_lite.report.text import duration, pause, short
+from areal_lite.report.text import duration, off_policy_label, pause, short
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 
 RECENT_STEPS = 10
@@ -165,11 +165,10 @@ def _speed(state: RunState) -> Section:
 def _off_policy(state: RunState) -> Section:
     step = state.newest
     algo = state.config.algo
-    name = "decoupled PPO" if algo.loss == "ppo" and algo.decoupled else "off-policy data"
     staleness = f"mean {_show(step, 'staleness_mean')}, max {_show(step, 'staleness_max')}"
     weight = f"mean {_show(step, 'behavior_weight')}, max {_show(step, 'weight_max')}"
     return Section(
-        f"{name}, staleness up to {state.config.buffer.max_staleness}",
+        f"{off_policy_label(algo)}, staleness up to {state.config.buffer.max_staleness}",
         (
             Row("staleness", staleness if step else _UNKNOWN),
             Row("clipped", _show(step, "clip_fraction", "{:.2%} of tokens".format)),

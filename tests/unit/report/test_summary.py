@@ -68,7 +68,20 @@ def test_clipping_and_weights_of_the_steps_that_have_them(tmp_path):
     second |= {"clip_fraction": 0.004, "weight_max": 1.5}
     log.write_text("".join(json.dumps(step) + "\n" for step in (first, second)))
     summary = build_summary(tmp_path, config, 0.0, 1.0)
-    assert "0.25% of tokens clipped, behavior weights up to 2" in text_of(summary)
+    shown = text_of(summary)
+    assert "decoupled PPO" in shown
+    assert "0.25% of tokens clipped, behavior weights up to 2" in shown
+
+
+def test_a_loss_that_clips_nothing_shows_its_weights_alone(tmp_path):
+    config = hand_made(tmp_path)
+    config.algo.loss = "tb"
+    log = tmp_path / "metrics.jsonl"
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps({**step, "weight_max": 1.5}) + "\n" for step in steps))
+    shown = text_of(build_summary(tmp_path, config, 0.0, 1.0))
+    assert "off-policy data" in shown and "behavior weights up to 1.5" in shown
+    assert "clipped" not in shown and "decoupled" not in shown
 
 
 def test_totals_of_the_controller(complete):
