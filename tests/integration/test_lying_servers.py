@@ -11,8 +11,10 @@ from tests.integration.controller_run import GROUPS, assert_exact, assert_store_
 from tests.lying_sglang import LIARS
 
 HONEST = ["honest-0", "honest-1"]
-# A liar is found out when it gets a request.
-LEAST_STEPS, MOST_STEPS = 4, 20
+LEAST_STEPS = 4
+# A liar is found out when it gets a request. That about its health is found after some time, since
+# all liars are one process, which the endless answer keeps busy.
+PATIENCE_S = 60.0
 
 
 def push(client: ControllerClient, version: int) -> list[str]:
@@ -32,7 +34,8 @@ def push(client: ControllerClient, version: int) -> list[str]:
 
 
 def test_a_run_with_lying_servers_loses_nothing_and_names_them(run) -> None:
-    r = run(max_staleness=2, server__health_interval_s=0.2, server__health_timeout_s=5.0)
+    settings = {"server__health_interval_s": 0.2, "server__health_timeout_s": 5.0}
+    r = run(max_staleness=2, trainer__steps=10_000, **settings)
     r.start("liars", "-m", "tests.lying_sglang", str(r.path))
     for name in HONEST:
         r.start_server(name)
@@ -42,15 +45,15 @@ def test_a_run_with_lying_servers_loses_nothing_and_names_them(run) -> None:
     client = r.start_controller()
     used: dict[int, list[int]] = {}
     pushed: list[str] = []
-    for step in range(MOST_STEPS):
-        if step >= LEAST_STEPS and pushed == HONEST:
-            break
+    deadline = time.monotonic() + PATIENCE_S
+    while len(used) < LEAST_STEPS or pushed != HONEST:
+        assert time.monotonic() < deadline, f"a liar was not found: {pushed}"
+        step = len(used)
         batch, info = client.batch(step, 0, 1)
         assert_exact(batch)
         used[step] = sorted(set(batch.group_ids.tolist()))
         assert len(used[step]) == GROUPS and info["failed_rollouts"] == 0
         pushed = push(client, step + 1)
-    assert pushed == HONEST, "a liar was not found"
     totals = client.finish()
     assert r.processes["controller"].wait(20) == 0, r.log()
     assert_store_matches(r, totals, used)
