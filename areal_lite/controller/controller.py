@@ -52,13 +52,12 @@ from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system import back_off
 from areal_lite.trajectory import Group, InterruptMode
 
 log = logging.getLogger(__name__)
 
 _EVALUATION_CHECK_S = 0.5
-# Before a server that failed is started again (launch/server_pool.py).
-_LONGEST_BACK_OFF_S = 60.0
 
 
 class Controller:
@@ -251,7 +250,7 @@ class Controller:
         self._no_server_since = self._no_server_since or now
         server = self.config.server
         none_returns = self.fleet.gate.last_failure and not server.max_restarts
-        patience_s = 0.0 if none_returns else server.start_timeout_s + _LONGEST_BACK_OFF_S
+        patience_s = 0.0 if none_returns else server.start_timeout_s + back_off.LONGEST_S
         if now - self._no_server_since >= patience_s:
             raise RuntimeError(self._lost_evaluation(version))
 

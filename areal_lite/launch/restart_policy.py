@@ -1,4 +1,4 @@
-"""What to do when the controller or a trainer rank fails: start both again, or end the run.
+"""Decide what follows a failure of the controller or a trainer rank: a restart, or the end.
 
 A start from the newest checkpoint is the same as that of `resume=auto` (run_dir/resume.py). What
 was killed or hangs is started again, within a budget. An error is started again only if that can
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from areal_lite.config import RestartConfig
+from areal_lite.system.back_off import back_off_s
 
-_MAX_DELAY_S = 60.0
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 
 
@@ -66,8 +66,7 @@ def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
         return GiveUp(
             f"there were {limits.max} restarts within {limits.window_s:g} s (restart.max)"
         )
-    number = len(recent)
-    return Restart(min(2.0 ** (number - 1), _MAX_DELAY_S), number)
+    return Restart(back_off_s(len(recent)), len(recent))
 
 
 def error_identity(log: str) -> str:

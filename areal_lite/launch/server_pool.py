@@ -31,13 +31,13 @@ from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
+from areal_lite.system.back_off import back_off_s
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
 
 LOG = "servers.log"
-_MAX_DELAY_S = 60.0
 _POLL_INTERVAL_S = 0.2
 _GRACE_S = 3.0
 
@@ -129,7 +129,7 @@ class ServerPool:
             if restarts > self._max_restarts:
                 self._log(f"{name} is given up after {self._max_restarts} restarts: {reason}")
                 return
-            delay_s = min(2.0 ** (restarts - 1), _MAX_DELAY_S)
+            delay_s = back_off_s(restarts)
             attempt = f"restart {restarts} of {self._max_restarts}"
             self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
             await asyncio.sleep(delay_s)

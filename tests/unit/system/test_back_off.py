@@ -1,0 +1,13 @@
+"""The wait before a restart: it doubles up to its limit, for any number of restarts."""
+
+import pytest
+
+from areal_lite.system.back_off import LONGEST_S, back_off_s
+
+
+@pytest.mark.parametrize(
+    ("restarts", "wait_s"),
+    [(1, 1), (2, 2), (6, 32), (7, LONGEST_S), (1_000_000, LONGEST_S)],
+)
+def test_the_wait_doubles_up_to_the_longest(restarts: int, wait_s: float) -> None:
+    assert back_off_s(restarts) == wait_s
