@@ -27,7 +27,7 @@ _POLL_INTERVAL_S = 0.05
 
 @dataclass(kw_only=True)
 class Life:
-    """What is known of a process.
+    """The signs of life of a process.
 
     Args:
         group: controller or trainer; the processes of a group wait for each other.

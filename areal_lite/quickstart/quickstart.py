@@ -1,4 +1,4 @@
-"""`areal-lite quickstart`: make a model, warm it up and train it, in one run directory.
+"""Make a model, warm it up and train it, in one run directory (`areal-lite quickstart`).
 
 `resume=auto` leaves out what an earlier start has finished: a model that is there is complete.
 """

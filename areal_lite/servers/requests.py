@@ -26,7 +26,7 @@ class RequestGate:
     """
 
     def __init__(self, client: Client, router: Router, counts: Counter[str], run_id: str):
-        """`run_id` differs from that of an earlier controller on the same servers."""
+        """Make a gate. `run_id` tells this controller from earlier ones on the same servers."""
         self._run_id = run_id
         self._client = client
         self._router = router

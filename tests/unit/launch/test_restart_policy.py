@@ -1,4 +1,4 @@
-"""What follows a failure of controller or trainer."""
+"""Restarts after failures of controller or trainer, as a function of the failures."""
 
 import pytest
 
