@@ -117,10 +117,11 @@ def test_the_quickstart_shares_the_only_gpu(monkeypatch):
     monkeypatch.setattr(placement, "resolve_device", lambda device: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     added = quickstart_overrides(["seed=2"])
-    assert added == ["+experiment=one_gpu", "make_model.head_dim=64"]
+    always = ["make_model.head_dim=64", "sft.trainer.data_parallel=1"]
+    assert added == ["+experiment=one_gpu", *always]
     assert quickstart_overrides(["+experiment=gsm8k"]) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert quickstart_overrides([]) == ["make_model.head_dim=64"]
+    assert quickstart_overrides([]) == always
     monkeypatch.setattr(placement, "resolve_device", lambda device: "cpu")
     assert quickstart_overrides([]) == []
 
