@@ -3,11 +3,9 @@
 It starts no server and uses no GPU, so it can run beside the run that wrote the checkpoint.
 """
 
-import os
 import sys
 import warnings
 from pathlib import Path
-from unittest.mock import patch
 
 from omegaconf import OmegaConf
 
@@ -16,6 +14,7 @@ from areal_lite.data.model_folder import check_model_folder
 from areal_lite.run_dir.manifest import damage
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, check_run_dir
 from areal_lite.run_dir.resume import checkpoint_steps, newest_whole_step
+from areal_lite.system.environment import environment
 
 
 def run(config: ExportConfig) -> int:
@@ -99,7 +98,7 @@ def export_step(
         )
     check_model_folder(source)
     # Megatron-core would use a GPU that it sees, and a run may need all of its memory.
-    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""), warnings.catch_warnings():
+    with environment("CUDA_VISIBLE_DEVICES", ""), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and Megatron-core warn of what their own code uses
         from areal_lite.megatron.hf.convert import convert  # torch is slow to import
 

@@ -4,18 +4,18 @@ torch unpickles two parts of a distributed checkpoint: its `.metadata`, and smal
 tensors. Only the classes that `torch.distributed.checkpoint` itself writes are allowed here.
 """
 
-import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from areal_lite.system.environment import environment
 
 _METADATA_FILE = ".metadata"
 
@@ -65,7 +65,7 @@ def only_data(folder: Path) -> Iterator[None]:
     except Exception as error:  # a damaged pickle raises errors of many kinds
         raise ValueError(f"{folder}: {_METADATA_FILE} is damaged or forged: {error}") from error
     try:
-        with patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD="1"):
+        with environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
             yield
     except CheckpointException as error:  # it is not an Exception
         cause, _ = next(iter(error.failures.values()))

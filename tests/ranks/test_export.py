@@ -71,6 +71,11 @@ def test_transformers_computes_what_the_trainer_computed(trained, capsys):
         assert AutoTokenizer.from_pretrained(folder).encode("1+1") == [20, 14, 20]
 
 
+def test_who_may_read_the_settings_may_read_the_weights(trained):
+    for folder in map(Path, trained):
+        assert len({file.stat().st_mode for file in folder.iterdir()}) == 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_is_the_rounded_one(run_dir, tmp_path, dtype):
     outs = {name: tmp_path / name for name in ("auto", dtype)}
