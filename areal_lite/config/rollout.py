@@ -5,6 +5,11 @@ from typing import Any
 
 from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
 
+WHOLE_VOCABULARY = (
+    "tokens must be sampled from the whole vocabulary, because the trainer's log-probs are of it"
+)
+"""Why there is no top_p, top_k or min_p."""
+
 
 @dataclass
 class RolloutConfig:

@@ -22,6 +22,7 @@ from areal_lite.config.commands import (
 )
 from areal_lite.config.data import DataConfig
 from areal_lite.config.fields import keys_of
+from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
 from areal_lite.config.trainer import TrainerConfig
 from areal_lite.system.network import LOOPBACK
@@ -185,6 +186,11 @@ def check_push(config: TrainConfig) -> None:
         raise ValueError(
             f"server.args.quantization={quantization}: a push writes unquantized weights and no "
             "scales, so remove it"
+        )
+    preferred = server.args.get("preferred_sampling_params")
+    if preferred is not None:
+        raise ValueError(
+            f"server.args.preferred_sampling_params={preferred}: {WHOLE_VOCABULARY}, so remove it"
         )
     check_devices(config.trainer.device, server.device, sync.transport)
     if server.args.get("enable_symm_mem"):

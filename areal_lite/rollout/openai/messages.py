@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls, without_tool_calls
 
@@ -68,15 +69,19 @@ def check_settings(body: dict[str, Any], temperature: float) -> None:
                     " log-probs must be of the distribution sampled from"
                 )
         elif key not in _ONLY_VALUE:
-            raise RequestRefused(f"{key:.100} is not supported")
+            raise RequestRefused(f"{key:.100} is not supported{_reason(key)}")
         elif not _is(value, _ONLY_VALUE[key]):
-            raise RequestRefused(f"{key}={value!r:.100} must be {_ONLY_VALUE[key]!r}")
+            raise RequestRefused(f"{key}={value!r:.100} must be {_ONLY_VALUE[key]!r}{_reason(key)}")
     for key in ("max_tokens", "max_completion_tokens"):
         value = body.get(key)
         if value is not None and (type(value) is not int or value < 1):
             raise RequestRefused(
                 f"{key}={value!r:.100} must be a positive integer", "invalid_value"
             )
+
+
+def _reason(key: str) -> str:
+    return f": {WHOLE_VOCABULARY}" if key in ("top_p", "top_k", "min_p") else ""
 
 
 def _is(value: Any, expected: Any) -> bool:

@@ -147,6 +147,10 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         (["train", "server.arg={a: 1}"], "unknown key server.arg; did you mean server.args?"),
         (["train", "server.args.a"], "server.args.a has no value: write server.args.a=…"),
         (["train", "server.args=3"], "server.args=3: Cannot assign int"),
+        *(
+            (["train", f"rollout.{key}=1"], f"unknown key rollout.{key}; tokens must be sampled")
+            for key in ("top_p", "top_k", "min_p")
+        ),
         (["train", "lr=3"], "unknown key lr; did you mean algo.critic.lr or trainer.lr?"),
         (
             ["train", "trainer=3"],

@@ -26,6 +26,10 @@ from areal_lite.config.rules import check_push
             "server.args.enable_symm_mem=true .* remove it",
         ),
         (
+            dict(server=ServerConfig(args={"preferred_sampling_params": {"top_p": 0.9}})),
+            "server.args.preferred_sampling_params=.*top_p.* the whole vocabulary.* so remove it",
+        ),
+        (
             dict(sync=SyncConfig(timeout_s=300)),
             "sync.timeout_s=300 must be less than the 300 s",
         ),
