@@ -42,5 +42,7 @@ def value_loss(
         "value": torch.where(mask, values, zeros).sum(),
         "value_clip_fraction": clipped.sum(),
         "value_error": torch.where(mask, (values - returns) ** 2, zeros).sum(),
+        "return": torch.where(mask, returns, zeros).sum(),
+        "return_square": torch.where(mask, returns**2, zeros).sum(),
     }
     return LossOutput(loss, {name: value.detach().float() for name, value in metrics.items()})

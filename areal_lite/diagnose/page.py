@@ -65,6 +65,17 @@ MEANINGS = {
     "near 0 for fresh batches, near 1 if stale ones push the same way",
     "average_kl": "estimated KL(averaged policy || policy in training) per trained token, in nats, "
     "with `algo.prox=average` or `algo.kl.to=average`",
+    "reference_kl": "estimated KL(policy in training || reference policy) per trained token, in "
+    "nats, with `algo.kl.to=reference` or Trajectory Balance",
+    "value": "mean value that the critic gives to a trained token",
+    "value_error": "mean squared difference of the critic's values and the returns",
+    "value_explained": "share of the variance of the returns that the critic explains: 1 is "
+    "perfect, 0 knows their mean; missing where all returns are equal",
+    "value_clip_fraction": "share of tokens whose value the clip holds back",
+    "critic_loss": "mean loss of the critic's updates",
+    "critic_grad_norm": "mean gradient norm of the critic before clipping",
+    "critic_lr": "learning rate of the critic",
+    "critic_skipped": "updates of the critic that were skipped, as in `skipped`",
     "stale_square": "what that is larger for older tokens: staleness alone",
     "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     "train_s": "seconds of training",
@@ -113,6 +124,8 @@ HEALTHY = {
     "weight_max": "below `algo.correction.cap`",
     "masked_nonfinite": "0",
     "failed": "empty",
+    "value_explained": "rising, above 0",
+    "critic_skipped": "0",
     "logprob_diff": "below 1e-5 in float32, 0.02 in bfloat16",
 }
 

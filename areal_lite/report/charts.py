@@ -26,13 +26,17 @@ _SECONDS = "seconds since the first trajectory"
 
 
 class Line(NamedTuple):
-    """A chart over the training steps: `keys` are (key of metrics.jsonl, name in the legend)."""
+    """A chart over the training steps: `keys` are (key of metrics.jsonl, name in the legend).
+
+    An `optional` one is left out of a page if no run has one of the keys.
+    """
 
     id: str
     title: str
     y: str
     keys: tuple[tuple[str, str], ...]
     note: str
+    optional: bool = False
 
 
 LINES = (
@@ -83,6 +87,32 @@ LINES = (
         "How undecided the policy is at each token. A fall to zero means that it stops exploring.",
     ),
     Line(
+        "reference_kl",
+        "Distance from the reference policy",
+        "KL, nats per token",
+        (("reference_kl", "reference policy"), ("average_kl", "average of the weights")),
+        "How far the policy in training is from the policy of the KL term. It falls towards a "
+        "teacher, and rises from the initial policy; a steep rise is a warning.",
+        optional=True,
+    ),
+    Line(
+        "value_error",
+        "Error of the critic",
+        "squared reward",
+        (("value_error", "mean squared error"),),
+        "How far the critic's values are from the returns that they predict. It should fall.",
+        optional=True,
+    ),
+    Line(
+        "value_explained",
+        "Variance that the critic explains",
+        "share of the returns' variance",
+        (("value_explained", "explained variance"),),
+        "1 is a perfect critic, 0 one that knows the mean only, and one below 0 is worse than "
+        "that: its values then add noise to the advantages.",
+        optional=True,
+    ),
+    Line(
         "length",
         "Response length",
         "sampled tokens",
@@ -117,7 +147,8 @@ def learning_charts(
     metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
 ) -> list[dict[str, Any]]:
     """Return the charts over the training steps, and those of staleness and length."""
-    charts = [line_chart(line, metrics) for line in LINES]
+    drawn = [(line, line_chart(line, metrics)) for line in LINES]
+    charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
     by_id = {chart["id"]: chart for chart in charts}
     by_id["reward"]["series"] += _accuracies(evals)
     steps = by_id["staleness"]["series"]

@@ -70,6 +70,8 @@ def overlaid_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[di
             for index, (chart, name) in enumerate(zip(own, names))
             if chart["series"]
         ]
+        if line.optional and not series:
+            continue
         several = f": {line.keys[0][1]}" if len(line.keys) > 1 else ""
         charts.append({**own[0], "title": f"{line.title}{several}", "series": series})
     charts[0] |= {"title": "Reward", "y": "reward", "note": _REWARD_NOTE}

@@ -42,6 +42,8 @@ _COLUMNS = {
     "ess": "ESS",
     "clip_fraction": "clipped",
     "entropy": "entropy, nats",
+    "reference_kl": "KL to reference",
+    "value_explained": "critic explains",
     "length_mean": "response, tokens",
     "grad_norm": "gradient norm",
     "wait_s": "waited, s",

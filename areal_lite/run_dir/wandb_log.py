@@ -22,11 +22,13 @@ GROUPS = {
     "reward": "reward_mean reward_std uniform_groups_share distinct_share distinct_correct",
     "staleness": "staleness_mean staleness_max interrupted_share segments_mean masked_tokens "
     "masked_overdue dropped_groups stale_square server_lag passed_groups",
-    "loss": "loss grad_norm grad_cosine average_kl lr skipped trained_tokens clip_fraction "
-    "clip_fraction_high clip_fraction_low ratio ratio_max ratio_chi2 entropy masked_truncated "
-    "masked_nonfinite",
+    "loss": "loss grad_norm grad_cosine average_kl reference_kl lr skipped trained_tokens "
+    "clip_fraction clip_fraction_high clip_fraction_low ratio ratio_max ratio_chi2 entropy "
+    "masked_truncated masked_nonfinite",
     "behavior": "behave_kl behave_kl_k1 behave_abs ess behavior_weight weight_max rejected "
     "mismatch_square logprob_diff logprob_diff_sampled logprob_diff_scored nonfinite_tokens",
+    "critic": "value value_error value_explained value_clip_fraction critic_loss critic_grad_norm "
+    "critic_lr critic_skipped",
     "rollout": "tokens trajectories length_mean length_max truncated_share queue_depth in_flight "
     "concurrency_limit filtered_groups retired_prompts empty_groups failed_rollouts "
     "workflow_failures reward_failures",

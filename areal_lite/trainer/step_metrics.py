@@ -51,9 +51,16 @@ def critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         return {}
     total = {name: sum(u[name] for u in updates) for name in updates[-1]}
     tokens = max(total["trained_tokens"], 1.0)
-    return {
+    metrics = {
         **{f"critic_{name}": total[name] / len(updates) for name in ("loss", "grad_norm")},
         **{name: total[name] / tokens for name in ("value", "value_error", "value_clip_fraction")},
         "critic_lr": updates[-1]["lr"],
         "critic_skipped": total["skipped"],
     }
+    return_mean = total["return"] / tokens
+    variance = total["return_square"] / tokens - return_mean**2
+    # Of equal returns there is no variance to explain; what is left is rounding.
+    if variance > 1e-6 * return_mean**2:
+        unexplained = metrics["value_error"] - (return_mean - metrics["value"]) ** 2
+        metrics["value_explained"] = 1.0 - unexplained / variance
+    return metrics

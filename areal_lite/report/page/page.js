@@ -24,7 +24,7 @@ async function follow() {
       if (answer.status !== 200) continue;
       tag = answer.headers.get("ETag");
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-      const structure = (root) => [...root.querySelectorAll("main > section")].map((node) => node.id).join();
+      const structure = (root) => [...root.querySelectorAll("main > section, [data-chart]")].map((node) => node.id || node.dataset.chart).join();
       if (structure(page) !== structure(document)) return location.reload();
       for (const old of document.querySelectorAll("[data-live]")) {
         const now = page.getElementById(old.id);

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 
 from areal_lite.config import load_config, save_config
 from areal_lite.report import demo
+from areal_lite.report.compare import compare_page
 from areal_lite.report.page_build import run_page, write_page
 from areal_lite.report.pieces import token_decoder, token_texts
 from areal_lite.run_dir.metrics import append_event
@@ -138,6 +139,32 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path, steps: int) -> Non
         save_config(config, tmp_path)
     text = write_page(tmp_path).read_text()
     assert f"{steps} of 2 training steps" in text and "The run has not ended" in text
+
+
+def test_charts_of_a_critic_and_a_reference_are_there_if_a_run_has_them(tmp_path: Path) -> None:
+    def drawn(text: str) -> set[str]:
+        return {a["data-chart"] for _, a in Page(text).tags if "data-chart" in a}
+
+    for name in ("without", "with"):
+        hand_made(tmp_path / name)
+    path = tmp_path / "with" / "metrics.jsonl"
+    values = [{"reference_kl": 0.5, "value_error": 0.2, "value_explained": None}]
+    values += [{"reference_kl": 0.25, "value_error": 0.1, "value_explained": 0.75}]
+    steps = [json.loads(line) | own for line, own in zip(path.read_text().splitlines(), values)]
+    path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    own = {"reference_kl", "value_error", "value_explained"}
+    plain, page = (run_page(tmp_path / name) for name in ("without", "with"))
+    assert drawn(page) == drawn(plain) | own and not drawn(plain) & own
+    charts = json.loads(Page(page).raw["data"])["charts"]
+    points = {name: charts[name]["series"][0]["y"] for name in own}
+    assert points == {
+        "reference_kl": [0.5, 0.25],
+        "value_error": [0.2, 0.1],
+        "value_explained": [0.75],
+    }
+    both = compare_page([tmp_path / "without", tmp_path / "with"])
+    series = json.loads(Page(both).raw["data"])["charts"]["value_error"]["series"]
+    assert own <= drawn(both) and [one["name"] for one in series] == ["with"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
