@@ -1,8 +1,9 @@
 """ParallelModel: this rank's part of a model, and how microbatches run through all parts.
 
 Policy, reference and critic share it. Entry i of a per-token result is about token i and computed
-from the tokens before it. It is 0 for the first token of a sequence, which has none. Every rank of
-a model is given the same microbatches.
+from the tokens before it. The first token of a sequence has none before it: its log-prob is 0, and
+its value is that of the state after the sequence's last token. Every rank of a model is given the
+same microbatches.
 """
 
 import json
@@ -62,6 +63,7 @@ class ParallelModel:
         self.dtype = select_dtype(config, self.device)
         self.source = Path(model_path)
         self.hf_config = AutoConfig.from_pretrained(self.source, local_files_only=True)
+        self.with_values = with_values
         self.tp_group = process_group(parallel_state.get_tensor_model_parallel_group())
         self.dp_group = process_group(parallel_state.get_data_parallel_group())
         self.pp_group = process_group(parallel_state.get_pipeline_model_parallel_group())
@@ -195,9 +197,12 @@ class ParallelModel:
             x = gather_from_sequence_parallel_region(
                 x, tensor_parallel_output_grad=False, group=self.cp_group
             )
-        x = x.index_select(0, local.gathered_index).roll(1)
-        # Drop the entry of a sequence's last token, which would be about the next one's first.
-        return x.masked_fill(microbatch.position_ids == 0, 0.0)
+        bounds = microbatch.cu_seqlens.long()
+        previous = torch.arange(len(local.gathered_index), device=x.device) - 1
+        previous[bounds[:-1]] = bounds[1:] - 1  # a first token gets the entry of the last one
+        x = x.index_select(0, local.gathered_index[previous])
+        # Nothing follows a last token, so it has no log-prob.
+        return x if self.with_values else x.masked_fill(microbatch.position_ids == 0, 0.0)
 
     def from_last_stage(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on all pipeline stages with its content on the last stage."""

@@ -229,8 +229,8 @@ class ReferenceCritic(torch.nn.Module):
         values = []
         for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
             tokens = torch.from_numpy(batch.tokens[start:end].astype("int64"))
-            hidden = self.backbone(tokens[None]).last_hidden_state[0, :-1]
-            values += [torch.zeros(1), self.head(hidden)[:, 0]]
+            after = self.head(self.backbone(tokens[None]).last_hidden_state[0])[:, 0]
+            values.append(after.roll(1))  # a first token has the value after the last one
         return torch.cat(values)
 
 

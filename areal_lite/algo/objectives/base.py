@@ -66,7 +66,8 @@ class FlatBatch:
     average: Tensor = field(init=False)
     """float32 [T]: log-probs under the average of the weights, at the tokens of the update."""
     values: Tensor = field(init=False)
-    """float32 [T]: the critic's values before the step."""
+    """float32 [T]: the critic's values before the step, of the state before each token. The entry
+    of a sequence's first token is the value of the state after its last token."""
     advantages: Tensor = field(init=False)
     """float32 [T]."""
     returns: Tensor = field(init=False)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from areal_lite.algo import advantages
@@ -68,6 +69,7 @@ class AdvantageEstimator:
                     sequence_ids,
                     gamma=self.gamma,
                     lam=self.lam,
+                    bootstrap=_values_after_truncation(batch),
                 )
             case unknown:
                 raise ValueError(
@@ -92,3 +94,14 @@ class AdvantageEstimator:
             batch_std=whole_batch if self.std == "batch" else None,
             squared_norms=squared_norms,
         )
+
+
+def _values_after_truncation(batch: FlatBatch) -> Tensor:
+    """Return the value of the state in which each sequence was cut off: float [n], else 0.
+
+    The token limit is not a property of the task, so a truncated sequence is worth what would have
+    followed (arXiv 1712.00378, section 4).
+    """
+    sequences = torch.arange(len(batch.truncated), device=batch.sequence_ids.device)
+    first = torch.searchsorted(batch.sequence_ids, sequences)
+    return torch.where(batch.truncated, batch.values[first], 0.0)

@@ -27,6 +27,7 @@ from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.trainer.objective import RATIO_LOSSES, build_objective
 from areal_lite.trainer.step import flat_batch
+from areal_lite.trainer.step_metrics import critic_metrics
 from areal_lite.trajectory import TrainBatch, Trajectory
 
 VERSION = 5
@@ -442,9 +443,47 @@ def test_whitened_advantages_have_mean_0_and_deviation_1_over_tokens():
     assert not t.advantages[~t.mask].any()
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(1.0, 1.0), (0.97, 0.9), (0.9, 0.0)]), st.booleans())
+def test_a_truncated_sequence_is_worth_what_would_have_followed(seed, discounts, in_groups):
+    """GAE of a whole batch, and of its groups one by one, against a sum over later tokens."""
+    gamma, lam = discounts
+    algo = AlgoConfig(
+        advantage=AdvantageConfig("gae", gamma=gamma, lam=lam), kl=KLConfig(0.3, "k1", "reward")
+    )
+    config = TrainConfig(model="", algo=algo)
+    batch = make_batch(seed)
+    flat, _, _ = tensors_of(batch, config, seed)
+    divergence = flat.prox - flat.reference
+    parts = [torch.arange(len(flat.mask))]
+    if in_groups:
+        parts = [torch.from_numpy(batch.token_indices(s)) for s in batch.minibatches(4)]
+    for index in parts:
+        t = flat.at(index)
+        kept, t.sequence_ids = t.sequence_ids.unique(return_inverse=True)
+        t.rewards, t.truncated = flat.rewards[kept], flat.truncated[kept]
+        build_objective(config).set_targets(t, summed)
+        for s in range(len(kept)):
+            own = torch.nonzero(t.sequence_ids == s)[:, 0].tolist()
+            tokens = [i for i in own if t.mask[i]]
+            # The state after the last token stands at the first one.
+            values = [float(t.values[i]) for i in tokens]
+            values.append(float(t.values[own[0]]) if t.truncated[s] else 0.0)
+            rewards = [-0.3 * float(divergence[index[i]]) for i in tokens]
+            if tokens:
+                rewards[-1] += float(t.rewards[s])
+            deltas = [r + gamma * values[k + 1] - values[k] for k, r in enumerate(rewards)]
+            for k, i in enumerate(tokens):
+                later = enumerate(deltas[k:])
+                advantage = sum((gamma * lam) ** n * delta for n, delta in later)
+                assert float(t.advantages[i]) == pytest.approx(advantage, abs=1e-9)
+                assert float(t.returns[i]) == pytest.approx(advantage + values[k], abs=1e-9)
+
+
 def test_a_critic_regresses_on_returns():
     config = TrainConfig(model="", algo=AlgoConfig(advantage=AdvantageConfig("gae")))
     batch = make_batch(8)
+    batch.truncated[:] = False
     t, _, _ = tensors_of(batch, config, 0)
     build_objective(config).set_targets(t, summed)
     tokens = torch.arange(len(t.mask))
@@ -469,6 +508,13 @@ def test_a_critic_regresses_on_returns():
     assert sum(output.metrics["value_clip_fraction"] for output in outputs) == sum(
         bounded**2 > free**2 for free, bounded in pairs
     )
+    sums = {
+        name: sum(float(output.metrics[name]) for output in outputs) for name in outputs[0].metrics
+    }
+    metrics = critic_metrics([sums | {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}])
+    returns, left = t.returns[t.mask], (t.returns - t.values - 0.5)[t.mask]
+    share = 1 - float(left.var() / returns.var())
+    assert metrics["value_explained"] == pytest.approx(share, rel=1e-5)
     unmoved = critic_loss(t, tokens, t.values * (1 + 1e-15), clip=0.2, denominator=count)
     assert unmoved.metrics["value_clip_fraction"] == 0, "rounding is not a move"
     # gamma = lambda = 1: the return is the reward, at every token.
