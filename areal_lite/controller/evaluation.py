@@ -5,13 +5,13 @@ It uses the rollout servers, while training rollouts go on.
 
 import asyncio
 from dataclasses import dataclass, replace
-from math import comb
-from typing import NotRequired, TypedDict
+from typing import NotRequired
 
 import numpy as np
 
 from areal_lite.config import RolloutConfig, TrainConfig
 from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.scores import EvalScores, Scores
 from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
@@ -20,18 +20,6 @@ from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
-
-
-class EvalScores(TypedDict):
-    """The scores of one held-out set in evals.jsonl."""
-
-    greedy: float
-    sampled: float | None
-    pass_at_k: dict[str, float]
-    problems: int
-    samples: int
-    versions: list[int]
-    failures: int
 
 
 class EvalRecord(EvalScores):
@@ -45,69 +33,6 @@ class EvalRecord(EvalScores):
     version: int
     sets: NotRequired[dict[str, EvalScores]]
     seconds: float
-
-
-@dataclass(slots=True)
-class Scores:
-    """The scores of one held-out set.
-
-    Args:
-        rewards: float64 [problems, 1 + samples], the greedy completion first.
-        versions: the versions that sampled at least one token.
-        failures: number of completions without a reward; they count as 0.
-    """
-
-    rewards: np.ndarray
-    versions: list[int]
-    failures: int
-
-    @property
-    def greedy(self) -> float:
-        """Return the mean reward of the greedy completions."""
-        return float(self.rewards[:, 0].mean())
-
-    @property
-    def sampled(self) -> float | None:
-        """Return the mean reward of the samples; None without samples."""
-        return float(self.rewards[:, 1:].mean()) if self.samples else None
-
-    @property
-    def samples(self) -> int:
-        """Return the number of samples per problem."""
-        return self.rewards.shape[1] - 1
-
-    def pass_at_powers(self) -> dict[str, float]:
-        """Return pass@k for each power of two up to the number of samples."""
-        return {str(1 << i): self.pass_at(1 << i) for i in range(self.samples.bit_length())}
-
-    def pass_at(self, k: int) -> float:
-        """Return the mean of `pass_at_k` over problems; a sample is correct if its reward is > 0.
-
-        k must not exceed the number of samples.
-        """
-        correct = np.count_nonzero(self.rewards[:, 1:] > 0, axis=1)
-        return float(np.mean([pass_at_k(self.samples, int(c), k) for c in correct]))
-
-    def record(self) -> EvalScores:
-        """Return the scores as JSON values."""
-        return {
-            "greedy": self.greedy,
-            "sampled": self.sampled,
-            "pass_at_k": self.pass_at_powers(),
-            "problems": len(self.rewards),
-            "samples": self.samples,
-            "versions": self.versions,
-            "failures": self.failures,
-        }
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias that one of k samples is correct.
-
-    1 - C(n - c, k) / C(n, k), with `correct` c of `samples` n (arXiv 2107.03374, eq. 1).
-    """
-    assert 0 <= correct <= samples and 1 <= k <= samples
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 async def evaluate(

@@ -13,7 +13,8 @@ import numpy as np
 
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.evaluation import Scores, score_problems
+from areal_lite.controller.evaluation import score_problems
+from areal_lite.controller.scores import Interval, Scores
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
@@ -105,20 +106,18 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
 
 
 def _report(config: EvalCommandConfig, run_dir: Path, scores: Scores) -> None:
-    problems = len(scores.rewards)
-    pass_at_k = scores.pass_at_powers()
-    result = {
-        "model": config.model,
-        "problems": problems,
-        "samples": config.samples,
-        "greedy": scores.greedy,
-        "pass_at_k": pass_at_k,
-        "failures": scores.failures,
-    }
-    write_json(run_dir / SUMMARY_FILE, result)
-    sampled = "".join(f", pass@{k} {p:.3f}" for k, p in pass_at_k.items())
-    print(f"{problems} held-out problems: greedy {scores.greedy:.3f}{sampled}")
+    record = scores.record()
+    write_json(run_dir / SUMMARY_FILE, {"model": config.model, **record})
+    print(f"{record['problems']} held-out problems, with 95 % intervals:")
+    print(_row("greedy", record["greedy"], record["greedy_interval"]))
+    for k, share in record["pass_at_k"].items():
+        print(_row(f"pass@{k}", share, record["pass_at_k_intervals"][k]))
     print(run_dir / SUMMARY_FILE)
+
+
+def _row(name: str, value: float, interval: Interval | None) -> str:
+    ends = "" if interval is None else "  ({:.3f} to {:.3f})".format(*interval)
+    return f"  {name:<8}{value:.3f}{ends}"
 
 
 async def _generate(config: GenerateConfig, run_dir: Path) -> None:
