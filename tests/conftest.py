@@ -1,8 +1,8 @@
 """How tests share the processes of `pytest -n`, and that none of them is a test of speed.
 
-Integration tests start servers and whole runs, and some of them measure time. They stay in one
-process, one after another. The files of other tests go to whichever is free, in their order: those
-of trainer ranks, which take longest, come first.
+Integration and chaos tests start servers and whole runs, and some of them measure time. They stay
+in one process, one after another. The files of other tests go to whichever is free, in their order:
+those of trainer ranks, which take longest, come first.
 """
 
 from typing import Any
@@ -14,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
 
+_STARTS_RUNS = {"integration", "chaos"}
+
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist calls it
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -22,6 +24,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneIntegrationStream(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "integration" if "integration" in file.split("/") else file
+            return "integration" if _STARTS_RUNS & set(file.split("/")) else file
 
     return OneIntegrationStream(config, log)

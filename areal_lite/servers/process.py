@@ -62,7 +62,13 @@ def server_command(
     }
     # With this variable on, /health generates a token: a server that a push has paused would
     # look dead.
-    environment = dying_with_me() | {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    environment = dying_with_me() | {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # With these on, a server whose scheduler or detokenizer has died would stop answering, and
+        # would end 65 seconds later: it waits for dumps.
+        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+    }
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
     if device == "cuda" and config.max_running_requests:

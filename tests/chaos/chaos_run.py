@@ -1,0 +1,169 @@
+"""A real training run whose processes are killed and stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from areal_lite.run_dir.metrics import newest_event
+from areal_lite.servers.registry import announced_servers
+from tests.chaos.schedule import CONTROLLER, END, SERVER, STOP, SUPERVISOR, TRAINER, Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND = 2
+_POLL_S = 0.05
+_MODULES = {CONTROLLER: "areal_lite.controller.service", TRAINER: "areal_lite.trainer.loop"}
+_SETTINGS = [
+    "resume=auto",
+    "reward.function=tests.integration.toy_reward:share_of_letters",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=60",
+    "rollout.max_concurrent=16",
+    "trainer.batch_groups=2",
+    "trainer.lr=0.003",
+    "trainer.save_every=2",
+    f"buffer.max_staleness={BOUND}",
+    "eval.problems=4",
+    "sync.verify=true",
+    "server.count=2",
+    "server.max_restarts=1000",
+    "server.health_interval_s=0.5",
+    "server.health_timeout_s=15",
+    "restart.max=1000",
+    "restart.window_s=1",  # each restart waits for one second, and not longer and longer
+    "restart.hang_timeout_s=240",
+]
+
+
+class ChaosRun:
+    """A run of `areal-lite train` on two real servers.
+
+    Args:
+        folder: the run directory.
+        model: a Hugging Face checkpoint folder.
+        steps: training steps.
+    """
+
+    def __init__(self, folder: Path, model: str, steps: int):
+        self.folder = folder
+        settings = [f"model={model}", f"run_dir={folder}", f"trainer.steps={steps}", *_SETTINGS]
+        self._command = [sys.executable, "-m", "areal_lite", "train", *settings]
+        self._output = folder.with_suffix(".output")
+        self._seen = 0
+        # Of every process that was seen. Each role and each server has a session of its own.
+        self._sessions: set[int] = set()
+        self.start()
+
+    def start(self) -> None:
+        """Start the supervisor, for the first time or again."""
+        with open(self._output, "ab") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def await_step(self, step: int) -> None:
+        """Wait until metrics.jsonl has the training step."""
+        while self._newest_step() < step:
+            self._assert_goes_on()
+            time.sleep(_POLL_S)
+
+    def strike(self, fault: Fault) -> None:
+        """Wait until there is a process that the fault can happen to, and let it happen."""
+        while (victim := self._find(fault)) is None:
+            self._assert_goes_on()
+            time.sleep(_POLL_S)
+        self._note_sessions()
+        if fault.kind.action == STOP:
+            victim.suspend()
+            time.sleep(fault.seconds)
+            with suppress(psutil.NoSuchProcess):  # it was replaced
+                victim.resume()
+            return
+        is_end = fault.kind.action == END
+        victim.send_signal(signal.SIGTERM if is_end else signal.SIGKILL)
+        if fault.kind.target == SUPERVISOR:
+            status = self._process.wait(60)
+            assert status == (130 if is_end else -signal.SIGKILL), self.output()
+            self.start()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait until the run has ended, and return its exit status."""
+        self._note_sessions()
+        return self._process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the run, if it has not ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def processes(self) -> list[str]:
+        """List the command lines of the run's processes that are left."""
+        left = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getsid(process.pid) in self._sessions:
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        left.append(" ".join(process.cmdline()))
+        return left
+
+    def lines(self, kind: str) -> list[dict]:
+        """Read metrics.jsonl or evals.jsonl."""
+        text = (self.folder / f"{kind}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def output(self) -> str:
+        """Return what the supervisors printed."""
+        return self._output.read_text()
+
+    def _newest_step(self) -> int:
+        newest = newest_event(self.folder, "metrics")
+        step = newest["step"] if newest else 0
+        if step != self._seen:
+            self._seen = step
+            self._note_sessions()
+        return step
+
+    def _assert_goes_on(self) -> None:
+        assert self._process.poll() is None, self.output()
+
+    def _family(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self._process.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+    def _note_sessions(self) -> None:
+        for process in self._family():
+            with suppress(ProcessLookupError):
+                self._sessions.add(os.getsid(process.pid))
+
+    def _find(self, fault: Fault) -> psutil.Process | None:
+        """Return the process that a fault happens to; None while there is none."""
+        target = fault.kind.target
+        with suppress(psutil.NoSuchProcess):
+            if target == SUPERVISOR:
+                return psutil.Process(self._process.pid)
+            if module := _MODULES.get(target):
+                found = [one for one in self._family() if module in one.cmdline()]
+                return found[0] if found else None
+            # A server that was never announced may not die: that would be a wrong setting.
+            servers = announced_servers(self.folder)
+            if not servers:
+                return None
+            server = psutil.Process(servers[fault.server % len(servers)].pid)
+            if target == SERVER:
+                return server
+            parts = [one for one in server.children(recursive=True) if target in one.name()]
+            return parts[0] if parts else None
+        return None

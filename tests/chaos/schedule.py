@@ -1,0 +1,87 @@
+"""The faults of a chaos run: a pure function of its seed."""
+
+import random
+from dataclasses import dataclass
+
+KILL, STOP, END = "kill", "stop", "end"
+"""SIGKILL; SIGSTOP, and SIGCONT some seconds later; SIGTERM."""
+
+SUPERVISOR, CONTROLLER, TRAINER = "supervisor", "controller", "trainer"
+SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
+SERVER_PARTS = (SERVER, SCHEDULER, DETOKENIZER)
+TARGETS = (SUPERVISOR, CONTROLLER, TRAINER, *SERVER_PARTS)
+
+# A stopped controller or trainer is replaced when it does not go on before that.
+_STOPPED_S = (0.3, 1.5)
+# A run ends soon after its last step: the last faults must come before that.
+_LAST_STEPS = 3
+
+
+@dataclass(frozen=True, order=True)
+class Kind:
+    """What happens to a process, and which one it is."""
+
+    action: str
+    target: str
+
+
+ALL_KINDS = (
+    *(Kind(action, target) for action in (KILL, STOP) for target in TARGETS),
+    Kind(END, SUPERVISOR),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault.
+
+    Args:
+        step: it happens as soon as metrics.jsonl has this training step.
+        kind: what happens.
+        server: the number of the server, if it is one; modulo those that are announced.
+        seconds: how long a process is stopped.
+    """
+
+    step: int
+    kind: Kind
+    server: int
+    seconds: float
+
+    def __str__(self) -> str:
+        for_s = f" for {self.seconds:.1f} s" if self.kind.action == STOP else ""
+        return f"{self.kind.action} {self.kind.target} at step {self.step}{for_s}"
+
+
+def short_schedule(seed: int, steps: int) -> list[Fault]:
+    """Return ten faults of ten kinds, of which two restart real servers.
+
+    A start of a server takes the most time. So one server or a part of it is killed, and the
+    supervisor is killed or ended once.
+    """
+    draw = random.Random(seed)
+    kinds = [
+        *(Kind(STOP, target) for target in TARGETS),
+        Kind(KILL, CONTROLLER),
+        Kind(KILL, TRAINER),
+        Kind(KILL, draw.choice(SERVER_PARTS)),
+        Kind(draw.choice((KILL, END)), SUPERVISOR),
+    ]
+    return _place(draw, kinds, steps)
+
+
+def long_schedule(seed: int, steps: int, faults: int) -> list[Fault]:
+    """Return `faults` faults: each kind once, and others that leave the supervisor alone."""
+    draw = random.Random(seed)
+    others = [kind for kind in ALL_KINDS if kind.target != SUPERVISOR]
+    kinds = [*ALL_KINDS, *draw.choices(others, k=faults - len(ALL_KINDS))]
+    return _place(draw, kinds, steps)
+
+
+def _place(draw: random.Random, kinds: list[Kind], steps: int) -> list[Fault]:
+    """Give faults an order and their steps. Some come at the same step, at once."""
+    draw.shuffle(kinds)
+    at = sorted(draw.randint(1, steps - _LAST_STEPS) for _ in kinds)
+    return [
+        Fault(step=step, kind=kind, server=draw.randrange(2), seconds=draw.uniform(*_STOPPED_S))
+        for step, kind in zip(at, kinds)
+    ]
