@@ -3,7 +3,8 @@
 * A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
   unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
 * A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to
-  `server.max_restarts` times. After that the run continues without it.
+  `server.max_restarts` times. After that the run continues without it. A server that was ready for
+  an hour begins to count anew.
 * A server that never came up ends the whole pool: a restart would not mend its configuration.
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT
@@ -15,7 +16,6 @@ sees.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import threading
@@ -40,6 +40,8 @@ from areal_lite.system.processes import die_with_parent
 LOG = "servers.log"
 _POLL_INTERVAL_S = 0.2
 _GRACE_S = 3.0
+# Failures before a server was ready for this long do not count.
+_STEADY_S = 3600.0
 
 
 class ServerPool:
@@ -53,13 +55,16 @@ class ServerPool:
         Args:
             run_dir: the run directory. Events go to its logs/servers.log and to stderr.
             make: by server name, a function that makes the server's next process.
-            max_restarts: restarts of each server before the run continues without it.
+            max_restarts: restarts of each server before the run continues without it. Those before
+                it was ready for an hour do not count.
         """
         self._run_dir = run_dir
         self._make = make
         self._max_restarts = max_restarts
         self._started_at = time.monotonic()
         self._came_up: set[str] = set()
+        # When the present process of a server became ready, in seconds.
+        self._ready_at: dict[str, float] = {}
         self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._task: asyncio.Task[None] | None = None
@@ -124,8 +129,11 @@ class ServerPool:
 
     async def _supervise(self, name: str) -> None:
         """Run one server, process after process, until its restarts are used up."""
-        for restarts in itertools.count(1):
+        restarts = 0
+        while True:
+            self._ready_at.pop(name, None)
             reason = await self._run_once(name)
+            restarts = 1 if self._was_steady(name) else restarts + 1
             if restarts > self._max_restarts:
                 self._log(f"{name} is given up after {self._max_restarts} restarts: {reason}")
                 return
@@ -133,6 +141,11 @@ class ServerPool:
             attempt = f"restart {restarts} of {self._max_restarts}"
             self._log(f"{name} is started again in {delay_s:g} s ({attempt}): {reason}")
             await asyncio.sleep(delay_s)
+
+    def _was_steady(self, name: str) -> bool:
+        """Tell whether the last process of a server was ready for long enough to count anew."""
+        ready_at = self._ready_at.get(name)
+        return ready_at is not None and time.monotonic() - ready_at >= _STEADY_S
 
     async def _run_once(self, name: str) -> str:
         """Run one process of a server to its end and return the reason of the end.
@@ -146,6 +159,7 @@ class ServerPool:
             await server.wait_ready()
             announce_server(self._run_dir, server.info)
             self._came_up.add(name)
+            self._ready_at[name] = time.monotonic()
             self._log(f"{name} is ready {time.monotonic() - self._started_at:.0f} s after start")
             reason = await self._wait_for_end(server)
             grace_s = 0.0

@@ -35,6 +35,14 @@ def flags(argv: list[str]) -> dict[str, str | bool]:
     return out
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_whose_scheduler_or_detokenizer_died_does_not_wait_for_dumps(device):
+    """SGLang's own defaults would keep it 65 seconds, without an answer to anyone."""
+    _, environment = server_command(ServerConfig(device=device), "model", 1234, 7)
+    dumps = ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "SGLANG_PYSPY_DUMP_BEFORE_CRASH")
+    assert [environment[name] for name in dumps] == ["false", "false"]
+
+
 def test_the_cpu_command():
     argv, environment = server_command(ServerConfig(device="cpu", threads=3), "model", 1234, 7)
     got = flags(argv)
