@@ -103,7 +103,17 @@ class TrainerConfig:
     )
     threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1, maximum=1024)
     save_every: int = setting(
-        0, "Steps between checkpoints. 0: only at the end.", minimum=0, maximum=MAX_COUNT
+        0,
+        "Steps between checkpoints. 0: as save_interval_s says, and at the end.",
+        minimum=0,
+        maximum=MAX_COUNT,
+    )
+    save_interval_s: float = setting(
+        1800.0,
+        "A step that ends this many seconds after the newest checkpoint, or after the start, is "
+        "followed by one. A restart loses no more than that. 0: only as save_every says.",
+        minimum=0,
+        maximum=WEEK_S,
     )
     keep_checkpoints: int = setting(
         2, "Newest checkpoints to keep. 0: all.", minimum=0, maximum=1_000_000

@@ -52,7 +52,8 @@ def train(config: TrainConfig, run_dir: Path) -> None:
 class TrainingRun:
     """One rank's part of a run. Every rank makes the same calls.
 
-    `done` counts completed steps. `pushed` is the version of the last push.
+    `done` counts completed steps. `pushed` is the version of the last push. `saved_at` is when the
+    newest checkpoint was begun, or the rank started, in seconds of the monotonic clock.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path):
@@ -82,6 +83,7 @@ class TrainingRun:
             servers_stale=self.start > 0,
         )
         self.skipped = SkippedSteps(trainer.max_skipped_steps)
+        self.saved_at = time.monotonic()
         self.models.leave_device()
 
     def step(self, step: int) -> None:
@@ -114,11 +116,19 @@ class TrainingRun:
         if self.done == self.config.trainer.steps:
             return True
         stop = on_every_rank(stop_requested(self.run_dir))
-        every = self.config.trainer.save_every
-        if stop or (every and self.done % every == 0):
+        if self._save_due() or stop:
             heartbeat.enter(f"copying the checkpoint of step {self.done}")
             self.checkpoints.save(self.done, {"step": self.done})
+            self.saved_at = time.monotonic()
         return stop
+
+    def _save_due(self) -> bool:
+        """Tell whether a checkpoint is due, by steps or by time, on every rank."""
+        trainer = self.config.trainer
+        if trainer.save_every and self.done % trainer.save_every == 0:
+            return True
+        age_s = time.monotonic() - self.saved_at
+        return trainer.save_interval_s > 0 and on_every_rank(age_s >= trainer.save_interval_s)
 
     def finish(self) -> None:
         """Save what was learned, if all steps are done, and end the run.

@@ -1,5 +1,12 @@
-"""Which of the pusher's calls a step makes, at a cadence of three steps."""
+"""Which of the pusher's calls a step makes, and after which steps there is a checkpoint."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from areal_lite.config import TrainConfig
+from areal_lite.trainer import loop
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.loop import TrainingRun
 from areal_lite.weights.push import Pusher
@@ -62,3 +69,44 @@ def test_a_resync_between_two_pushes_goes_to_all_servers() -> None:
     run._resync(4)
     run._resync(4)
     assert calls.made == [("stale", 3), ("skip", 4), ("all", 4), ("stale", 4)] and run.pushed == 4
+
+
+class Saved:
+    """Checkpoints that only write down their steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def save(self, step: int, extra: dict) -> None:
+        self.steps.append(step)
+
+
+@pytest.fixture
+def saved_steps(tmp_path: Path, monkeypatch):
+    """saved_steps(every, interval_s) -> the steps with a checkpoint, of 11 that take 10 s each."""
+    now = [1000.0]
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop, "on_every_rank", lambda condition: condition)
+
+    def train(every: int, interval_s: float) -> list[int]:
+        run = TrainingRun.__new__(TrainingRun)
+        run.config, run.run_dir = TrainConfig(model="m"), tmp_path
+        run.config.trainer.steps = 12
+        run.config.trainer.save_every, run.config.trainer.save_interval_s = every, interval_s
+        saved = Saved()
+        run.checkpoints, run.saved_at = saved, now[0]
+        for step in range(1, 12):
+            now[0] += 10.0
+            run.done = step
+            assert not run.save_and_stop()
+        return saved.steps
+
+    return train
+
+
+def test_checkpoints_are_due_by_steps_or_by_time(saved_steps) -> None:
+    assert saved_steps(every=0, interval_s=0) == []
+    assert saved_steps(every=4, interval_s=0) == [4, 8]
+    assert saved_steps(every=0, interval_s=35) == [4, 8]
+    assert saved_steps(every=5, interval_s=30) == [3, 5, 8, 10], "each one starts the time anew"
+    assert saved_steps(every=0, interval_s=1800) == []
