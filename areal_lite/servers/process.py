@@ -30,6 +30,14 @@ from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
 
 _HEALTH_TIMEOUT_S = 5.0
+_SGLANG_ENVIRONMENT = {
+    # With this on, /health generates a token: a server that a push has paused would look dead.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    # With these on, a server whose scheduler or detokenizer has died would stop answering, and end
+    # 65 seconds later: it waits for dumps.
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+}
 _MOST_GRAPHS = 512  # each captured request takes some MiB of a GPU
 
 
@@ -60,15 +68,7 @@ def server_command(
         "log_level_http": "warning",
         "enable_deterministic_inference": config.deterministic,
     }
-    # With this variable on, /health generates a token: a server that a push has paused would
-    # look dead.
-    environment = dying_with_me() | {
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        # With these on, a server whose scheduler or detokenizer has died would stop answering, and
-        # would end 65 seconds later: it waits for dumps.
-        "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
-        "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
-    }
+    environment = dying_with_me() | _SGLANG_ENVIRONMENT
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
     if device == "cuda" and config.max_running_requests:
