@@ -12,12 +12,13 @@ from pathlib import Path
 import psutil
 
 from areal_lite.run_dir.metrics import newest_event
+from areal_lite.run_dir.paths import HEARTBEATS_DIR
 from areal_lite.servers.registry import announced_servers
+from areal_lite.system import heartbeat
 from tests.chaos.schedule import CONTROLLER, END, SERVER, STOP, SUPERVISOR, TRAINER, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 2
-_POLL_S = 0.05
 _MODULES = {CONTROLLER: "areal_lite.controller.service", TRAINER: "areal_lite.trainer.loop"}
 _SETTINGS = [
     "resume=auto",
@@ -71,18 +72,33 @@ class ChaosRun:
                 start_new_session=True,
             )
 
-    def await_step(self, step: int) -> None:
-        """Wait until metrics.jsonl has the training step."""
-        while self._newest_step() < step:
-            self._assert_goes_on()
-            time.sleep(_POLL_S)
-
     def strike(self, fault: Fault) -> None:
-        """Wait until there is a process that the fault can happen to, and let it happen."""
+        """Wait until it is time for a fault and it has a victim, and let it happen."""
+        while self._newest_step() < fault.step:
+            self._pause()
+        while True:
+            victim = self._await_victim(fault)
+            self._note_sessions()
+            if fault.in_push:
+                self._await_push()
+            if victim.is_running():
+                return self._hit(victim, fault)
+
+    def _await_victim(self, fault: Fault) -> psutil.Process:
         while (victim := self._find(fault)) is None:
-            self._assert_goes_on()
-            time.sleep(_POLL_S)
-        self._note_sessions()
+            self._pause()
+        return victim
+
+    def _await_push(self) -> None:
+        """Wait until the trainer pushes weights, or until the step has ended meanwhile."""
+        step = self._newest_step()
+        while self._newest_step() == step:
+            sign = heartbeat.read(self.folder / HEARTBEATS_DIR / TRAINER)
+            if sign and sign[0].startswith("pushing"):
+                return
+            self._pause(0.005)
+
+    def _hit(self, victim: psutil.Process, fault: Fault) -> None:
         if fault.kind.action == STOP:
             victim.suspend()
             time.sleep(fault.seconds)
@@ -134,8 +150,10 @@ class ChaosRun:
             self._note_sessions()
         return step
 
-    def _assert_goes_on(self) -> None:
+    def _pause(self, seconds: float = 0.05) -> None:
+        """Wait before the next look at the run, which must go on."""
         assert self._process.poll() is None, self.output()
+        time.sleep(seconds)
 
     def _family(self) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):

@@ -37,19 +37,22 @@ class Fault:
 
     Args:
         step: it happens as soon as metrics.jsonl has this training step.
+        in_push: it waits for the push of weights that comes next.
         kind: what happens.
         server: the number of the server, if it is one; modulo those that are announced.
         seconds: how long a process is stopped.
     """
 
     step: int
+    in_push: bool
     kind: Kind
     server: int
     seconds: float
 
     def __str__(self) -> str:
         for_s = f" for {self.seconds:.1f} s" if self.kind.action == STOP else ""
-        return f"{self.kind.action} {self.kind.target} at step {self.step}{for_s}"
+        when = "in the push after" if self.in_push else "at"
+        return f"{self.kind.action} {self.kind.target} {when} step {self.step}{for_s}"
 
 
 def short_schedule(seed: int, steps: int) -> list[Fault]:
@@ -82,6 +85,12 @@ def _place(draw: random.Random, kinds: list[Kind], steps: int) -> list[Fault]:
     draw.shuffle(kinds)
     at = sorted(draw.randint(1, steps - _LAST_STEPS) for _ in kinds)
     return [
-        Fault(step=step, kind=kind, server=draw.randrange(2), seconds=draw.uniform(*_STOPPED_S))
+        Fault(
+            step=step,
+            in_push=draw.random() < 0.5,
+            kind=kind,
+            server=draw.randrange(2),
+            seconds=draw.uniform(*_STOPPED_S),
+        )
         for step, kind in zip(at, kinds)
     ]

@@ -34,7 +34,9 @@ def test_seeds_differ_and_cover_each_kind() -> None:
     schedules = [short_schedule(seed, SHORT_STEPS) for seed in range(20)]
     assert len({tuple(faults) for faults in schedules}) == 20
     assert {fault.kind for faults in schedules for fault in faults} == set(ALL_KINDS)
-    assert {fault.server for fault in schedules[0]} == {0, 1}
+    assert {(fault.server, fault.in_push) for faults in schedules for fault in faults} == {
+        (server, in_push) for server in (0, 1) for in_push in (False, True)
+    }
 
 
 def test_faults_come_in_order_and_before_the_end_of_the_run() -> None:
