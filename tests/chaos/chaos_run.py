@@ -15,7 +15,16 @@ from areal_lite.run_dir.metrics import newest_event
 from areal_lite.run_dir.paths import HEARTBEATS_DIR
 from areal_lite.servers.registry import announced_servers
 from areal_lite.system import heartbeat
-from tests.chaos.schedule import CONTROLLER, END, SERVER, STOP, SUPERVISOR, TRAINER, Fault
+from tests.chaos.schedule import (
+    CONTROLLER,
+    END,
+    REPLACED_AFTER_S,
+    SERVER,
+    STOP,
+    SUPERVISOR,
+    TRAINER,
+    Fault,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 2
@@ -38,7 +47,7 @@ _SETTINGS = [
     "server.health_timeout_s=15",
     "restart.max=1000",
     "restart.window_s=1",  # each restart waits for one second, and not longer and longer
-    "restart.hang_timeout_s=240",
+    f"restart.hang_timeout_s={60 * REPLACED_AFTER_S}",
 ]
 
 

@@ -11,8 +11,9 @@ SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
 SERVER_PARTS = (SERVER, SCHEDULER, DETOKENIZER)
 TARGETS = (SUPERVISOR, CONTROLLER, TRAINER, *SERVER_PARTS)
 
-# A stopped controller or trainer is replaced when it does not go on before that.
-_STOPPED_S = (0.3, 1.5)
+REPLACED_AFTER_S = 4.0
+"""A controller or a trainer that is stopped for so long is replaced."""
+_SHORTEST_S = 0.3
 # A run ends soon after its last step: the last faults must come before that.
 _LAST_STEPS = 3
 
@@ -69,19 +70,22 @@ def short_schedule(seed: int, steps: int) -> list[Fault]:
         Kind(KILL, draw.choice(SERVER_PARTS)),
         Kind(draw.choice((KILL, END)), SUPERVISOR),
     ]
-    return _place(draw, kinds, steps)
+    return _place(draw, kinds, steps, longest_s=1.5)
 
 
 def long_schedule(seed: int, steps: int, faults: int) -> list[Fault]:
-    """Return `faults` faults: each kind once, and others that leave the supervisor alone."""
+    """Return `faults` faults: each kind once, and others that leave the supervisor alone.
+
+    Some processes are stopped for so long that they are replaced.
+    """
     draw = random.Random(seed)
     others = [kind for kind in ALL_KINDS if kind.target != SUPERVISOR]
     kinds = [*ALL_KINDS, *draw.choices(others, k=faults - len(ALL_KINDS))]
-    return _place(draw, kinds, steps)
+    return _place(draw, kinds, steps, longest_s=1.5 * REPLACED_AFTER_S)
 
 
-def _place(draw: random.Random, kinds: list[Kind], steps: int) -> list[Fault]:
-    """Give faults an order and their steps. Some come at the same step, at once."""
+def _place(draw: random.Random, kinds: list[Kind], steps: int, longest_s: float) -> list[Fault]:
+    """Give faults an order, their steps and a length. Some come at the same step, at once."""
     draw.shuffle(kinds)
     at = sorted(draw.randint(1, steps - _LAST_STEPS) for _ in kinds)
     return [
@@ -90,7 +94,7 @@ def _place(draw: random.Random, kinds: list[Kind], steps: int) -> list[Fault]:
             in_push=draw.random() < 0.5,
             kind=kind,
             server=draw.randrange(2),
-            seconds=draw.uniform(*_STOPPED_S),
+            seconds=draw.uniform(_SHORTEST_S, longest_s),
         )
         for step, kind in zip(at, kinds)
     ]

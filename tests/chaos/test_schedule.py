@@ -6,12 +6,15 @@ import pytest
 
 from tests.chaos.schedule import (
     ALL_KINDS,
+    CONTROLLER,
     END,
     KILL,
+    REPLACED_AFTER_S,
     SERVER_PARTS,
     STOP,
     SUPERVISOR,
     TARGETS,
+    TRAINER,
     long_schedule,
     short_schedule,
 )
@@ -54,3 +57,12 @@ def test_the_long_runs_have_a_hundred_faults_of_every_kind() -> None:
     schedules = [long_schedule(seed, LONG_STEPS, LONG_FAULTS) for seed in LONG_SEEDS]
     assert sum(len(faults) for faults in schedules) >= 100
     assert all({fault.kind for fault in faults} == set(ALL_KINDS) for faults in schedules)
+    replaced = [
+        fault
+        for faults in schedules
+        for fault in faults
+        if fault.kind.action == STOP
+        and fault.kind.target in (CONTROLLER, TRAINER)
+        and fault.seconds > REPLACED_AFTER_S
+    ]
+    assert replaced
