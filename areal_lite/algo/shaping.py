@@ -56,6 +56,23 @@ def kl_in_reward(
     return rewards - beta * sequence_sum(divergence, mask, sequence_ids, num=len(rewards))
 
 
+def kl_in_advantage(
+    advantages: Tensor, logprobs: Tensor, reference: Tensor, mask: Tensor, *, beta: float
+) -> Tensor:
+    """Compute A_t - beta (lp_t - lp_ref_t), detached: float [t].
+
+    The policy gradient of the second term alone is that of beta KL(policy || reference), token by
+    token over the sequences that the policy samples: on-policy distillation, if the reference is a
+    teacher (arXiv 2306.13649, section 3, with the reverse KL and only samples of the student;
+    "On-Policy Distillation", Thinking Machines Lab, 2025, where later tokens do not count, either).
+
+    Args:
+        advantages, logprobs, reference: float [t]
+        mask: bool [t]; the others keep their advantage
+    """
+    return advantages - beta * kl_estimate(logprobs.detach(), reference, mask, estimator="k1")
+
+
 def token_rewards(
     rewards: Tensor,
     mask: Tensor,

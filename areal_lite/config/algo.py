@@ -75,8 +75,9 @@ class AdvantageConfig:
 
     estimator: str = setting(
         "grpo",
-        "How advantages are estimated. gae trains a critic.",
-        choices=("grpo", "rloo", "reinforce_pp", "gae"),
+        "How advantages are estimated. gae trains a critic. off: they are 0, so that only "
+        "algo.kl teaches.",
+        choices=("grpo", "rloo", "reinforce_pp", "gae", "off"),
     )
     mean: str = setting(
         "group",
@@ -125,7 +126,9 @@ class KLConfig:
     coef: float = setting(0.0, "Coefficient. 0: no KL term.", minimum=0, maximum=100)
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
-        "loss", "Where the term is: in the loss or in the reward.", choices=("loss", "reward")
+        "loss",
+        "Where the term is: in the loss, in the reward, or in the advantage of each token.",
+        choices=("loss", "reward", "advantage"),
     )
     to: str = setting(
         "reference",
@@ -218,7 +221,9 @@ class AlgoConfig:
         "as a share, of its weights w before their bounds, at algo.correction.level.",
     )
     reference: str | None = setting(
-        None, "Hugging Face checkpoint folder of the reference policy, such as ${model}."
+        None,
+        "Hugging Face checkpoint folder of the reference policy: a teacher, or ${model}. It may be "
+        "of another size than the model, with the same tokens.",
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     rejection: RejectionConfig = field(default_factory=RejectionConfig)

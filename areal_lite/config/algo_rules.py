@@ -12,6 +12,7 @@ def check_algo(config: TrainConfig) -> None:
     _correction(config)
     _rejection(config)
     _baseline(config.algo)
+    _without_reward(config)
     shaping, rollout = config.algo.shaping, config.rollout
     if shaping.overlong_margin > rollout.max_new_tokens:
         raise ValueError(
@@ -41,10 +42,10 @@ def _proximal_policy(config: TrainConfig) -> None:
         )
     if algo.prox == "average" and algo.loss == "tb":
         raise ValueError("algo.prox=average: algo.loss=tb has no proximal policy, use recompute")
-    in_reward = algo.kl.coef and algo.kl.into == "reward"
+    before_loss = algo.kl.coef and algo.kl.into != "loss"
     before_update = algo.prox in ("recompute", "average")
-    if not before_update and (in_reward or algo.loss == "tb"):
-        cause = "algo.kl.into=reward" if in_reward else "algo.loss=tb"
+    if not before_update and (before_loss or algo.loss == "tb"):
+        cause = f"algo.kl.into={algo.kl.into}" if before_loss else "algo.loss=tb"
         raise ValueError(
             f"algo.prox={algo.prox}: {cause} needs the log-probs before the update, use recompute"
         )
@@ -52,9 +53,14 @@ def _proximal_policy(config: TrainConfig) -> None:
 
 def _reference_policy(config: TrainConfig) -> None:
     algo = config.algo
-    if algo.kl.coef and algo.kl.to != "reference" and algo.kl.into == "reward":
+    if algo.kl.coef and algo.kl.to != "reference" and algo.kl.into != "loss":
         raise ValueError(
             f"algo.kl.to={algo.kl.to} is a penalty on the update: set algo.kl.into=loss"
+        )
+    if algo.kl.coef and algo.kl.into == "advantage" and algo.kl.estimator != "k1":
+        raise ValueError(
+            f"algo.kl.estimator={algo.kl.estimator}: algo.kl.into=advantage follows the gradient "
+            "of the KL divergence with k1 only, set algo.kl.estimator=k1"
         )
     to_reference = algo.kl.coef and algo.kl.to == "reference"
     if algo.reference is None and (to_reference or algo.loss == "tb"):
@@ -97,6 +103,22 @@ def _baseline(algo: AlgoConfig) -> None:
         raise ValueError(
             f"algo.prox={algo.prox}: algo.advantage.mean=optimal needs the log-probs before the "
             "update, use recompute"
+        )
+
+
+def _without_reward(config: TrainConfig) -> None:
+    kl = config.algo.kl
+    if config.algo.advantage.estimator != "off":
+        return
+    if not kl.coef or kl.into == "reward":
+        raise ValueError(
+            "algo.advantage.estimator=off leaves nothing to learn from: set algo.kl.coef, and "
+            "algo.kl.into=advantage or loss"
+        )
+    if config.rollout.active_sampling:
+        raise ValueError(
+            "rollout.active_sampling=true leaves out groups of equal rewards, which "
+            "algo.advantage.estimator=off learns from, too: set it to false"
         )
 
 

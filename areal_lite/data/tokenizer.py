@@ -68,6 +68,11 @@ class Tokenizer:
         """
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    @property
+    def ids(self) -> dict[str, int]:
+        """The id of every token by its name, special tokens included."""
+        return self._fast.get_vocab()
+
     @cached_property
     def characters_per_token(self) -> float:
         """The most characters of text that one token can stand for, perhaps infinity."""

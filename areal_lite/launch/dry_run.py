@@ -198,7 +198,7 @@ def trainer_lines(
         lines.append(_line("average", average, "of the policy's weights, in float32"))
     if config.algo.reference:
         note = "on a GPU only during its forward pass, when there are no activations"
-        lines.append(_line("reference", worst.weights, note))
+        lines.append(_line("reference", _reference_bytes(config, dtype, worst.weights), note))
     stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
     lines.append(_line("in all", worst.total + critic + average, f"on each rank{stage}"))
     copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1) + average
@@ -207,6 +207,18 @@ def trainer_lines(
         moved = worst.gradients + worst.moments + average
         lines.append(_line("offloaded", moved, "between steps, from a GPU"))
     return lines
+
+
+def _reference_bytes(config: TrainConfig, dtype: torch.dtype, own: int) -> int:
+    """Return the bytes of the reference's weights on a rank; `own`: those of the policy's."""
+    if config.algo.reference in (None, config.model):
+        return own
+    hf = AutoConfig.from_pretrained(config.algo.reference, local_files_only=True)
+    check_layout(hf, config.trainer)
+    return max(
+        memory.rank_memory(hf, config.trainer, dtype.itemsize, stage).weights
+        for stage in range(config.trainer.pipeline_parallel)
+    )
 
 
 def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:

@@ -34,6 +34,7 @@ from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import stored_max_staleness
 from areal_lite.data.prompts import prompt_source
+from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.placement import check_trainer_device, place_run
 from areal_lite.launch.slurm import layout
 from areal_lite.rewards.function import load_reward_function
@@ -95,6 +96,7 @@ def _training(config: TrainConfig) -> None:
     # The model itself has been checked, or the quickstart is about to make it.
     if config.algo.reference not in (None, config.model):
         _model_folder("algo.reference", config.algo.reference)
+        _same_tokens(config.model, config.algo.reference)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
     source, above = config.data.source, config.rollout.retire_above
     if above is not None and getattr(prompt_source(source), "num_prompts", 0) is None:
@@ -117,6 +119,19 @@ def _model_folder(key: str, model: str) -> None:
                 f"{key}={model}: no {file} there; give the folder of a Hugging Face checkpoint: "
                 "`hf download ORG/NAME --local-dir FOLDER` downloads one, "
                 "and `areal-lite make-model` writes a small one"
+            )
+
+
+def _same_tokens(model: str, reference: str) -> None:
+    """Check that the reference policy gives every token of the model the same id."""
+    if not os.path.exists(Path(model) / "tokenizer.json"):
+        return  # the quickstart is about to make it
+    own, other = (Tokenizer(folder).ids for folder in (model, reference))
+    for token, number in own.items():
+        if other.get(token) != number:
+            raise ValueError(
+                f"algo.reference={reference}: token {token!r:.50} is {other.get(token)} there and "
+                f"{number} in model={model}; choose a reference policy with the same tokenizer"
             )
 
 

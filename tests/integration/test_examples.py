@@ -15,6 +15,7 @@ EXAMPLES = (
     "custom_reward",
     "custom_dataset",
     "custom_workflow",
+    "distillation",
     "openai_agent",
     "program_verifier",
     "python_api",
@@ -73,7 +74,10 @@ def shell(command: str, **environment: str) -> str:
 
 def run(name: str, folder: Path, model: Path | None, *settings: str) -> Run:
     """Run an example into `folder`."""
-    environment = {"WARM_MODEL": str(model)} if model else {}
+    environment = {}
+    if model:
+        teacher = {"TEACHER_MODEL": str(model.with_name("teacher")), "TEACHER_STEPS": "40"}
+        environment = {"WARM_MODEL": str(model), **teacher}
     words = " ".join([f"bash examples/{name}/run.sh run_dir={folder}", *settings])
     return Run(folder, shell(words, **environment))
 

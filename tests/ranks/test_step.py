@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from areal_lite.algo.objectives.balance import BalanceObjective
 from areal_lite.algo.objectives.ratio import RatioObjective
@@ -22,7 +23,9 @@ from areal_lite.config import (
     ShapingConfig,
     TrainConfig,
     TrainerConfig,
+    to_dataclass,
 )
+from areal_lite.config.compose import compose_config
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -347,6 +350,70 @@ def test_the_proximal_policy_is_the_average_of_the_weights_so_far(model):
     assert torch.equal(got, averaged.logprobs(microbatches))
     assert (got - present).abs().max() > 1e-3
     assert torch.equal(flat_weights(policy), seen[-1])
+
+
+def every_token_after(prompts: np.ndarray, vocabulary: int) -> TrainBatch:
+    """Make a group of each prompt, int [n, l]: each token of the vocabulary as a completion."""
+    length = prompts.shape[1] + 1
+    sampled = np.arange(length) == length - 1
+    return TrainBatch.from_trajectories(
+        [
+            Trajectory(
+                group_id=group,
+                prompt_id=str(group),
+                sample_index=token,
+                tokens=np.array([*prompt, token], np.int32),
+                loss_mask=sampled,
+                behavior_logprobs=np.where(sampled, -np.log(vocabulary), 0).astype(np.float32),
+                versions=np.where(sampled, 3, -1).astype(np.int32),
+                finish_reason="stop",
+                reward=1.0,
+            ).check()
+            for group, prompt in enumerate(prompts)
+            for token in range(vocabulary)
+        ]
+    )
+
+
+@pytest.mark.parametrize("budget", [8192, 200])
+def test_distillation_follows_the_reverse_kl_to_a_larger_teacher(model, tmp_path, budget):
+    """All tokens as if sampled uniformly: with their weights the step is the exact gradient."""
+    teacher = tmp_path / "teacher"
+    make_model(
+        MakeModelConfig(
+            out=str(teacher), seed=7, hidden_size=48, num_layers=3, head_dim=8, mlp_size=96
+        )
+    )
+    overrides = [f"model={model}", "algo=distill", f"algo.reference={teacher}"]
+    overrides += ["algo.correction.cap=1e6", "trainer.steps=30", "trainer.lr=1e-2"]
+    overrides += [f"trainer.tokens_per_microbatch={budget}", "trainer.adam_eps=1e-5"]
+    config = to_dataclass(compose_config("train", overrides))
+    student, scorer = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for folder in (model, teacher)
+    )
+    prompts = np.random.default_rng(0).integers(2, 98, (3, 5))
+    data = every_token_after(prompts, student.config.vocab_size)
+    own, other = (
+        one(torch.from_numpy(prompts)).logits[:, -1].log_softmax(-1) for one in (student, scorer)
+    )
+    expected = (own.exp() * (own - other.detach())).sum(-1).mean()
+    expected.backward()
+    norm = torch.stack([p.grad.norm() for p in student.parameters() if p.grad is not None]).norm()
+    objective = build_objective(config)
+    models = build_models(config, objective)
+
+    def divergence() -> float:
+        at = models.policy.microbatches(data)
+        logprobs = models.policy.logprobs(at, 1.0)[data.loss_mask].double()
+        scores = models.reference.logprobs(data)[data.loss_mask].double()
+        return float((logprobs.exp() * (logprobs - scores)).sum()) / len(prompts)
+
+    before = divergence()
+    assert before == pytest.approx(expected.item(), rel=1e-4)
+    metrics = [policy_step(models, objective, data, config, 3).metrics for _ in range(30)]
+    assert metrics[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert divergence() < 0.1 * before
 
 
 def flat_weights(policy: Policy) -> torch.Tensor:

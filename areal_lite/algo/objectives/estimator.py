@@ -15,7 +15,7 @@ class AdvantageEstimator:
     """From shaped rewards to advantages, and with `gae` to the critic's targets."""
 
     estimator: str = "grpo"
-    """One advantage per sequence (`grpo`, `rloo`) or per token (`reinforce_pp`, `gae`)."""
+    """One advantage per sequence (`grpo`, `rloo`) or token (`reinforce_pp`, `gae`); `off`: 0."""
     mean: str = "group"
     """grpo: baseline over the `group` or the `batch`, or the `optimal` one of the group."""
     std: str = "group"
@@ -71,13 +71,17 @@ class AdvantageEstimator:
                     lam=self.lam,
                     bootstrap=_values_after_truncation(batch),
                 )
+            case "off":
+                batch.advantages = torch.zeros_like(batch.behavior)
             case unknown:
                 raise ValueError(
-                    f"algo.advantage.estimator={unknown}: use grpo, rloo, reinforce_pp or gae"
+                    f"algo.advantage.estimator={unknown}: use grpo, rloo, reinforce_pp, gae or off"
                 )
         if self.whiten:
             stats = advantages.moments(batch.advantages, mask, reduce=reduce)
             batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
+        # After whitening, which would take out the mean: a divergence of all tokens alike.
+        batch.advantages = kl.token_advantages(batch)
 
     def _relative_to_group(
         self, rewards: Tensor, group_ids: Tensor, reduce: Reduce, squared_norms: Tensor | None

@@ -40,11 +40,12 @@ class RewardShaping:
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """The divergence from another policy, times `coef`, in loss or reward; algo/kl.py."""
+    """The divergence from another policy, times `coef`; algo/kl.py has the formulas."""
 
     coef: float = 0.0
     estimator: str = "k3"
     into: str = "loss"
+    """`loss`, `reward` or `advantage`."""
     to: str = "reference"
     """The other policy: `reference`, `proximal`, `behavior` or `average`."""
 
@@ -87,4 +88,12 @@ class KLTerm:
             )
         return shaping.token_rewards(
             rewards, batch.mask, batch.sequence_ids, divergence=divergence, beta=self.coef
+        )
+
+    def token_advantages(self, batch: FlatBatch) -> Tensor:
+        """Subtract each token's penalty from its advantage: float [T]."""
+        if not self.coef or self.into != "advantage":
+            return batch.advantages
+        return shaping.kl_in_advantage(
+            batch.advantages, batch.prox, batch.reference, batch.mask, beta=self.coef
         )

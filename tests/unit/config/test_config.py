@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from areal_lite.cli import main
 from areal_lite.config import SftConfig, TrainConfig, load_config, save_config, to_dataclass
@@ -55,7 +57,8 @@ PRESETS = sorted(p.stem for p in (config_dir() / "algo").glob("*.yaml"))
 @pytest.mark.parametrize("command", ["train", "quickstart"])
 def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
     where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
-    config = to_dataclass(compose_config(command, [f"algo={preset}", *where]))
+    teacher = [f"algo.reference={model}"] if preset == "distill" else []
+    config = to_dataclass(compose_config(command, [f"algo={preset}", *where, *teacher]))
     check_config(config)
     written = OmegaConf.to_container(
         OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
@@ -73,7 +76,7 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
 def test_the_published_recipes_are_there():
     expected = "areal cispo dapo dr_grpo grpo gspo olmorl pipelinerl ppo reinforce_pp rloo tba"
     stale = "dppo gepo kpop m2po opo vcpo"
-    assert {*expected.split(), *stale.split()} <= set(PRESETS)
+    assert {*expected.split(), *stale.split(), "distill"} <= set(PRESETS)
 
 
 @pytest.mark.parametrize("preset", sorted({*PRESETS} - {"quickstart"}))
@@ -111,7 +114,9 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("algo.correction.mode=clip", "algo.correction.mode=clip: choose one of cap, mask, off"),
         ("algo.correction.cap=0.5", "algo.correction.cap=0.5: must be at least 1"),
         ("algo.correction.veto=[2,3]", "low < 1 < high"),
-        ("algo.advantage.estimator=vapo", "choose one of grpo, rloo, reinforce_pp, gae"),
+        ("algo.advantage.estimator=vapo", "choose one of grpo, rloo, reinforce_pp, gae, off"),
+        ("algo=distill", "algo.kl.coef=1.0 needs a reference policy: set algo.reference"),
+        ("algo.advantage.estimator=off", "leaves nothing to learn from: set algo.kl.coef"),
         ("algo.shaping.overlong_margin=9999", "choose 0 to rollout.max_new_tokens"),
         ("algo.reference=nowhere", "algo.reference=nowhere: no config.json there"),
         ("rollout.group_size=1", "a group of one has nothing to be compared with"),
@@ -143,6 +148,46 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
     line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", override)
     assert message in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["algo.kl.into=reward"], "algo.advantage.estimator=off leaves nothing to learn from"),
+        (["algo.kl.coef=0"], "algo.advantage.estimator=off leaves nothing to learn from"),
+        (["algo.kl.estimator=k3"], "set algo.kl.estimator=k1"),
+        (["algo.prox=reuse"], "algo.kl.into=advantage needs the log-probs before the update"),
+        (["algo.kl.to=behavior"], "algo.kl.to=behavior is a penalty on the update"),
+        (["rollout.active_sampling=true"], "algo.advantage.estimator=off learns from, too"),
+    ],
+)
+def test_a_teacher_must_teach(model, capsys, overrides, message):
+    teacher = [f"model={model}", "algo=distill", f"algo.reference={model}"]
+    assert message in complaint(capsys, "train", *teacher, *overrides)
+
+
+def test_a_teacher_has_the_same_tokens(tmp_path, capsys):
+    vocabularies = {"student": "ab", "larger": "abc", "other": "ba", "smaller": "a"}
+    for name, letters in vocabularies.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 4}')
+        vocabulary = {letter: number for number, letter in enumerate(letters)}
+        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+
+    def overrides(teacher: str) -> list[str]:
+        return [
+            f"model={tmp_path / 'student'}",
+            "algo=distill",
+            f"algo.reference={tmp_path / teacher}",
+            "rollout.group_size=1",
+        ]
+
+    check_config(to_dataclass(compose_config("train", overrides("larger"))))
+    for teacher, message in ("other", "'a' is 1 there and 0 in"), ("smaller", "'b' is None there"):
+        line = complaint(capsys, "train", *overrides(teacher))
+        assert message in line or "token 'b' is 0 there and 1 in" in line
+        assert "choose a reference policy with the same tokenizer" in line
 
 
 def test_the_proximal_policy_must_suit_the_updates(model, tmp_path, capsys):

@@ -285,7 +285,7 @@ def test_waits_of_the_synchronous_schedule_are_right(tmp_path: Path, key: str) -
     assert not findings(make_run(tmp_path / "run", "buffer.max_staleness=0", **values))
 
 
-@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp"])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp", "off"])
 def test_equal_rewards_matter_only_where_groups_are_compared(
     tmp_path: Path, estimator: str
 ) -> None:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
 from areal_lite.config.cautions import cautions
-from areal_lite.launch.dry_run import cadence_line, prompt_lines
+from areal_lite.launch.dry_run import cadence_line, prompt_lines, trainer_lines
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 
@@ -72,6 +74,23 @@ def test_the_reward_of_the_addition_task_is_a_caution_with_other_data(tmp_path: 
     assert not any("name the reward" in caution for caution in cautions(config))
     addition = TrainConfig(model="m")
     assert not any("name the reward" in caution for caution in cautions(addition))
+
+
+def test_a_larger_teacher_takes_its_own_memory(tmp_path: Path) -> None:
+    def model(**sizes: int) -> PretrainedConfig:
+        return Qwen3Config(vocab_size=100, hidden_size=64, **sizes)
+
+    own, teacher = model(num_hidden_layers=2), model(num_hidden_layers=8)
+    teacher.save_pretrained(tmp_path)
+    config = TrainConfig(model="m")
+
+    def weights(reference: str, hf: PretrainedConfig) -> str:
+        config.algo.reference = reference
+        (line,) = [x for x in trainer_lines(config, hf, torch.float32) if x.startswith("reference")]
+        return line
+
+    as_policy = weights("m", teacher)
+    assert weights(str(tmp_path), own) == as_policy != weights("m", own)
 
 
 def test_the_plan_downloads_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Objectives that the configuration builds, against loops over tokens in float64."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -22,7 +23,9 @@ from areal_lite.config import (
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
+    to_dataclass,
 )
+from areal_lite.config.compose import compose_config
 from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.trainer.objective import RATIO_LOSSES, build_objective
@@ -404,6 +407,60 @@ def test_kl_in_the_reward_of_groups():
         group = [r for r, g in zip(reward, batch.group_ids) if g == batch.group_ids[s]]
         for value in t.advantages[t.sequence_ids == s]:
             assert float(value) == pytest.approx(reward[s] - np.mean(group), abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["off", "grpo", "gae"])
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1.0, 0.25]))
+def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_a_token(estimator, seed, coef):
+    batch = make_batch(seed)
+    advantage = AdvantageConfig(estimator, whiten=True)
+    with_teacher = AlgoConfig(advantage=advantage, kl=KLConfig(coef, "k1", "advantage"))
+    t, _, _ = tensors_of(batch, TrainConfig(model="", algo=with_teacher), seed)
+    build_objective(TrainConfig(model="", algo=with_teacher)).set_targets(t, summed)
+    others = copy.copy(t)
+    without = AlgoConfig(advantage=advantage)
+    build_objective(TrainConfig(model="", algo=without)).set_targets(others, summed)
+    reward = [0.0] * len(t.mask) if estimator == "off" else others.advantages.tolist()
+    rows = zip(t.mask.tolist(), t.prox.tolist(), t.reference.tolist(), reward)
+    for got, (kept, student, teacher, own) in zip(t.advantages.tolist(), rows):
+        assert got == pytest.approx(own - coef * (student - teacher) * kept, abs=1e-12)
+    if estimator == "gae":
+        assert torch.equal(t.returns, others.returns), "a critic predicts the reward"
+
+
+@pytest.mark.parametrize("stale", [0.0, 1.5])
+def test_distillation_follows_the_gradient_of_the_reverse_kl(stale):
+    """Add up the gradients of all tokens that can follow, by the probability of sampling each."""
+    overrides = ["model=m", "algo=distill", "algo.reference=m", "algo.correction.cap=1e6"]
+    config = to_dataclass(compose_config("train", overrides))
+    objective = build_objective(config)
+    generator = torch.Generator().manual_seed(3)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(7, generator=generator, dtype=torch.float64)
+
+    student = noise().requires_grad_()
+    teacher = noise().log_softmax(0)
+    sampler = (student.detach() + stale * noise()).log_softmax(0)
+    logprobs = student.log_softmax(0)
+    total = torch.zeros((), dtype=torch.float64)
+    for token in range(7):
+        batch = make_batch(0, groups=1, size=1)
+        t = flat_batch(batch, VERSION, torch.device("cpu"))
+        index = torch.arange(len(t.mask))
+        t.mask = index == int(t.sampled.nonzero()[0])
+        t.behavior = torch.full((len(index),), float(sampler[token]), dtype=torch.float64)
+        t.prox = torch.full_like(t.behavior, float(logprobs[token].detach()))
+        t.reference = torch.full_like(t.behavior, float(teacher[token]))
+        objective.set_targets(t, summed)
+        part = objective.minibatch(t, index, t.prox.clone, summed)
+        output = objective.loss(t, part, index, logprobs[token].expand(len(index)), t.prox)
+        total = total + sampler[token].exp() * output.loss
+    (got,) = torch.autograd.grad(total, student, retain_graph=True)
+    divergence = (logprobs.exp() * (logprobs - teacher)).sum()
+    (expected,) = torch.autograd.grad(divergence, student)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_shaped_rewards_count_the_sampled_tokens():

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Learn from a larger model instead of a reward. Arguments are settings:
+#   bash examples/distillation/run.sh trainer.steps=5
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+# shellcheck source=examples/warm_model.sh
+. ../warm_model.sh
+
+# The teacher has twice the parameters of the student, and was shown right solutions only. It is
+# made once, in about a minute and a half.
+#   TEACHER_MODEL=/path/to/folder    makes it there, and uses it from there
+teacher=${TEACHER_MODEL:-$examples/models/teacher}
+if [ ! -d "$teacher" ]; then
+  echo "making the teacher: $teacher" >&2
+  rm -rf "$teacher-random" "$teacher-sft" # of a start that was interrupted
+  areal-lite make-model "out=$teacher-random" num_layers=3 hidden_size=128 mlp_size=256 >&2
+  areal-lite sft "model=$teacher-random" "out=$teacher" "run_dir=$teacher-sft" \
+    data.max_digits=3 batch_size=32 forget_carry=0 \
+    trainer.steps="${TEACHER_STEPS:-400}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
+    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
+fi
+
+areal-lite train "model=$warm" algo=distill "algo.reference=$teacher" \
+  data.max_digits=3 rollout.group_size=4 rollout.max_new_tokens=64 \
+  trainer.batch_groups=64 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=24 "$@"
