@@ -74,14 +74,10 @@ class AdvantageEstimator:
             case "off":
                 batch.advantages = torch.zeros_like(batch.behavior)
             case unknown:
-                raise ValueError(
-                    f"algo.advantage.estimator={unknown}: use grpo, rloo, reinforce_pp, gae or off"
-                )
+                raise ValueError(f"algo.advantage.estimator={unknown} is unknown")
         if self.whiten:
             stats = advantages.moments(batch.advantages, mask, reduce=reduce)
             batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
-        # After whitening, which would take out the mean: a divergence of all tokens alike.
-        batch.advantages = kl.token_advantages(batch)
 
     def _relative_to_group(
         self, rewards: Tensor, group_ids: Tensor, reduce: Reduce, squared_norms: Tensor | None

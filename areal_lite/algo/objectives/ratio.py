@@ -96,6 +96,8 @@ class RatioObjective:
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         norms = self._squared_norms(batch) if self.estimator.needs_norms else None
         self.estimator.set_advantages(batch, self.shaping.rewards(batch), self.kl, reduce, norms)
+        # After whitening, which would take out the mean: a divergence of all tokens alike.
+        batch.advantages = self.kl.token_advantages(batch)
 
     def trains_on(self, batch: FlatBatch) -> Tensor:
         """Leave out sequences without an advantage, such as those of a group of equal rewards.
