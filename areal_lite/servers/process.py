@@ -37,6 +37,9 @@ _SGLANG_ENVIRONMENT = {
     # 65 seconds later: it waits for dumps.
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
+    # The client closes idle connections. A server that stalls for longer than its own limit (5 s)
+    # would close one on which a request waits: uvloop looks at timers before sockets.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
 }
 _MOST_GRAPHS = 512  # each captured request takes some MiB of a GPU
 

@@ -280,6 +280,28 @@ def wait_until(condition, seconds: float) -> bool:
     return result
 
 
+def test_a_server_that_stalled_answers_on_the_connections_that_it_has(sglang_server):
+    """A stall of more than the 5 s after which uvicorn would close an idle connection."""
+    params = SamplingParams(3, temperature=1.0, stop_token_ids=())
+    prompt = np.arange(2, 9, dtype=np.int32)
+
+    async def run() -> GenerationChunk:
+        async with SGLangClient(60) as client:
+            await client.generate(sglang_server.info, prompt, params, "before", "0")
+            leader = psutil.Process(sglang_server.info.pid)
+            leader.suspend()
+            try:
+                asked = asyncio.create_task(
+                    client.generate(sglang_server.info, prompt, params, "during", "0")
+                )
+                await asyncio.sleep(6)
+            finally:
+                leader.resume()
+            return await asked
+
+    assert len(asyncio.run(run()).tokens) == 3
+
+
 def test_nothing_survives_a_killed_parent(tiny_model, tmp_path):
     command = [
         sys.executable,
