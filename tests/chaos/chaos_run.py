@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ class ChaosRun:
         self._seen = 0
         # Of every process that was seen. Each role and each server has a session of its own.
         self._sessions: set[int] = set()
+        self._wakers: list[threading.Timer] = []
         self.start()
 
     def start(self) -> None:
@@ -110,9 +112,9 @@ class ChaosRun:
     def _hit(self, victim: psutil.Process, fault: Fault) -> None:
         if fault.kind.action == STOP:
             victim.suspend()
-            time.sleep(fault.seconds)
-            with suppress(psutil.NoSuchProcess):  # it was replaced
-                victim.resume()
+            # The next fault does not wait for the end of this one.
+            self._wakers.append(threading.Timer(fault.seconds, _wake, [victim]))
+            self._wakers[-1].start()
             return
         is_end = fault.kind.action == END
         victim.send_signal(signal.SIGTERM if is_end else signal.SIGKILL)
@@ -123,6 +125,8 @@ class ChaosRun:
 
     def wait(self, timeout_s: float) -> int:
         """Wait until the run has ended, and return its exit status."""
+        for waker in self._wakers:
+            waker.join()
         self._note_sessions()
         return self._process.wait(timeout_s)
 
@@ -194,3 +198,9 @@ class ChaosRun:
             parts = [one for one in server.children(recursive=True) if target in one.name()]
             return parts[0] if parts else None
         return None
+
+
+def _wake(process: psutil.Process) -> None:
+    """Let a stopped process go on, unless it was replaced meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        process.resume()

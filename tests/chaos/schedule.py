@@ -14,8 +14,6 @@ TARGETS = (SUPERVISOR, CONTROLLER, TRAINER, *SERVER_PARTS)
 REPLACED_AFTER_S = 4.0
 """A controller or a trainer that is stopped for so long is replaced."""
 _SHORTEST_S = 0.3
-# A run ends soon after its last step: the last faults must come before that.
-_LAST_STEPS = 3
 
 
 @dataclass(frozen=True, order=True)
@@ -85,9 +83,13 @@ def long_schedule(seed: int, steps: int, faults: int) -> list[Fault]:
 
 
 def _place(draw: random.Random, kinds: list[Kind], steps: int, longest_s: float) -> list[Fault]:
-    """Give faults an order, their steps and a length. Some come at the same step, at once."""
+    """Give faults an order, their steps and a length. Some come at the same step, at once.
+
+    While a fault waits for its moment, the run makes a step or two. Enough steps are left for that,
+    however fast they are.
+    """
     draw.shuffle(kinds)
-    at = sorted(draw.randint(1, steps - _LAST_STEPS) for _ in kinds)
+    at = sorted(draw.randint(1, steps - len(kinds)) for _ in kinds)
     return [
         Fault(
             step=step,

@@ -10,8 +10,8 @@ from tests.chaos.schedule import Fault, long_schedule, short_schedule
 from tests.integration.conftest import tiny_model  # noqa: F401
 from tests.integration.controller_run import wrong_with
 
-SHORT_SEED, SHORT_STEPS = 1, 12
-LONG_SEEDS, LONG_STEPS, LONG_FAULTS = range(6), 26, 20
+SHORT_SEED, SHORT_STEPS = 1, 18
+LONG_SEEDS, LONG_STEPS, LONG_FAULTS = range(6), 40, 20
 
 Start = Callable[[int], ChaosRun]
 
