@@ -44,7 +44,7 @@ class TrainResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained weights, in Hugging Face format."""
+        """Return the folder of the trained weights, in Hugging Face format."""
         return self.run_dir / CHECKPOINTS_DIR / HF_DIR
 
 

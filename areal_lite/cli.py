@@ -263,7 +263,7 @@ def _reason(error: ValueError | OSError) -> str:
 
 
 def _reader_left(error: Exception) -> bool:
-    """Tell whether `error` is a stdout without a reader. If so, drop what is left to write."""
+    """Return whether `error` is a stdout without a reader. If so, drop what is left to write."""
     if not isinstance(error, BrokenPipeError):
         return False
     poll = select.poll()

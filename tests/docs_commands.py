@@ -96,7 +96,7 @@ def entry(command: str, table: dict[str, str]) -> str | None:
 
 
 def runs_here(command: str) -> bool:
-    """Tell whether this script runs a command."""
+    """Return whether this script runs a command."""
     return entry(command, ELSEWHERE | NOWHERE) is None
 
 

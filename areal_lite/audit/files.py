@@ -37,7 +37,7 @@ def check_checkpoints(records: Records) -> Check:
     )
     for path in paths:
         reason = damage(path)
-        # A run that goes on removes old ones.
+        # A running run removes old ones.
         if reason and path.exists():
             check.wrong.append(f"{path.name}: {reason}")
     return check

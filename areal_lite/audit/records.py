@@ -59,7 +59,7 @@ class Records:
 
     @property
     def replays(self) -> bool:
-        """Say whether batches are drawn from a replay buffer."""
+        """Return whether batches are drawn from a replay buffer."""
         return bool(self.config.replay_capacity)
 
     @property

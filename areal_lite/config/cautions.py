@@ -35,7 +35,7 @@ def cautions(config: TrainConfig) -> list[str]:
 
 
 def clip_is_idle(config: TrainConfig) -> bool:
-    """Tell whether the ratio that the loss clips is always 1."""
+    """Return whether the ratio that the loss clips is always 1."""
     algo = config.algo
     return (
         algo.loss in CLIPPED_LOSSES

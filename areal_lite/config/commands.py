@@ -59,7 +59,7 @@ class TrainConfig:
 
     @property
     def max_lead(self) -> int:
-        """Steps between the version at which a group may start and the step that is its turn.
+        """Return the steps from the version at which a group may start to the step of its turn.
 
         The window takes its part of the staleness bound (controller/queue.py).
         """

@@ -60,7 +60,7 @@ class RewardConfig:
 
 @dataclass
 class EvalConfig:
-    """Evaluation on held-out problems, on the same servers, while training goes on."""
+    """Evaluation on held-out problems, on the same servers, while training continues."""
 
     problems: int = setting(
         200, "Problems of each set. 0 turns evaluation off.", minimum=0, maximum=1_000_000

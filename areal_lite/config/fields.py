@@ -54,7 +54,7 @@ class Setting:
     limits: list[tuple[Bound, float]]
 
     def accepts(self, value: Any) -> bool:
-        """Tell whether `value` is one of the choices and within the bounds.
+        """Return whether `value` is one of the choices and within the bounds.
 
         Each item of a list must be.
         """
@@ -77,7 +77,7 @@ class Setting:
 
 
 def _is_text(value: str) -> bool:
-    """Tell whether files and command lines can hold `value`."""
+    """Return whether files and command lines can hold `value`."""
     is_unicode = not any("\ud800" <= character <= "\udfff" for character in value)
     return len(value) <= _MAX_CHARACTERS and is_unicode and "\0" not in value
 

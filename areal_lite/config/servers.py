@@ -67,8 +67,8 @@ class ServerConfig:
     )
     max_restarts: int = setting(
         5,
-        "Restarts of each failed server. After these the run goes on without it. A server that was "
-        "ready for an hour begins to count anew.",
+        "Restarts of each failed server. After these the run continues without it. The count "
+        "begins again when the server was ready for an hour.",
         minimum=0,
         maximum=1_000_000,
     )

@@ -142,7 +142,7 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
+        """Return the number of trainer ranks."""
         return (
             self.tensor_parallel
             * self.pipeline_parallel

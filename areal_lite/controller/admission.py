@@ -76,7 +76,7 @@ class AdmissionGate:
         return ahead * self.batch_groups - self.accepted - self.running
 
     def can_admit(self) -> bool:
-        """Tell whether a group may start now."""
+        """Return whether a group may start now."""
         return self.capacity > 0
 
     @property
@@ -86,7 +86,7 @@ class AdmissionGate:
 
     @property
     def drained(self) -> bool:
-        """Tell whether no group is running and none may start before the next version."""
+        """Return whether no group is running and none may start before the next version."""
         return self.running == 0 and self.capacity <= 0
 
     def on_admitted(self) -> None:

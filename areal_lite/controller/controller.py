@@ -71,7 +71,7 @@ class Controller:
         announced: Callable[[], list[ServerInfo]],
         mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
     ):
-        """`announced` and `mark_unhealthy` are as in Fleet."""
+        """Build all parts. `announced` and `mark_unhealthy` are as in Fleet."""
         assert dependencies.store is not None
         self.config = config
         self._dependencies = dependencies

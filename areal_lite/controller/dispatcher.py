@@ -58,7 +58,7 @@ class Dispatcher:
 
     `counts`, of the whole run: `groups`, `workflow_failures`, `reward_failures`, `failed_rollouts`,
     `empty_groups`, `dropped_groups`. `filtered` counts the filtered groups of the whole run by
-    reason. `in_flight` counts trajectories, `running` has the ids of the groups that go on.
+    reason. `in_flight` counts trajectories, `running` has the ids of the running groups.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Evaluation on held-out problems: greedy accuracy, sampled accuracy and pass@k.
 
-It uses the rollout servers, while training rollouts go on.
+It uses the rollout servers, at the same time as training rollouts.
 """
 
 import asyncio

@@ -43,7 +43,7 @@ class SolveRates:
     """The solve rates of each prompt: the share of positive rewards in each of its last groups."""
 
     def __init__(self, retire_above: float | None):
-        """`retire_above` is the mean rate above which a prompt is retired; None retires none."""
+        """Retire prompts above the mean rate `retire_above`; none if it is None."""
         self._retire_above = retire_above
         self._rates: dict[int, deque[float]] = {}
 

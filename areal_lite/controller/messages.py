@@ -83,7 +83,7 @@ class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
 
 
 class AwaitEvaluation(msgspec.Struct, tag="await_evaluation", frozen=True):
-    """Wait until the evaluation of the last version has ended, well or not. Every rank asks.
+    """Wait until the evaluation of the last version has succeeded or failed. Every rank asks.
 
     `resyncs` counts the `Resync` replies that this rank has had.
     """
@@ -136,7 +136,7 @@ class Evaluation(msgspec.Struct, tag="evaluation"):
 
 
 class EvaluationEnded(msgspec.Struct, tag="evaluation_ended"):
-    """The evaluation has ended. Its result goes to who asked for it."""
+    """The evaluation has ended. Only the client that sent `Evaluate` gets its result."""
 
 
 class RunTotals(msgspec.Struct, tag="run_totals"):

@@ -125,7 +125,7 @@ class GroupQueue:
         return passed + sum(group.group_id > oldest_running for group in self._groups[:count])
 
     def held_back(self, count: int, oldest_running: int | None) -> bool:
-        """Tell whether a whole batch waits because the window lets no more groups pass."""
+        """Return whether a whole batch waits because the window lets no more groups pass."""
         if self._window is None or len(self._groups) < count:
             return False
         return self.num_passing(count, oldest_running) > self._window

@@ -87,7 +87,7 @@ def controller_status(
         fleet: the servers.
         trainer: what the trainer does.
         pending_steps: the steps whose batch was asked for and is not complete.
-        evaluating: the versions whose evaluation goes on.
+        evaluating: the versions that are being evaluated.
     """
     admission = dispatcher.admission
     router = fleet.router

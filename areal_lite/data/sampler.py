@@ -36,12 +36,12 @@ class PromptSampler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt has been retired."""
+        """Return whether every prompt has been retired."""
         return len(self.retired) == self._num_prompts
 
     @property
     def epoch(self) -> int:
-        """Number of completed passes; 0 for an unbounded set."""
+        """Return the number of completed passes; 0 for an unbounded set."""
         return 0 if self._num_prompts is None else self.drawn // self._num_prompts
 
     def next(self) -> int:
@@ -61,7 +61,7 @@ class PromptSampler:
         self._put_back.append(index)
 
     def retire(self, index: int) -> None:
-        """Never draw `index` again."""
+        """Exclude `index` from all later draws."""
         self.retired.add(index)
 
     def state(self) -> dict[str, Any]:

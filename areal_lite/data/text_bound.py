@@ -46,7 +46,7 @@ def _parts(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
-    """Say whether a normalizer or pre-tokenizer keeps a text's length, up to a normal form."""
+    """Return whether a normalizer or pre-tokenizer keeps a text's length, up to a normal form."""
     if part["type"] == "Replace":
         old = part["pattern"].get("String")
         return old is not None and len(old) <= len(part["content"])

@@ -64,18 +64,18 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that the tokenizer puts around every text.
 
-        Other threads go on meanwhile: the method for one text would keep the interpreter's lock.
+        Other threads run meanwhile: the method for one text would keep the interpreter's lock.
         """
         return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     @property
     def ids(self) -> dict[str, int]:
-        """The id of every token by its name, special tokens included."""
+        """Return the id of every token by its name, special tokens included."""
         return self._fast.get_vocab()
 
     @cached_property
     def characters_per_token(self) -> float:
-        """The most characters of text that one token can stand for, perhaps infinity."""
+        """Return the most characters of text that one token can stand for, perhaps infinity."""
         return characters_per_token(read_json(self.path / "tokenizer.json"))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

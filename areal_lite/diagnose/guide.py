@@ -36,7 +36,7 @@ GUIDE = (
         operation.stalled,
         "The run makes no progress",
         (),
-        "no step for {stall_s:g} s and {stall_factor:g} usual steps, while the run goes on",
+        "no step for {stall_s:g} s and {stall_factor:g} usual steps, while the run is active",
         "a role hangs, and the others wait for it",
         "read the log that is named; `reward.timeout_s`, `server.health_timeout_s` and "
         "`sync.timeout_s` bound how long a hang lasts",

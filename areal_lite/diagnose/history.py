@@ -50,12 +50,12 @@ class History:
 
     @property
     def complete(self) -> bool:
-        """Say whether all steps are trained."""
+        """Return whether all steps are trained."""
         return len(self.metrics) >= self.config.trainer.steps
 
     @property
     def takes_turns(self) -> bool:
-        """Say whether generation waits for every push, as nothing may start for later steps."""
+        """Return whether generation waits for every push, as nothing may start for later steps."""
         return self.config.max_lead < self.config.sync.every
 
     def values(self, key: str) -> np.ndarray:
@@ -99,7 +99,7 @@ class History:
 
     @cached_property
     def errors(self) -> dict[str, str]:
-        """By log, the last line about an error, of the controller and the trainer ranks."""
+        """Return the last error line of each log of the controller and the trainer ranks."""
         found = {
             name: [line.strip() for line in log.lines if _ERROR.search(line)]
             for name, log in self.logs.items()

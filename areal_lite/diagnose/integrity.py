@@ -41,7 +41,7 @@ def lost_seed(run: History) -> Sign | None:
 
 
 def _has_batches(run: History) -> bool:
-    """Say whether the store has the batches that were trained on. A replay buffer draws its own."""
+    """Return whether the store has the trained batches: a replay buffer draws its own."""
     return bool(len(run.columns)) and not run.config.buffer.replay.capacity
 
 

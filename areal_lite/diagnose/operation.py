@@ -127,7 +127,7 @@ def _waiting(run: History) -> str | None:
 
 
 def _held_back(run: History) -> bool:
-    """Say whether tokens are as stale as allowed while fewer requests run than allowed."""
+    """Return whether tokens are as stale as allowed while fewer requests run than allowed."""
     staleness = run.middle("staleness_max")
     # Between two pushes the age of the oldest tokens rises to the bound.
     lowest = run.config.max_lead - run.config.sync.every + 1

@@ -94,7 +94,7 @@ class Conversation:
 
 
 def _has_template(tokenizer: Tokenizer) -> bool:
-    """Tell whether the chat template marks who says what."""
+    """Return whether the chat template marks who says what."""
     question = "a question"
     try:
         return tokenizer.render([{"role": "user", "content": question}]) != question

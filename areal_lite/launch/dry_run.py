@@ -210,7 +210,7 @@ def trainer_lines(
 
 
 def _reference_bytes(config: TrainConfig, dtype: torch.dtype, own: int) -> int:
-    """Return the bytes of the reference's weights on a rank; `own`: those of the policy's."""
+    """Return the bytes of the reference's weights on a rank. `own`: the bytes of the policy's."""
     if config.algo.reference in (None, config.model):
         return own
     hf = AutoConfig.from_pretrained(config.algo.reference, local_files_only=True)

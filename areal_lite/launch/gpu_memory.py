@@ -46,7 +46,7 @@ class SharedGpu:
 
     @property
     def missing(self) -> list[str]:
-        """The parts that do not fit."""
+        """Return the names of the parts that do not fit."""
         parts = {
             "the trainer": self.trainer > self.trainer_share,
             "one sequence in the KV cache": self.longest > self.kv_tokens,

@@ -24,7 +24,7 @@ class Placement:
 
     @property
     def shared(self) -> bool:
-        """Whether a server and the trainer share a GPU."""
+        """Return whether a server and the trainer share a GPU."""
         return any(gpu in self.trainer for gpus in self.servers for gpu in gpus)
 
 
@@ -104,7 +104,7 @@ def _check_shares(trainer: float | None, server: float | None) -> None:
 
 
 def quickstart_overrides(overrides: list[str]) -> list[str]:
-    """Return the settings that the quick start adds to `overrides` on a machine with GPUs.
+    """Return the settings that the quickstart adds to `overrides` on a machine with GPUs.
 
     SGLang's kernels for GPUs need heads of 64 or more. One GPU is shared, and one process warms up.
     """

@@ -1,8 +1,8 @@
 """Decide what follows a failure of the controller or a trainer rank: a restart, or the end.
 
-A start from the newest checkpoint is the same as that of `resume=auto` (run_dir/resume.py). What
-was killed or hangs is started again, within a budget. An error is started again only if that can
-help: not before the first step, and not twice at the same place.
+A start from the newest checkpoint is the same as that of `resume=auto` (run_dir/resume.py). A
+process that was killed or hangs is started again, a limited number of times. After an error it is
+started again only if that can help: not before the first step, and not twice at the same place.
 
 Pure: no process, no file and no clock.
 """
@@ -24,7 +24,7 @@ class Failure:
         role: the name of the process.
         at_s: when it was noticed, in seconds of any clock.
         error: what identifies the error that it reported; None if it was killed or hung.
-        progressed: whether a training step was completed since the start of the process, and
+        progressed: whether a training step was completed since the start of the process and
             steps are left.
     """
 
@@ -70,7 +70,7 @@ def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
 
 
 def error_identity(log: str) -> str:
-    """Return what is equal for two reports of one error: its place and its message.
+    """Return the place and the message of an error, which are equal for two reports of it.
 
     `log` ends with the report. Numbers in the message may differ, such as that of a step.
     """

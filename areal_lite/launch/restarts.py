@@ -1,7 +1,7 @@
 """The restarts of controller and trainer during a run on one machine.
 
-Both start again together, from the newest checkpoint, as `resume=auto` starts them. The servers go
-on meanwhile: the new controller ends their requests, and the new trainer pushes its weights to them
+Both start again together, from the newest checkpoint, as `resume=auto` starts them. The servers
+keep running. The new controller ends their requests, and the new trainer pushes its weights to them
 before they get another one (Fleet.take_over).
 """
 
@@ -34,7 +34,7 @@ class Restarts:
         self._config = config
         self._run_dir = run_dir
         self._failures: list[Failure] = []
-        # The failure that the user has to know if the run ends: the first one without progress.
+        # The failure to show first if the run ends: the first one of those without progress.
         self._cause: ProcessFailed | None = None
         self.start = start_version(run_dir)
 

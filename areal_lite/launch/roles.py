@@ -64,7 +64,7 @@ class Role:
         return ProcessFailed(self, what or f"{self.name} exited with status {status}")
 
     def output(self) -> str:
-        """Return what this process has written to its log; only the end of much."""
+        """Return the last 64 KiB that this process has written to its log."""
         with open(self.log, "rb") as log:
             log.seek(max(self.log_start, log.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
             return log.read().decode(errors="replace")
@@ -150,8 +150,8 @@ class Roles:
     def check(self) -> None:
         """Raise ProcessFailed if a process has ended with an error.
 
-        When several have, the cause is one that a signal killed, or else the first that reported an
-        error: the others have lost it.
+        Of several, the cause is the one that a signal killed, or else the first that reported an
+        error. The others failed because they lost it.
         """
         failed = [role for role in self.roles if role.process.poll() not in (None, 0)]
         if failed:

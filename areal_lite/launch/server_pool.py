@@ -143,7 +143,7 @@ class ServerPool:
             await asyncio.sleep(delay_s)
 
     def _was_steady(self, name: str) -> bool:
-        """Tell whether the last process of a server was ready for long enough to count anew."""
+        """Return whether the last process of a server was ready for long enough to count anew."""
         ready_at = self._ready_at.get(name)
         return ready_at is not None and time.monotonic() - ready_at >= _STEADY_S
 

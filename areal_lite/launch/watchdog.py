@@ -128,7 +128,7 @@ def describe(hang: Hang) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a signal has stopped the process (Linux; elsewhere it is unknown)."""
+    """Return whether a signal has stopped the process (Linux; elsewhere it is unknown)."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state == "T"

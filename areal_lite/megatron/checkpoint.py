@@ -7,7 +7,7 @@ is one, and the positions of optimizer and schedule; and torch's random state an
 
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.
-* The state is that of the moment of `save`, although it is written while training goes on. A thread
+* The state is that of the moment of `save`, although it is written during training. A thread
   on each rank writes a copy in host memory; training waits for the copy only, because writing
   releases the interpreter's lock. Megatron would fork a process. That process would outlive a
   killed trainer and write where the next trainer writes, and it could inherit locks held by the

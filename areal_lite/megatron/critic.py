@@ -3,7 +3,7 @@
 A scalar value layer, zero at first, stands in place of the output layer. Entry i of the values is
 the value of the state before token i, computed from the tokens before it, as with log-probs. The
 first token of a sequence has no state before it. Its entry is the value of the state after the
-sequence's last token, from which a truncated sequence would go on.
+sequence's last token, from which a truncated sequence would continue.
 """
 
 from collections.abc import Callable, Sequence

@@ -120,7 +120,7 @@ def lm_logprobs(
 class _LmLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, local: Tensor, options: _Options):
-        """`local`: targets, counted from the first row of this rank's slice."""
+        """Compute the results. `local`: targets, counted from the first row of this slice."""
         head = _head(weight, options)
         owned = (local >= 0) & (local < options.width)
         column = torch.where(owned, local, 0)

@@ -41,7 +41,7 @@ def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConf
 
 
 def is_sharded(config: TrainerConfig) -> bool:
-    """Tell whether data-parallel ranks share the optimizer's state."""
+    """Return whether data-parallel ranks share the optimizer's state."""
     return config.optimizer == "adam"
 
 

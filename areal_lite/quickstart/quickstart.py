@@ -1,6 +1,6 @@
 """Make a model, warm it up and train it, in one run directory (`areal-lite quickstart`).
 
-`resume=auto` leaves out what an earlier start has finished: a model that is there is complete.
+`resume=auto` leaves out the stages whose model exists: a model that exists is complete.
 """
 
 import sys
@@ -21,7 +21,7 @@ def run(config: QuickstartConfig) -> int:
     stages = (
         ("make a small model", config.make_model.out, lambda: make_model.run(config.make_model)),
         (
-            "warm it up on demonstrations of a teacher who forgets carries",
+            "warm it up on demonstrations of a teacher that forgets carries",
             config.sft.out,
             lambda: launch_sft.run(config.sft),
         ),

@@ -21,7 +21,7 @@ from areal_lite.system.files import write_atomically
 
 
 def report(config: ReportConfig) -> int:
-    """Write report.html and report.png of a run, or serve the page while the run goes on."""
+    """Write report.html and report.png of a run, or serve the page during the run."""
     run_dir = chosen_run(config)
     if config.follow:
         return _follow(run_dir, config.port)

@@ -102,7 +102,7 @@ def page_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
 
 
 def is_loopback(host: str, port: int) -> bool:
-    """Tell whether a Host header names this machine's loopback address and `port`."""
+    """Return whether a Host header names this machine's loopback address and `port`."""
     return host in {f"{'[' + name + ']' if ':' in name else name}:{port}" for name in LOOPBACK}
 
 

@@ -1,4 +1,4 @@
-"""What the trainer, the controller and each server did, as shares of equal bins of time."""
+"""The activity of trainer, controller and each server, as shares of equal bins of time."""
 
 from __future__ import annotations
 

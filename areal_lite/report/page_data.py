@@ -44,7 +44,7 @@ class RunRecords:
 
     @property
     def staleness_bound(self) -> int | None:
-        """The largest staleness of a trained token; None for a run with replay."""
+        """Return the largest staleness of a trained token; None for a run with replay."""
         buffer = self.config.get("buffer", {})
         return None if buffer.get("replay", {}).get("capacity") else buffer.get("max_staleness")
 

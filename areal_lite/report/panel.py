@@ -1,4 +1,4 @@
-"""The panel that a terminal shows while work goes on.
+"""The panel that a terminal shows during work.
 
     ╭─ training · runs/first ───────────────────────────────────╮
     │ step 34 of 60  ━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━  57 %  ETA 0:54 │
@@ -68,7 +68,7 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The state of work that goes on, as a panel shows it.
+    """The state of running work, as a panel shows it.
 
     Args:
         title: what the work is.

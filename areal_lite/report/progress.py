@@ -1,4 +1,4 @@
-"""The progress of work that goes on: a panel on a terminal, lines in a log.
+"""The progress of running work: a panel on a terminal, lines in a log.
 
     step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10
 
@@ -107,7 +107,7 @@ class Progress:
 
 
 def takes_panel(console: Console) -> bool:
-    """Tell whether `console` writes to a terminal whose screen this process may draw on."""
+    """Return whether `console` writes to a terminal whose screen this process may draw on."""
     stream = console.file
     if not stream.isatty() or console.is_dumb_terminal or os.environ.get("CI"):
         return False

@@ -52,7 +52,7 @@ class RunData:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """The trajectories that the run trained on."""
+        """Return the trajectories that the run trained on."""
         return [t for t in self.trajectories if t["state"] == "used"]
 
     def series(self, key: str) -> list[float]:
@@ -61,12 +61,12 @@ class RunData:
 
     @property
     def pushes(self) -> dict[int, tuple[float, float]]:
-        """By version, the pause of its push: (wall-clock seconds of the start, seconds)."""
+        """Return the pause of each version's push: (wall-clock seconds of the start, seconds)."""
         return pushes_of(self.metrics)
 
     @property
     def training_started_at(self) -> float | None:
-        """The wall-clock seconds at which the first trajectory started; None before that.
+        """Return the wall-clock seconds at which the first trajectory started; None before that.
 
         Server start-up is earlier.
         """
@@ -78,7 +78,7 @@ class RunData:
 
     @property
     def training_s(self) -> float:
-        """Seconds from `training_started_at` to the end of the last step; 0 before the first.
+        """Return the seconds from `training_started_at` to the end of the last step; 0 without one.
 
         The time between an end and a resumed start is left out.
         """

@@ -61,7 +61,7 @@ def build_summary(
 
 
 def interrupted(trajectory: dict[str, Any]) -> bool:
-    """Say whether more than one weight version sampled the trajectory."""
+    """Return whether more than one weight version sampled the trajectory."""
     oldest = trajectory["min_version"]
     return oldest is not None and oldest < trajectory["max_version"]
 

@@ -29,7 +29,7 @@ class Transcript:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens so far, int32 [n]."""
+        """Return all tokens so far, int32 [n]."""
         return np.concatenate([chunk.tokens for chunk in self._chunks])
 
     @property

@@ -39,7 +39,7 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
         requests: requests that the servers hold.
         servers_ready: servers that take requests.
         servers_announced: servers that are up.
-        evaluating: the versions whose evaluation goes on.
+        evaluating: the versions that are being evaluated.
     """
 
     version: int
@@ -60,7 +60,7 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_admit(self) -> bool:
-        """Tell whether a group may start now."""
+        """Return whether a group may start now."""
         return self.capacity is None or self.capacity > 0
 
 

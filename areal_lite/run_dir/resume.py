@@ -56,7 +56,7 @@ _ROLE_FILES = (
     f"{HEARTBEATS_DIR}/*",
     TOTALS_FILE,
 )
-# Those of servers, too, and files that only a finished run has.
+# Also those of servers, and files that only a finished run has.
 _STALE_FILES = (*_ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
 
 
@@ -116,7 +116,7 @@ def start_version(run_dir: Path) -> int:
 
 
 def stop_requested(run_dir: Path) -> bool:
-    """Tell whether the run was asked to stop."""
+    """Return whether the run was asked to stop."""
     return (run_dir / STOP_FILE).exists()
 
 
@@ -131,7 +131,7 @@ def remove_stale_files(run_dir: Path) -> None:
 
 
 def remove_role_files(run_dir: Path) -> None:
-    """Remove those of the controller and the trainer only: the servers go on."""
+    """Remove the stale files of controller and trainer, and keep those of the servers."""
     _remove(run_dir, _ROLE_FILES)
 
 
@@ -175,7 +175,7 @@ def lock_controller(run_dir: Path) -> IO[bytes]:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Tell whether a command or a controller runs in `run_dir`."""
+    """Return whether a command or a controller runs in `run_dir`."""
     for path in (run_dir / LOCK_FILE, run_dir / CONTROLLER_LOCK_FILE):
         if path.exists():
             with open(path, "rb") as file:

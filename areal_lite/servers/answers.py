@@ -126,7 +126,7 @@ def _check_end(chunk: GenerationChunk, params: SamplingParams) -> None:
 
 
 def _token_versions(meta: _Meta) -> np.ndarray:
-    """int32 [n]: the weight version of each token."""
+    """Return the weight version of each token, int32 [n]."""
     count = len(meta.output_token_logprobs)
     spans = meta.weight_versions
     if spans is None:

@@ -58,7 +58,7 @@ class ServerRefused(ServerError):
 
 
 class ServerFailed(ServerError):
-    """The server cannot go on, or gave an answer that it should not.
+    """The server cannot continue, or gave an answer that it should not.
 
     The request can continue on another server.
     """

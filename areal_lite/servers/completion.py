@@ -10,7 +10,7 @@ from areal_lite.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample a completion.
+    """The parameters with which a completion is sampled.
 
     Args:
         temperature: 0 is greedy.
@@ -77,15 +77,15 @@ class Completion:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int32 [n]"""
+        """Return the tokens of all chunks, int32 [n]."""
         return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
 
     @property
     def logprobs(self) -> np.ndarray:
-        """float32 [n]"""
+        """Return the log-prob of each token, float32 [n]."""
         return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
 
     @property
     def versions(self) -> np.ndarray:
-        """int32 [n]"""
+        """Return the weight version of each token, int32 [n]."""
         return np.concatenate([np.empty(0, np.int32), *(c.versions for c in self.chunks)])

@@ -86,7 +86,7 @@ class Fleet:
 
     @property
     def no_ready_server(self) -> bool:
-        """Whether a trajectory waits for a server while none is ready."""
+        """Return whether a trajectory waits for a server while none is ready."""
         return self._waiting > 0 and not self.router.ready
 
     async def take_over(self) -> None:
@@ -128,7 +128,7 @@ class Fleet:
         """Ask `server` for its version, and let it take requests if that is the trainer's."""
         version = await self._client.weight_version(server)
         if server in self.taken_over:
-            version = UNTRUSTED  # whatever it says
+            version = UNTRUSTED  # whatever version it reports
         self.router.record_version(server, version)
         current = self.router.version
         if self.router.is_ready(server):
@@ -140,8 +140,8 @@ class Fleet:
         self._on_change()
 
     async def _check_health(self, server: ServerInfo) -> None:
-        # A server that takes weights answers nothing else. A push has a time-out of its own.
-        # A wrong answer counts at any time.
+        # A server that takes weights answers nothing else, and a push has a time-out of its own. A
+        # wrong answer counts at any time.
         changes = self._push_changes
         try:
             if server not in self._pushing:

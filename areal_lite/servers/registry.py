@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """How to reach a server. Another `pid` is another server: it may have other weights."""
+    """The address of a server. Another `pid` is another server: it may have other weights."""
 
     name: str
     url: str

@@ -72,7 +72,7 @@ class Router:
 
     @property
     def newest_version(self) -> int:
-        """The newest version that a server can have."""
+        """Return the newest version that a server can have."""
         return max(self.version, self.pushing)
 
     @property

@@ -1,4 +1,4 @@
-"""Speeds and lengths, measured in the run directory of a run that has ended or goes on.
+"""Speeds and lengths, measured in the run directory of a run that has ended or is running.
 
 * A server: a trajectory of n tokens that took d seconds, while on average b were in flight on a
   server, gives d / n = step_s + per_sequence_s * b. Least squares over all trajectories.

@@ -34,7 +34,7 @@ def run(config: SimulateConfig) -> int:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """Log nothing inside the block: a lost server is part of the plan, and no news."""
+    """Log nothing inside the block: servers are lost on purpose."""
     log = logging.getLogger("areal_lite")
     level = log.level
     log.setLevel(logging.CRITICAL)

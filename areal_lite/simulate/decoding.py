@@ -200,7 +200,7 @@ class DecodingServer:
         return max(0.0, self._ends[0][0] - self._steps)
 
     def _stale(self, entry: tuple[float, int, Generation]) -> bool:
-        """Tell whether a request was preempted, and runs again, since `entry` was made."""
+        """Return whether a request was preempted, and runs again, since `entry` was made."""
         end, _, request = entry
         return end != request.begun_at + request.target - request.done
 

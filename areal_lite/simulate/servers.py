@@ -68,7 +68,7 @@ class Requests:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A server that is up: its model, who waits for its requests, and its timer."""
+    """A server that is up: its model, the futures of its requests, and its timer."""
 
     info: ServerInfo
     model: DecodingServer

@@ -90,7 +90,7 @@ class Ledger:
         self._move(group_id, before, GroupState.DROPPED)
 
     def set_totals(self, totals: object) -> None:
-        """Keep nothing: no run goes on from here."""
+        """Discard the totals: a simulated run is never resumed."""
 
     def counts(self) -> dict[str, int]:
         found = Counter(self.states.values())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """When weights are pushed and evaluated. All numbers are training steps.
+    """The steps after which weights are pushed and evaluated. All numbers are training steps.
 
     Args:
         every: steps from push to push, N.
@@ -26,11 +26,11 @@ class Cadence:
     steps: int
 
     def pushes(self, done: int) -> bool:
-        """Tell whether the weights after `done` steps are pushed."""
+        """Return whether the weights after `done` steps are pushed."""
         return done % self.every == 0 or done == self.steps
 
     def evaluates(self, done: int) -> bool:
-        """Tell whether the push after `done` steps is evaluated while training goes on."""
+        """Return whether the push after `done` steps is evaluated while training continues."""
         if not self.eval_every or not self.pushes(done) or done == self.steps:
             return False
         return done // self.eval_every > (done - self.every) // self.eval_every

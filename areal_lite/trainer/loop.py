@@ -123,7 +123,7 @@ class TrainingRun:
         return stop
 
     def _save_due(self) -> bool:
-        """Tell whether a checkpoint is due, by steps or by time, on every rank."""
+        """Return whether a checkpoint is due, by steps or by time, on every rank."""
         trainer = self.config.trainer
         if trainer.save_every and self.done % trainer.save_every == 0:
             return True

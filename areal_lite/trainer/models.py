@@ -28,7 +28,7 @@ class Models:
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        """The models that a checkpoint holds, by name."""
+        """Return the models that a checkpoint holds, by name."""
         models: dict[str, TrainableModel] = {"policy": self.policy}
         if self.critic:
             models["critic"] = self.critic

@@ -40,7 +40,7 @@ def patience_s(config: TrainConfig) -> float:
 def make_reporter(
     config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int, cadence: Cadence
 ) -> Reporter:
-    """Build the reporter of this rank. `start`: the step from which the run goes on."""
+    """Build the reporter of this rank. `start`: the step from which the run continues."""
     if dist.get_rank() != 0:
         return Reporter()
     return RankZeroReporter(config, run_dir, controller, start, cadence)
@@ -70,7 +70,8 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
 class Reporter:
     """The calls of the training loop. This class is for ranks other than 0: it does nothing.
 
-    `evaluates_last`: whether the weights after the last step are being evaluated. Rank 0 knows.
+    `evaluates_last` says whether the weights after the last step are being evaluated. Only rank 0
+    knows. The others say yes, so that `on_every_rank` gives the answer of rank 0.
     """
 
     evaluates_last = True
@@ -165,16 +166,16 @@ class RankZeroReporter(Reporter):
         self._metrics.close()
 
     def _evaluation_is_due(self, start: int) -> bool:
-        """Tell whether a run that goes on at `start` lacks an evaluation that was running.
+        """Return whether a run that resumes at `start` lost an evaluation that was running.
 
-        The weights that it was of are gone, so that it is made again with those of `start`.
+        Its weights may be gone. The weights of `start` are evaluated instead.
         """
         newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
         is_last = start == self._config.trainer.steps
         return newest < (start if is_last else self._cadence.last_evaluated(start))
 
     def _evaluate(self, version: int) -> None:
-        """Start an evaluation on a connection of its own, since training goes on meanwhile."""
+        """Start an evaluation on a connection of its own, since training continues meanwhile."""
 
         def evaluate() -> dict[str, Any]:
             client = ControllerClient(self._run_dir, patience_s(self._config))

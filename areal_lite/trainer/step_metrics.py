@@ -59,7 +59,7 @@ def critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     }
     return_mean = total["return"] / tokens
     variance = total["return_square"] / tokens - return_mean**2
-    # Of equal returns there is no variance to explain; what is left is rounding.
+    # Equal returns have no variance to explain: what is left is rounding.
     if variance > 1e-6 * return_mean**2:
         unexplained = metrics["value_error"] - (return_mean - metrics["value"]) ** 2
         metrics["value_explained"] = 1.0 - unexplained / variance

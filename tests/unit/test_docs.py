@@ -118,7 +118,7 @@ def test_every_module_and_its_objects_exist(page: Path) -> None:
 
 
 def attribute_of(module: str, name: str) -> bool:
-    """Whether `name` is defined in the file of `module`, or offered by the package."""
+    """Return whether `name` is defined in the file of `module`, or offered by the package."""
     if module == "areal_lite" and name in areal_lite.__all__:
         return True
     source = ROOT / (module.replace(".", "/") + ".py")

@@ -108,22 +108,25 @@ class Objective(Protocol):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the step computes log-probs under a reference policy."""
+        """Return whether the step computes log-probs under a reference policy."""
         ...
 
     @property
     def needs_average(self) -> bool:
-        """True if the step computes log-probs under the average of the weights."""
+        """Return whether the step computes log-probs under the average of the weights."""
         ...
 
     @property
     def needs_critic(self) -> bool:
-        """True if the step computes values and trains the critic on the returns."""
+        """Return whether the step computes values and trains the critic on the returns."""
         ...
 
     @property
     def recompute_prox(self) -> bool:
-        """True if a forward pass before the first update fills `prox`; otherwise `loss` does."""
+        """Return whether a forward pass before the first update fills `prox`.
+
+        Otherwise `loss` fills it.
+        """
         ...
 
     def lr_factor(self, sums: dict[str, float]) -> float:

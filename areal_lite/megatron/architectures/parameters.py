@@ -1,4 +1,4 @@
-"""How Hugging Face tensors become one Megatron parameter, split by tensor parallelism.
+"""Conversion of Hugging Face tensors to one Megatron parameter, split by tensor parallelism.
 
 Matrices are [out, in]. Each kind of parameter has
 

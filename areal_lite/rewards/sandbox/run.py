@@ -84,7 +84,7 @@ _DEFAULT = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program.
 
     `ended` is `exit`, `timeout`, or `output` (too much of it). `status` is set for `exit` only, and
     is negative for a signal.

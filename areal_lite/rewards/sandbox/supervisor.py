@@ -1,7 +1,7 @@
 """Bound the number of threads, files and folders of a sandboxed program.
 
 The kernel has no such limit for every user. It asks here about each creation (seccomp_unotify(2)),
-and the program waits for the answer. A yes lets the call go on as it was made: the kernel has read
+and the program waits for the answer. A yes lets the call continue as it is: the kernel has read
 the numbers among its arguments, which decide, and the program cannot change them.
 """
 

@@ -1,7 +1,7 @@
 """The connections of an HTTP server: so many, and none that says nothing.
 
 aiohttp ends a connection that is idle after a request. It keeps one for ever whose first request
-does not begin, or begins and does not go on. Here such a connection ends, too, and the number of
+does not begin, or begins and does not continue. Here such a connection ends, too, and the number of
 all connections is at most half of the descriptors that this process may open.
 """
 

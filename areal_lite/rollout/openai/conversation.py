@@ -65,7 +65,7 @@ class Conversation:
                 self._response = await _respond(transcript, max_tokens, stop, bool(tools))
             except (ValueError, RecursionError, ServerRefused) as error:
                 # The chat template or a server refuses, or a call is nested too deeply.
-                self._failure = f"the episode cannot go on: {error}"
+                self._failure = f"the episode cannot continue: {error}"
                 raise RequestRefused(self._failure, "episode_failed") from error
             self._messages = [*messages, self._response["choices"][0]["message"]]
             self._tools = tools
