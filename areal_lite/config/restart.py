@@ -24,9 +24,9 @@ class RestartConfig:
     )
     hang_timeout_s: float = setting(
         1800.0,
-        "A process without a sign of life for this many seconds hangs, and is replaced. It must "
-        "be longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint. "
-        "A process that was stopped by a signal (SIGSTOP) is replaced after a sixtieth of it.",
+        "A process without a heartbeat for this many seconds hangs, and is replaced. It must be "
+        "longer than sync.timeout_s, a microbatch, loading the model and writing a checkpoint. A "
+        "process that was stopped by a signal (SIGSTOP) is replaced after a sixtieth of it.",
         minimum=1,
         maximum=WEEK_S,
     )

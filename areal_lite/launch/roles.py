@@ -47,7 +47,7 @@ class ProcessFailed(RoleFailed):
 
 @dataclass
 class Role:
-    """A running process. Its log and the file of its signs of life are named after it.
+    """A running process. Its log and the file of its heartbeat are named after it.
 
     `log_start` is the size of the log in bytes when the process started.
     """

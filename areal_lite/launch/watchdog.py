@@ -1,15 +1,14 @@
 """The watchdog of controller and trainer: it finds the process that hangs, and its phase.
 
-* A process gives signs of life (system/heartbeat.py). The ranks of a trainer wait for each other,
-  so they hang when the newest sign of all ranks is too old. The rank whose sign is the oldest is
-  the cause, most likely.
+* Every process has a heartbeat (system/heartbeat.py). The ranks of a trainer wait for each other,
+  so they hang when the newest heartbeat of all ranks is too old. The rank with the oldest heartbeat
+  is most likely the cause.
 * A process that a signal has stopped (SIGSTOP) is found by its state.
 """
 
 import os
 import signal
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +25,22 @@ _POLL_INTERVAL_S = 0.05
 
 
 @dataclass(kw_only=True)
-class Life:
-    """The signs of life of a process.
+class ProcessState:
+    """The state of a process, as the watchdog has noticed it. Times are in seconds.
 
     Args:
         group: controller or trainer; the processes of a group wait for each other.
-        phase: what it does, as it says.
-        signed_at: when its newest sign was noticed, in seconds.
-        stopped_at: since when it is stopped by a signal; None while it is not.
+        phase: the phase that its newest heartbeat names.
+        beat_at: when its newest heartbeat was noticed.
+        beat_ns: the time of that heartbeat in its file, in nanoseconds.
+        stopped_at: when it was noticed that a signal has stopped it; None while it runs.
     """
 
     name: str
     group: str
     phase: str
-    signed_at: float
+    beat_at: float
+    beat_ns: int = 0
     stopped_at: float | None = None
 
 
@@ -47,20 +48,23 @@ class Life:
 class Hang:
     """The process that hangs, for how many seconds, and whether a signal has stopped it."""
 
-    life: Life
+    process: ProcessState
     seconds: float
     stopped: bool
 
 
-def find_hang(lives: list[Life], now: float, timeout_s: float) -> Hang | None:
-    """Return the process that hangs at the time `now` in seconds; None if all go on."""
-    for life in lives:
-        if life.stopped_at is not None and now - life.stopped_at >= timeout_s * _STOPPED_SHARE:
-            return Hang(life, now - life.stopped_at, True)
-    for group in {life.group for life in lives}:
-        signed = {life.signed_at: life for life in lives if life.group == group}
-        if now - max(signed) >= timeout_s:
-            return Hang(signed[min(signed)], now - min(signed), False)
+def find_hang(processes: list[ProcessState], now: float, timeout_s: float) -> Hang | None:
+    """Return the process that hangs at the time `now` in seconds; None if there is none."""
+    for process in processes:
+        if process.stopped_at is not None:
+            seconds = now - process.stopped_at
+            if seconds >= timeout_s * _STOPPED_SHARE:
+                return Hang(process, seconds, stopped=True)
+    for group in {process.group for process in processes}:
+        members = [process for process in processes if process.group == group]
+        if now - max(process.beat_at for process in members) >= timeout_s:
+            oldest = min(members, key=lambda process: process.beat_at)
+            return Hang(oldest, now - oldest.beat_at, stopped=False)
     return None
 
 
@@ -73,58 +77,54 @@ class Watchdog:
     """
 
     def __init__(self, roles: Roles, timeout_s: float):
-        self._processes = roles
+        self._roles = roles
         self._timeout_s = timeout_s
         self._checked_at = time.monotonic()
-        # By the name of a process: the time of its newest sign as its file has it, and the rest.
-        self._signs: dict[str, int] = {}
-        self._lives: dict[str, Life] = {}
+        self._states: dict[str, ProcessState] = {}
 
     def check(self) -> None:
         """Raise ProcessFailed if a process hangs.
 
-        Before that, the stacks of its group are in the logs, and it is killed.
+        Before that, its group prints stacks to the logs, and the process is killed.
         """
         now = time.monotonic()
         if now - self._checked_at > _LONGEST_PAUSE_S:
-            self._lives.clear()  # nobody could give or notice a sign
+            self._states.clear()  # no heartbeat could be given or noticed
         self._checked_at = now
-        running = {role.name: role for role in self._processes.roles if role.process.poll() is None}
-        lives = [self._look_at(role, now) for role in running.values()]
-        if hang := find_hang(lives, now, self._timeout_s):
-            group = [life for life in lives if life.group == hang.life.group]
-            log_stacks(running[life.name] for life in group if life.stopped_at is None)
-            role = running[hang.life.name]
+        running = {role.name: role for role in self._roles.roles if role.process.poll() is None}
+        states = [self._update_state(role, now) for role in running.values()]
+        if hang := find_hang(states, now, self._timeout_s):
+            group = [state for state in states if state.group == hang.process.group]
+            log_stacks([running[state.name] for state in group if state.stopped_at is None])
+            role = running[hang.process.name]
             signal_group(role, signal.SIGKILL)
             raise role.failure(describe(hang))
 
-    def _look_at(self, role: Role, now: float) -> Life:
+    def _update_state(self, role: Role, now: float) -> ProcessState:
         group = role.name.partition("-")[0]
-        life = self._lives.setdefault(
-            role.name, Life(name=role.name, group=group, phase="starting", signed_at=now)
+        state = self._states.setdefault(
+            role.name, ProcessState(name=role.name, group=group, phase="starting", beat_at=now)
         )
-        sign = heartbeat.read(role.heartbeat)
-        if sign is not None:
-            life.phase, newest = sign
-            if newest != self._signs.get(role.name):
-                self._signs[role.name] = newest
-                life.signed_at = now
+        if newest := heartbeat.read(role.heartbeat):
+            state.phase, beat_ns = newest
+            if beat_ns != state.beat_ns:
+                state.beat_ns, state.beat_at = beat_ns, now
         if not is_stopped(role.process.pid):
-            life.stopped_at = None
-        elif life.stopped_at is None:
-            life.stopped_at = now
-        return life
+            state.stopped_at = None
+        elif state.stopped_at is None:
+            state.stopped_at = now
+        return state
 
 
 def describe(hang: Hang) -> str:
-    """Say who hangs, since when and in which phase."""
-    what = f"gave no sign of life for {hang.seconds:.0f} s"
+    """Name the process that hangs, for how long, and its phase."""
+    what = f"gave no heartbeat for {hang.seconds:.0f} s"
     if hang.stopped:
         what = (
             f"has been stopped by a signal (SIGSTOP) for {hang.seconds:.0f} s, so that it cannot "
             "print its stack"
         )
-    return f"{hang.life.name} hangs: it {what}; its phase: {hang.life.phase}"
+    return f"{hang.process.name} hangs: it {what}; its phase: {hang.process.phase}"
 
 
 def is_stopped(pid: int) -> bool:
@@ -135,12 +135,11 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def log_stacks(roles: Iterable[Role]) -> None:
+def log_stacks(roles: list[Role]) -> None:
     """Let processes print their Python stacks to their logs, and wait until they have."""
-    asked = list(roles)
-    logs = [role.log for role in asked]
+    logs = [role.log for role in roles]
     first = sizes = [log.stat().st_size for log in logs]
-    for role in asked:
+    for role in roles:
         with suppress(ProcessLookupError):
             os.kill(role.process.pid, heartbeat.STACK_SIGNAL)
     deadline = time.monotonic() + _STACK_TIMEOUT_S

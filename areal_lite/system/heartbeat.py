@@ -1,8 +1,8 @@
-"""Signs of life of a process, for the supervisor that started it.
+"""The heartbeat of a process, for the supervisor that started it.
 
-A process says which phase it is in (`enter`) and that it goes on (`beat`). The supervisor names the
-file for this in the environment: its text is the phase, its time is that of the newest sign.
-Without a supervisor nothing is written.
+A process says which phase it is in (`enter`) and that it makes progress (`beat`). The supervisor
+names the file for this in the environment. Its text is the phase, and its modification time is that
+of the newest heartbeat. Without a supervisor nothing is written.
 
 On SIGUSR2 a process prints the Python stacks of all its threads to its log, even while it waits for
 a lock or inside a library.
@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.system.files import write_atomically
@@ -23,43 +24,47 @@ STACK_SIGNAL = signal.SIGUSR2
 _INTERVAL_S = 1.0
 
 
-class _Heart:
-    """The file of this process, None until `start`, and when it was touched last."""
+@dataclass
+class _Heartbeat:
+    """The heartbeat file, None until `start`, and the time of its last change in seconds."""
 
     file: Path | None = None
-    touched_at = 0.0
+    changed_at: float = 0.0
+
+
+_own = _Heartbeat()
 
 
 def start(phase: str) -> None:
-    """Begin to give signs of life, in `phase`, and print stacks on STACK_SIGNAL.
+    """Begin the heartbeat of this process, in `phase`, and print stacks on STACK_SIGNAL.
 
     Only the process that a supervisor started calls it, and not its children.
     """
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     if name := os.environ.get(ENV_HEARTBEAT):
-        _Heart.file = Path(name)
+        _own.file = Path(name)
     enter(phase)
 
 
 def enter(phase: str) -> None:
     """Say that `phase` begins, such as "training step 3"."""
-    if _Heart.file:
-        _Heart.touched_at = time.monotonic()
+    if _own.file:
+        _own.changed_at = time.monotonic()
         with suppress(OSError):  # a full disk must not end a run because of this file
-            write_atomically(_Heart.file, phase, durable=False)
+            write_atomically(_own.file, phase, durable=False)
 
 
 def beat() -> None:
     """Say that the phase makes progress. It is cheap: a file is touched at most once a second."""
-    if _Heart.file and time.monotonic() - _Heart.touched_at >= _INTERVAL_S:
-        _Heart.touched_at = time.monotonic()
+    if _own.file and time.monotonic() - _own.changed_at >= _INTERVAL_S:
+        _own.changed_at = time.monotonic()
         with suppress(OSError):
-            os.utime(_Heart.file)
+            os.utime(_own.file)
 
 
 def read(file: Path) -> tuple[str, int] | None:
-    """Return the phase and the time of the newest sign in ns; None before the first one."""
+    """Return the phase and the time in ns of the newest heartbeat; None before the first one."""
     try:
         return file.read_text(), file.stat().st_mtime_ns
     except OSError:

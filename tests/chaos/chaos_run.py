@@ -104,8 +104,8 @@ class ChaosRun:
         """Wait until the trainer pushes weights, or until the step has ended meanwhile."""
         step = self._newest_step()
         while self._newest_step() == step:
-            sign = heartbeat.read(self.folder / HEARTBEATS_DIR / TRAINER)
-            if sign and sign[0].startswith("pushing"):
+            newest = heartbeat.read(self.folder / HEARTBEATS_DIR / TRAINER)
+            if newest and newest[0].startswith("pushing"):
                 return
             self._pause(0.005)
 

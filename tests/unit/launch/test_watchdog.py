@@ -1,4 +1,4 @@
-"""The watchdog: who hangs, in which phase, and with which stack."""
+"""The watchdog: which process hangs, in which phase, and with which stack."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from areal_lite.launch import watchdog
 from areal_lite.launch.roles import ProcessFailed, Role, Roles
-from areal_lite.launch.watchdog import Life, Watchdog, find_hang
+from areal_lite.launch.watchdog import ProcessState, Watchdog, find_hang
 
 BUSY = """
 import sys, threading, time
@@ -31,37 +31,37 @@ while True:
 """
 
 
-def life(name: str, signed_at: float, stopped_at: float | None = None) -> Life:
+def state(name: str, beat_at: float, stopped_at: float | None = None) -> ProcessState:
     group = name.partition("-")[0]
-    return Life(
-        name=name, group=group, phase="training", signed_at=signed_at, stopped_at=stopped_at
+    return ProcessState(
+        name=name, group=group, phase="training", beat_at=beat_at, stopped_at=stopped_at
     )
 
 
-def hanging(*lives: Life) -> tuple[str, bool] | None:
-    """Return who hangs at 1,000 s with a limit of 600 s, and whether it is stopped."""
-    hang = find_hang(list(lives), 1000.0, 600.0)
-    return (hang.life.name, hang.stopped) if hang else None
+def hanging(*processes: ProcessState) -> tuple[str, bool] | None:
+    """Return which one hangs at 1,000 s with a limit of 600 s, and whether it is stopped."""
+    hang = find_hang(list(processes), 1000.0, 600.0)
+    return (hang.process.name, hang.stopped) if hang else None
 
 
-def test_a_group_hangs_when_its_newest_sign_is_old_and_the_oldest_sign_names_the_cause() -> None:
-    controller = life("controller", 999.0)
-    assert hanging(controller, life("trainer-0", 100.0), life("trainer-1", 401.0)) is None
-    assert hanging(controller, life("trainer-0", 400.0), life("trainer-1", 100.0)) == (
+def test_a_group_hangs_when_its_newest_heartbeat_is_old_and_the_oldest_names_the_cause() -> None:
+    controller = state("controller", 999.0)
+    assert hanging(controller, state("trainer-0", 100.0), state("trainer-1", 401.0)) is None
+    assert hanging(controller, state("trainer-0", 400.0), state("trainer-1", 100.0)) == (
         "trainer-1",
         False,
     )
-    assert hanging(life("controller", 400.0), life("trainer", 999.0)) == ("controller", False)
+    assert hanging(state("controller", 400.0), state("trainer", 999.0)) == ("controller", False)
 
 
 def test_a_stopped_process_is_named_though_the_others_wait_for_it() -> None:
-    ranks = (life("trainer-0", 300.0), life("trainer-1", 990.0, stopped_at=990.0))
+    ranks = (state("trainer-0", 300.0), state("trainer-1", 990.0, stopped_at=990.0))
     assert hanging(*ranks) == ("trainer-1", True)
-    assert hanging(life("trainer", 990.0, stopped_at=991.0)) is None
+    assert hanging(state("trainer", 990.0, stopped_at=991.0)) is None
 
 
 def start(roles: Roles, name: str, kind: str) -> Role:
-    """Start a process that `blocked` or that gives signs of life; wait until it trains."""
+    """Start a process that `blocked` or that has a heartbeat; wait until it trains."""
     role = roles.start(name, [sys.executable, "-c", BUSY, kind])
     until(lambda: role.heartbeat.exists() and role.heartbeat.read_text() == "training step 3")
     return role
@@ -88,7 +88,7 @@ def test_a_deadlock_is_found_its_stack_logged_and_the_process_killed(tmp_path: P
         failed = failure(Watchdog(roles, 2.0))
         assert blocked.process.wait(10) == -signal.SIGKILL
     assert failed.role is blocked
-    assert failed.what.startswith("trainer hangs: it gave no sign of life for ")
+    assert failed.what.startswith("trainer hangs: it gave no heartbeat for ")
     assert failed.what.endswith("its phase: training step 3")
     assert "in blocked" in blocked.output() and "in blocked" in str(failed)
 
