@@ -62,8 +62,8 @@ MEANINGS = {
     "mismatch_square": "mean squared log-ratio of tokens of the current version, in nats^2: "
     "the disagreement of servers and trainer",
     "grad_cosine": "cosine of the gradients of consecutive updates, with trainer.gradient_cosine: "
-    "near 0 for fresh batches, near 1 if stale ones push the same way",
-    "average_kl": "estimated KL(averaged policy || policy in training) per trained token, in nats, "
+    "near 0 for fresh batches, near 1 if stale ones move the weights the same way",
+    "average_kl": "estimated KL(policy in training || averaged policy) per trained token, in nats, "
     "with `algo.prox=average` or `algo.kl.to=average`",
     "reference_kl": "estimated KL(policy in training || reference policy) per trained token, in "
     "nats, with `algo.kl.to=reference` or Trajectory Balance",
@@ -71,12 +71,12 @@ MEANINGS = {
     "value_error": "mean squared difference of the critic's values and the returns",
     "value_explained": "share of the variance of the returns that the critic explains: 1 is "
     "perfect, 0 knows their mean; missing where all returns are equal",
-    "value_clip_fraction": "share of tokens whose value the clip holds back",
+    "value_clip_fraction": "share of tokens whose value moved beyond the clip",
     "critic_loss": "mean loss of the critic's updates",
     "critic_grad_norm": "mean gradient norm of the critic before clipping",
     "critic_lr": "learning rate of the critic",
     "critic_skipped": "updates of the critic that were skipped, as in `skipped`",
-    "stale_square": "what that is larger for older tokens: staleness alone",
+    "stale_square": "how much larger it is for older tokens: the part of staleness",
     "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     "train_s": "seconds of training",
     "push_s": "seconds of the push and the comparison of log-probs before it",
@@ -138,7 +138,7 @@ areal-lite diagnose --demo
 ```
 
 `diagnose` reads the run directory of a run that ended, was killed, or is still going, and changes
-nothing. It prints findings: the numbers that show it, the likely cause, and the settings to change.
+nothing. It prints findings, each with its numbers, its likely cause, and the settings to change.
 An *alarm* says that the run is broken or learns nothing. A *hint* says that it could be faster or
 better. Alarms come first, and a finding that another one explains is left out. A run whose records
 show an alarm says so when it ends.
@@ -154,10 +154,10 @@ newest {recent_steps:g} steps, and need {least_steps:g} of them.
 
 ## Metrics
 
-The keys of a line of metrics.jsonl. Filters and critics add some. The last column names the
-findings that tell what is a bad value and what to change then. In
-[wandb](operations.md#wandb) the name of a metric begins with its group, as in
-`reward/reward_mean`.
+These are the keys of a line of metrics.jsonl. A filter adds `filtered_REASON`, a replay buffer
+adds `replay_…`, and Trajectory Balance adds `log_z`. The last column names the findings that a bad
+value leads to. In [wandb](operations.md#wandb) the name of a metric
+begins with its group, as in `reward/reward_mean`.
 
 | metric | group | meaning | healthy | findings |
 |---|---|---|---|---|
