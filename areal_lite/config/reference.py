@@ -173,7 +173,7 @@ def page() -> str:
 def _table(prefix: str, section: type, composed: DictConfig) -> str:
     heading = f"\n### {prefix[:-1]}\n" if prefix else ""
     rows = [
-        f"| `{row.key}` | `{row.value}` | {_cell(row.allowed)} | {_cell(row.help)} |"
+        f"| `{row.key}` | `{row.value}` | {table_cell(row.allowed)} | {table_cell(row.help)} |"
         for row in _rows(prefix, section, composed)
     ]
     top = ["| key | default | values | meaning |", "|---|---|---|---|"]
@@ -184,8 +184,8 @@ def _codes(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _cell(text: str) -> str:
-    """Escape what Markdown would not show as it is."""
+def table_cell(text: str) -> str:
+    """Escape the characters that a cell of a Markdown table would not show as they are."""
     return re.sub(r"([|<*])", r"\\\1", text)
 
 

@@ -4,8 +4,7 @@ Its tables are the findings (guide.py), the thresholds (limits.py) and the meani
 which are here.
 """
 
-import re
-
+from areal_lite.config.reference import table_cell
 from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.limits import LIMITS
 from areal_lite.run_dir.metrics import STEP_KEYS
@@ -175,17 +174,17 @@ def page() -> str:
     """Return the page."""
     values = {name: limit.value for name, limit in LIMITS.items()}
     findings = [
-        f"| {_anchor(advice.name)} {advice.title} | {_cell(advice.flag.format(**values))} "
+        f"| {_anchor(advice.name)} {advice.title} | {table_cell(advice.flag.format(**values))} "
         f"| {advice.cause} | {advice.change} |"
         for advice in GUIDE
     ]
     metrics = [
-        f"| `{key}` | {_group(key)} | {_cell(meaning)} | {HEALTHY.get(key, '')} "
+        f"| `{key}` | {_group(key)} | {table_cell(meaning)} | {HEALTHY.get(key, '')} "
         f"| {_found_by(key)} |"
         for key, meaning in {**STEP_KEYS, **MEANINGS}.items()
     ]
     limits = [
-        f"| {name.replace('_', ' ')} | {limit.value:g} | {_cell(limit.reason)} |"
+        f"| {name.replace('_', ' ')} | {limit.value:g} | {table_cell(limit.reason)} |"
         for name, limit in LIMITS.items()
     ]
     return _PAGE.format(
@@ -207,11 +206,6 @@ def _found_by(key: str) -> str:
 
 def _anchor(name: str) -> str:
     return f"**{name.replace('_', ' ')}**:"
-
-
-def _cell(text: str) -> str:
-    """Escape what Markdown would not show as it is."""
-    return re.sub(r"([|<*])", r"\\\1", text)
 
 
 if __name__ == "__main__":

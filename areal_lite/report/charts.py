@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_lite.report.columns import Columns
 from areal_lite.report.lanes import requests_open, tokens_per_s
-from areal_lite.report.measures import histogram, staleness_tokens
+from areal_lite.report.measures import histogram, smooth, staleness_tokens
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -238,15 +238,6 @@ def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[
             "series": [_series(name, middle, mean, thin=False) for name, mean in open_.items()],
         },
     ]
-
-
-def smooth(values: np.ndarray, window: int = 7) -> np.ndarray:
-    """Return the centered running mean, float64 of the same length; the ends have fewer values."""
-    half = window // 2
-    total = np.concatenate(([0.0], np.cumsum(values)))
-    index = np.arange(len(values))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
-    return (total[high] - total[low]) / np.maximum(high - low, 1)
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_lite.report.measures import mean_open
+from areal_lite.report.measures import mean_open, smooth
 from areal_lite.report.run_data import RunData, load_run
 from areal_lite.report.style import (
     BLUE,
@@ -92,7 +92,7 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
     reward = run.series("reward_mean")
     axes.plot(steps, reward, color=BLUE, alpha=0.3, linewidth=1)
     trend = {"color": BLUE, "linewidth": 2, "marker": _marker(steps)}
-    axes.plot(steps, _smooth(reward), label="reward", **trend)
+    axes.plot(steps, smooth(reward), label="reward", **trend)
     _draw_accuracy(axes, run.evals, "greedy", "sampled", marker="D", color=GREEN)
     _draw_accuracy(axes, run.evals, "sampled", "greedy", marker="o", color=ORANGE)
     axes.set_ylim(bottom=min(0.0, *reward) if reward else 0.0)
@@ -158,7 +158,7 @@ def _draw_throughput(axes: Axes, run: RunData) -> None:
         took = np.diff(ends, prepend=0.0)
         per_step = np.array(tokens) / np.maximum(took, 1e-3)
         axes.stairs(per_step, np.append(0.0, ends), color=BLUE, alpha=0.35)
-        rate = _smooth(tokens) / np.maximum(_smooth(took), 1e-3)
+        rate = smooth(tokens) / np.maximum(smooth(took), 1e-3)
         axes.plot(ends, rate, color=BLUE, linewidth=2, marker=_marker(ends), label="trained on")
     axes.set_ylim(bottom=0)
     add_grid_and_legend(axes)
@@ -184,11 +184,3 @@ def generation_rate(
 def _marker(points: Sequence[float] | np.ndarray) -> str:
     """Mark the points of a short line: a line through a single point is invisible."""
     return "o" if len(points) < 4 else ""
-
-
-def _smooth(values: Sequence[float] | np.ndarray, window: int = 7) -> np.ndarray:
-    """Return the centered running mean, float64 [len(values)]. NaN is ignored."""
-    series = np.asarray(values, np.float64)
-    half = window // 2
-    windows = [series[max(0, i - half) : i + half + 1] for i in range(len(series))]
-    return np.array([w[~np.isnan(w)].mean() if (~np.isnan(w)).any() else np.nan for w in windows])

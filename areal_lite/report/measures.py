@@ -36,6 +36,21 @@ def histogram(values: np.ndarray, bins: int = 30) -> tuple[np.ndarray, np.ndarra
     return edges, np.bincount((values - low) // width, minlength=count)
 
 
+def smooth(values: Sequence[float] | np.ndarray, window: int = 7) -> np.ndarray:
+    """Return the centered running mean, float64 of the same length.
+
+    The ends have fewer values. NaN is ignored, and is the mean where nothing else is.
+    """
+    series = np.asarray(values, np.float64)
+    known = ~np.isnan(series)
+    total = np.concatenate(([0.0], np.cumsum(np.where(known, series, 0.0))))
+    count = np.concatenate(([0], np.cumsum(known)))
+    index, half = np.arange(len(series)), window // 2
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(series))
+    with np.errstate(invalid="ignore"):
+        return (total[high] - total[low]) / (count[high] - count[low])
+
+
 def exposure(starts: np.ndarray, ends: np.ndarray, weights: Any, at: np.ndarray) -> np.ndarray:
     """Return the weighted seconds that spans have lasted before each time in `at`, float64.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lite.report.charts import POINTS, smooth, thinned
+from areal_lite.report.charts import POINTS, thinned
 from areal_lite.report.columns import Columns, read_columns
 from areal_lite.report.facts import count_facts, versions_of
 from areal_lite.report.lanes import build_lanes, requests_open, time_edges, tokens_per_s
@@ -17,6 +17,7 @@ from areal_lite.report.measures import (
     mean_open,
     merge,
     queue_spans,
+    smooth,
     staleness_tokens,
     trainer_spans,
 )
@@ -227,6 +228,13 @@ def test_long_lines_are_thinned_to_means(count: int) -> None:
     assert (count > POINTS) or thin_x.tolist() == x.tolist()
     mean = [x[max(0, i - 3) : i + 4].mean() for i in range(count)]
     assert smooth(x) == pytest.approx(mean)
+
+
+def test_a_running_mean_ignores_unknown_values() -> None:
+    nan = np.nan
+    assert smooth([2.0, nan, 4.0], window=3) == pytest.approx([2.0, 3.0, 4.0])
+    assert smooth([nan, nan, 1.0], window=3) == pytest.approx([nan, 1.0, 1.0], nan_ok=True)
+    assert smooth([]).tolist() == []
 
 
 def test_the_time_between_two_starts_is_no_time_of_the_run(tmp_path: Path) -> None:
