@@ -12,7 +12,7 @@ from hydra.errors import OverrideParseException
 from areal_lite.config.commands import COMMANDS
 from areal_lite.config.compose import ADDED_GROUPS
 from areal_lite.config.fields import keys_of
-from areal_lite.config.rollout import WHOLE_VOCABULARY
+from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 
 _UNKNOWN_KEY = re.compile(
     r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", re.S
@@ -40,9 +40,6 @@ _NOISE = re.compile(
     r"| object_type=\S+| reference_type=\S+| See https://hydra\S+(?: for details)?"
 )
 
-
-# Settings of other systems that sample from a part of the vocabulary.
-_PARTS_OF_THE_VOCABULARY = ("top_p", "top_k", "min_p")
 
 # Characters of an override and of a whole message that a terminal shows.
 _SHOWN = 100
@@ -77,7 +74,7 @@ def one_line(message: str) -> str:
 
 def _unknown_key(key: str, command: str) -> str:
     """Name the keys that end in `key`, or else the most similar one."""
-    if key.rpartition(".")[2] in _PARTS_OF_THE_VOCABULARY:
+    if key.rpartition(".")[2] in TRUNCATED_SAMPLING:
         return f"unknown key {key}; {WHOLE_VOCABULARY}"
     keys = [*keys_of(COMMANDS[command]), *(f"+{group}" for group in ADDED_GROUPS)]
     same_end = [known for known in keys if known.endswith(f".{key}")]

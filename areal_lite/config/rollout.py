@@ -8,7 +8,10 @@ from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
 WHOLE_VOCABULARY = (
     "tokens must be sampled from the whole vocabulary, because the trainer's log-probs are of it"
 )
-"""Why there is no top_p, top_k or min_p."""
+"""Why the settings in TRUNCATED_SAMPLING are refused."""
+
+TRUNCATED_SAMPLING = ("top_p", "top_k", "min_p")
+"""Settings of other systems that sample from a part of the vocabulary."""
 
 
 @dataclass

@@ -174,14 +174,13 @@ class Batches:
     async def _take(self, step: int, world: int) -> BatchAssignment | None:
         """Drop overdue groups, then take a batch; None while there are too few groups.
 
-        A resumed run may have its whole batch before a server is ready. Where the trainer waits for
-        an evaluation before the push that follows, a server must be ready, too: before step 0,
-        and with `server.deterministic`.
-        With a fixed lag a batch is only taken when nothing more can be generated before the step,
-        and with a window when it passes few enough groups that still run.
+        A resumed run may have a whole batch while no server is ready. It is not taken then if an
+        evaluation needs a server before the next push: with `server.deterministic`, and at step 0
+        after a restart. With a fixed lag a batch is only taken when nothing more can be generated
+        before the step, and with a window when it passes few enough groups that still run.
         """
-        again = step == 0 and bool(self._fleet.taken_over)
-        if (again or self._config.server.deterministic) and not self._fleet.router.ready:
+        starts_over = step == 0 and bool(self._fleet.taken_over)
+        if (starts_over or self._config.server.deterministic) and not self._fleet.router.ready:
             return None
         for group in self.queue.drop_overdue(step):
             await self._dispatcher.drop(group, f"overdue at step {step}")

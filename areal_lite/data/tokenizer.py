@@ -129,10 +129,6 @@ class Tokenizer:
         )
         return text.partition(_ANSWER)[2]
 
-    def chat_after_answer(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of `render_after_answer(messages)`."""
-        return self.encode(self.render_after_answer(messages), add_special_tokens=False)
-
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"
         if file.is_file():

@@ -181,8 +181,7 @@ def trainer_lines(
         for stage in range(trainer.pipeline_parallel)
     ]
     worst = max(stages, key=lambda stage: stage.total)
-    states = worst.weights + worst.gradients + worst.masters + worst.moments
-    critic = states if config.algo.advantage.estimator == "gae" else 0
+    critic = worst.states if config.algo.advantage.estimator == "gae" else 0
     average = memory.average_bytes(worst) if config.algo.needs_average else 0
     estimate = (
         f"estimated, trainer.recompute={trainer.recompute}, "

@@ -86,8 +86,7 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     tokens = max(config.trainer.tokens_per_microbatch, longest)
     trainer = replace(config.trainer, tokens_per_microbatch=tokens)
     rank = memory.rank_memory(hf, trainer, 2, 0, gpu=True)
-    states = rank.weights + rank.gradients + rank.masters + rank.moments
-    critic = states if config.algo.advantage.estimator == "gae" else 0
+    critic = rank.states if config.algo.advantage.estimator == "gae" else 0
     average = memory.average_bytes(rank) if config.algo.needs_average else 0
     working = int(tokens * memory.layer_activations(hf, trainer, 2, gpu=True))
     # The head is done when the layers begin.

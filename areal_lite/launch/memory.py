@@ -48,6 +48,11 @@ class RankMemory:
     head: int = 0
 
     @property
+    def states(self) -> int:
+        """Return the bytes of what an update changes."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping
 
 from areal_lite.servers.registry import ServerInfo
 
+UNTRUSTED = -1
+"""The version of a server whose weights are not known. It is stale until a push."""
+
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:
     """Return the server with the fewest trajectories in flight per tensor-parallel rank.
@@ -21,10 +24,6 @@ def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> Serv
     The name decides between equals. None without servers.
     """
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
-
-
-UNTRUSTED = -1
-"""The version of a server whose weights are not known. It is stale until a push."""
 
 
 class Router:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lite.config.rollout import WHOLE_VOCABULARY
+from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls, without_tool_calls
 
@@ -81,7 +81,7 @@ def check_settings(body: dict[str, Any], temperature: float) -> None:
 
 
 def _reason(key: str) -> str:
-    return f": {WHOLE_VOCABULARY}" if key in ("top_p", "top_k", "min_p") else ""
+    return f": {WHOLE_VOCABULARY}" if key in TRUNCATED_SAMPLING else ""
 
 
 def _is(value: Any, expected: Any) -> bool:
