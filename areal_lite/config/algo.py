@@ -71,7 +71,7 @@ class RejectionConfig:
 
 @dataclass
 class AdvantageConfig:
-    """From rewards to advantages."""
+    """The advantages, computed from rewards."""
 
     estimator: str = setting(
         "grpo",

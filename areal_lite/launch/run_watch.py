@@ -53,7 +53,7 @@ class RunWatch:
         self._step_at: float | None = None  # of the newest step of this start
 
     def view(self) -> View:
-        """Return what is to be seen now."""
+        """Return the present content of the panel."""
         now = time.monotonic()
         if steps := self._metrics.read():
             self._steps.extend(steps)

@@ -38,7 +38,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights into the average."""
+        """Add the present weights to the average."""
         self.weight = self._decay * self.weight + 1.0
         for average, parameter in zip(self.tensors, self._parameters):
             average.lerp_(parameter.float(), 1.0 / self.weight)

@@ -57,7 +57,7 @@ class WarmUpWatch:
         self._losses: list[float] = []
 
     def view(self) -> View:
-        """Return what is to be seen now."""
+        """Return the present content of the panel."""
         new = self._file.read()
         self._recent.extend(new)
         self._losses += [step["loss"] for step in new]

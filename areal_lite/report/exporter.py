@@ -203,7 +203,7 @@ def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread; so many, and none for long."""
+    """Serves each connection in a thread; their number and their time are limited."""
 
     # An open connection of a client must not keep the process alive.
     daemon_threads = True

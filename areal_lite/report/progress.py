@@ -38,7 +38,7 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare to show `view()`, what is to be seen now.
+        """Prepare to show `view()`, the present state of the work.
 
         Args:
             view: is called at most once a second.
@@ -79,7 +79,7 @@ class Progress:
         self._write(view)
 
     def poll(self) -> None:
-        """Show what is to be seen now, unless that was done within the last second."""
+        """Show the present state, unless that was done within the last second."""
         if self._clock() - self._polled_at >= _POLL_INTERVAL_S:
             self._show(self._view())
 

@@ -38,7 +38,7 @@ def pause(seconds: float) -> str:
 
 
 def off_policy_label(algo: AlgoConfig) -> str:
-    """Name what the numbers on clips and behavior weights are about."""
+    """Return the heading of the numbers about clips and behavior weights."""
     return "decoupled PPO" if algo.loss == "ppo" and algo.decoupled else "off-policy data"
 
 

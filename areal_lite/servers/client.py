@@ -96,7 +96,7 @@ class Client(Protocol):
     async def weight_version(self, server: ServerInfo) -> int: ...
 
     async def check_health(self, server: ServerInfo) -> None:
-        """Return if every part of the server works, busy or idle. Raises ServerError in time."""
+        """Check that every part of the server works, busy or idle. Raises ServerError in time."""
         ...
 
     async def load(self, server: ServerInfo) -> ServerLoad: ...
@@ -173,7 +173,7 @@ class SGLangClient:
         return _parsed(server, "/model_info", raw, parse_model_info)
 
     async def check_reachable(self, server: ServerInfo, timeout_s: float | None = None) -> None:
-        """Return if the HTTP process of the server works."""
+        """Check that the HTTP process of the server works. Raises ServerError."""
         await self._send(server, "/health", timeout=self._bounded(timeout_s))
 
     async def check_health(self, server: ServerInfo) -> None:

@@ -12,7 +12,7 @@ from areal_lite.algo.objectives.rewards import KLTerm
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator:
-    """From shaped rewards to advantages, and with `gae` to the critic's targets."""
+    """The advantages of shaped rewards, and with `gae` the critic's targets."""
 
     estimator: str = "grpo"
     """One advantage per sequence (`grpo`, `rloo`) or token (`reinforce_pp`, `gae`); `off`: 0."""

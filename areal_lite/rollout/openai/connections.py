@@ -1,4 +1,4 @@
-"""The connections of an HTTP server: so many, and none that says nothing.
+"""The connections of an HTTP server: a limited number, and none without a request.
 
 aiohttp ends a connection that is idle after a request. It keeps one for ever whose first request
 does not begin, or begins and does not continue. Here such a connection ends, too, and the number of
@@ -74,7 +74,7 @@ class Connections:
 
 
 class _Refused(asyncio.Protocol):
-    """A connection too many."""
+    """A connection beyond the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
