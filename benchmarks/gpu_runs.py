@@ -177,7 +177,7 @@ def command(name: str, *overrides: str) -> list[str]:
 
 
 def quickstart(tiny: bool) -> Result:
-    """Run the quick start on one GPU, from its model to its last step."""
+    """Run the quickstart on one GPU, from its model to its last step."""
     folder = Path(tempfile.mkdtemp()) / "run"
     overrides = [*SHARED, *QUICKSTART, f"run_dir={folder}"]
     return _summary(folder, subprocess.run(command("quickstart", *overrides)).returncode)
