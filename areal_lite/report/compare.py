@@ -10,7 +10,7 @@ from typing import Any
 from areal_lite.report.charts import LINES, length_chart, line_chart, staleness_chart
 from areal_lite.report.facts import difference_rows, headline
 from areal_lite.report.page_build import render
-from areal_lite.report.page_data import RunRecords, read_run
+from areal_lite.report.run_data import RunData, read_run
 
 _REWARD_NOTE = "The running mean of the mean reward of each step. It should rise."
 # Chosen for each run, because its folder has them or because they say nothing.
@@ -60,7 +60,7 @@ def run_names(run_dirs: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(run_dirs, 1)]
 
 
-def overlaid_charts(runs: Sequence[RunRecords], names: Sequence[str]) -> list[dict[str, Any]]:
+def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return each chart with the first series of every run, in the run's color."""
     charts = []
     for line in LINES:

@@ -62,14 +62,11 @@ def count_facts(
     used = columns.step >= 0
     first_version, last_version = versions_of(columns)
     pauses = [seconds for _, seconds in pushes_of(metrics).values()]
-    seconds = None
-    if metrics and len(columns):
-        begun = float(columns.started.min())
-        seconds = metrics[-1]["logged_at"] - begun - downtime_s(metrics)
+    seconds = training_s(metrics, columns) if metrics and len(columns) else None
     tokens = int(columns.sampled[used].sum())
     main = [e for e in evals if e.get("name") == evals[0].get("name")]
     before, after = main[0] if main else {}, main[-1] if len(main) > 1 else {}
-    rewards = [m["reward_mean"] for m in metrics if m.get("reward_mean") is not None]
+    rewards = known_values(metrics, "reward_mean")
     return {
         "steps": len(metrics),
         "accuracy_before": before.get("sampled"),
@@ -83,17 +80,38 @@ def count_facts(
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds else None,
         "wait_share": _waited(metrics, columns) / seconds if seconds else None,
-        "staleness_mean": _mean_of(metrics, "staleness_mean"),
+        "staleness_mean": mean_of(metrics, "staleness_mean"),
         "staleness_max": max((m.get("staleness_max") or 0 for m in metrics), default=None),
         "interrupted": _mean((last_version > first_version)[used]),
-        "behave_kl": _mean_of(metrics, "behave_kl"),
-        "ess": _mean_of(metrics, "ess"),
+        "behave_kl": mean_of(metrics, "behave_kl"),
+        "ess": mean_of(metrics, "ess"),
         "pushes": len(pauses),
         "pause_mean": _mean(pauses),
         "pause_max": max(pauses, default=None),
         "length_mean": _mean(columns.sampled[used]),
         "truncated": _mean(columns.truncated[used]),
     }
+
+
+def first_started(metrics: Sequence[Mapping[str, Any]], columns: Columns) -> float | None:
+    """Return the wall-clock seconds at which the first trajectory started; None before it.
+
+    Server start-up is earlier. Without trajectories it is the start of the first step.
+    """
+    if len(columns):
+        return float(columns.started.min())
+    return metrics[0]["logged_at"] - (metrics[0]["time_s"] or 0.0) if metrics else None
+
+
+def training_s(metrics: Sequence[Mapping[str, Any]], columns: Columns) -> float:
+    """Return the seconds from `first_started` to the end of the last step; 0 without one.
+
+    The time between an end and a resumed start is left out.
+    """
+    started = first_started(metrics, columns)
+    if not metrics or started is None:
+        return 0.0
+    return metrics[-1]["logged_at"] - started - downtime_s(metrics)
 
 
 def versions_of(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -159,8 +177,14 @@ def _text(fact: Fact, value: float | None) -> str:
     return "–" if value is None else fact.text(value)
 
 
-def _mean_of(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return _mean([m[key] for m in metrics if m.get(key) is not None])
+def known_values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return `key` of the training steps that have it."""
+    return [m[key] for m in metrics if m.get(key) is not None]
+
+
+def mean_of(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the mean of `key` over the training steps that have it; None without any."""
+    return _mean(known_values(metrics, key))
 
 
 def _mean(values: Any) -> float | None:

@@ -6,7 +6,6 @@ killed can be drawn as well.
 """
 
 import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_lite.report.measures import mean_open, smooth
+from areal_lite.report.facts import known_values
+from areal_lite.report.lanes import tokens_per_s
+from areal_lite.report.measures import smooth
 from areal_lite.report.run_data import RunData, load_run
 from areal_lite.report.style import (
     BLUE,
@@ -28,7 +29,6 @@ from areal_lite.report.style import (
     add_grid_and_legend,
     show_empty,
 )
-from areal_lite.report.summary import interrupted
 from areal_lite.report.text import duration, pause
 from areal_lite.report.timeline import draw_timeline
 from areal_lite.run_dir.paths import REPORT_FILE
@@ -56,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _draw_page(figure: Figure, run: RunData) -> None:
     """Draw the title, the headline, three plots in a row, and the timeline below."""
-    figure.text(0.05, 0.955, run.run_dir.resolve().name, fontsize=18, fontweight="bold")
+    figure.text(0.05, 0.955, run.name, fontsize=18, fontweight="bold")
     headline = _headline(run)
     size = 12.5 * min(1.0, _HEADLINE_CHARACTERS / len(headline))
     figure.text(0.05, 0.925, headline, fontsize=size, color=GREY)
@@ -69,18 +69,20 @@ def _draw_page(figure: Figure, run: RunData) -> None:
 
 
 def _headline(run: RunData) -> str:
-    parts = [f"{len(run.metrics)} training steps", f"{len(run.used):,} trajectories trained on"]
+    facts = run.facts()
+    parts = [
+        f"{facts['steps']} training steps",
+        f"{facts['trajectories']:,} trajectories trained on",
+    ]
     if run.training_s > 0:
         parts.append(f"in {duration(run.training_s)}")
-    if run.used:
-        share = np.mean([interrupted(t) for t in run.used])
-        parts.append(f"{share:.0%} sampled from more than one weight version")
-    key = "replay_distinct_correct"
-    if correct := [step[key] for step in run.metrics if key in step]:
+    if facts["interrupted"] is not None:
+        parts.append(f"{facts['interrupted']:.0%} sampled from more than one weight version")
+    if correct := known_values(run.metrics, "replay_distinct_correct"):
         parts.append(f"{correct[-1]:.1f} distinct correct completions per prompt in replay")
-    if pauses := [pause_s for _, pause_s in run.pushes.values()]:
-        mean = sum(pauses) / len(pauses)
-        parts.append(f"pause per weight push {pause(mean)} (longest {pause(max(pauses))})")
+    if facts["pushes"]:
+        mean, longest = pause(facts["pause_mean"]), pause(facts["pause_max"])
+        parts.append(f"pause per weight push {mean} (longest {longest})")
     return "   ·   ".join(parts)
 
 
@@ -95,8 +97,8 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
     axes.plot(steps, smooth(reward), label="reward", **trend)
     _draw_accuracy(axes, run.evals, "greedy", "sampled", marker="D", color=GREEN)
     _draw_accuracy(axes, run.evals, "sampled", "greedy", marker="o", color=ORANGE)
-    axes.set_ylim(bottom=min(0.0, *reward) if reward else 0.0)
-    if reward or run.evals:
+    axes.set_ylim(bottom=min([0.0, *reward]))
+    if run.metrics or run.evals:
         add_grid_and_legend(axes)
     else:
         show_empty(axes)
@@ -135,7 +137,7 @@ def _draw_staleness(axes: Axes, run: RunData) -> None:
     if bound is not None:
         axes.axhline(bound, color=RED, linestyle="--", linewidth=1.5, label=f"bound ({bound})")
     axes.set_ylim(0, max([bound or 0, 1, *largest]) * 1.05)
-    if steps:
+    if run.metrics:
         add_grid_and_legend(axes)
     else:
         show_empty(axes)
@@ -146,17 +148,20 @@ def _draw_throughput(axes: Axes, run: RunData) -> None:
     axes.set(
         title="Throughput", xlabel="seconds since the first trajectory", ylabel="tokens per second"
     )
-    origin = run.training_started_at
+    origin = run.started_at
     if origin is None:
         show_empty(axes)
         return
-    edges, generated = generation_rate(run.trajectories, origin)
-    axes.stairs(generated, edges, color=GREEN, linewidth=2, label="generated")
+    columns = run.columns
+    last = float(columns.finished.max()) if len(columns) else origin + 1.0
+    edges = np.linspace(origin, last, 61)
+    generated = tokens_per_s(columns, edges)
+    axes.stairs(generated, edges - origin, color=GREEN, linewidth=2, label="generated")
     if run.metrics:
         tokens = run.series("tokens")
-        ends = np.array(run.series("logged_at")) - origin
+        ends = run.series("logged_at") - origin
         took = np.diff(ends, prepend=0.0)
-        per_step = np.array(tokens) / np.maximum(took, 1e-3)
+        per_step = tokens / np.maximum(took, 1e-3)
         axes.stairs(per_step, np.append(0.0, ends), color=BLUE, alpha=0.35)
         rate = smooth(tokens) / np.maximum(smooth(took), 1e-3)
         axes.plot(ends, rate, color=BLUE, linewidth=2, marker=_marker(ends), label="trained on")
@@ -164,23 +169,6 @@ def _draw_throughput(axes: Axes, run: RunData) -> None:
     add_grid_and_legend(axes)
 
 
-def generation_rate(
-    trajectories: Sequence[dict[str, Any]], origin: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the edges of 60 equal bins and the tokens per second sampled in each.
-
-    The bins cover the whole run; edges are float64 [61], in seconds after `origin`; rates are
-    float64 [60]. A trajectory's tokens are spread evenly over its life, so the sum of rate x width
-    over the bins is the number of tokens.
-    """
-    starts = np.array([t["started_at"] for t in trajectories]) - origin
-    ends = np.array([t["finished_at"] for t in trajectories]) - origin
-    sampled = np.array([t["sampled"] for t in trajectories], np.float64)
-    edges = np.linspace(0.0, max(ends, default=1.0), 61)
-    life = np.maximum(ends - starts, 1e-6)
-    return edges, mean_open(starts, starts + life, edges, sampled / life)
-
-
-def _marker(points: Sequence[float] | np.ndarray) -> str:
+def _marker(points: np.ndarray) -> str:
     """Mark the points of a short line: a line through a single point is invisible."""
     return "o" if len(points) < 4 else ""

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from areal_lite.config.report import InspectConfig
 from areal_lite.report.columns import open_store
-from areal_lite.report.page_data import read_run_config
 from areal_lite.report.pieces import token_decoder, token_texts
+from areal_lite.report.run_data import read_run_config
 from areal_lite.report.text import short, visible
 from areal_lite.run_dir.paths import STORE_FILE
 

@@ -65,9 +65,10 @@ def requests_open(columns: Columns, edges: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def tokens_per_s(columns: Columns, edges: np.ndarray) -> np.ndarray:
-    """Return the tokens per second that were sampled, float64 [BINS].
+    """Return the tokens per second that were sampled in each bin, float64 [len(edges) - 1].
 
-    A trajectory's tokens are spread evenly over its life.
+    A trajectory's tokens are spread evenly over its life, so the sum of rate x width over bins that
+    cover the run is the number of tokens.
     """
     life = np.maximum(columns.finished - columns.started, 1e-6)
     return mean_open(columns.started, columns.started + life, edges, columns.sampled / life)

@@ -22,7 +22,9 @@ from omegaconf import OmegaConf
 
 from areal_lite.report.charts import learning_charts, speed_charts
 from areal_lite.report.facts import FACTS, fact_rows, headline
-from areal_lite.report.page_data import RunRecords, edges_of, lane_data, read_run, rollout_sample
+from areal_lite.report.lanes import time_edges
+from areal_lite.report.page_data import lane_data, rollout_sample
+from areal_lite.report.run_data import RunData, read_run
 from areal_lite.report.samples import CHOICE
 from areal_lite.report.text import duration, short
 from areal_lite.report.windows import build_windows
@@ -71,7 +73,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
     """Return the page of a run; with `follow` it asks its server for news."""
     run = read_run(run_dir)
     facts = run.facts()
-    edges = edges_of(run)
+    edges = time_edges(run.columns, run.metrics)
     charts = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
     sections = _sections(charts)
     lanes = None
@@ -177,7 +179,7 @@ def _table(
     return {"id": id, "title": title, "rows": rows, "head": head, "folded": folded}
 
 
-def _step_table(run: RunRecords) -> dict[str, Any]:
+def _step_table(run: RunData) -> dict[str, Any]:
     """Return the table of the last steps, without columns that the run lacks."""
     shown = run.metrics[-_TABLE_STEPS:]
     keys = [key for key in _COLUMNS if any(m.get(key) is not None for m in shown)]

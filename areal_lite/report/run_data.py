@@ -1,91 +1,81 @@
 """The records in a run directory, read back. The run may be complete, still going or killed."""
 
-import json
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
-from areal_lite.report.measures import downtime_s
-from areal_lite.report.windows import pushes_of
+from areal_lite.report.columns import Columns, read_columns
+from areal_lite.report.facts import count_facts, first_started, training_s
+from areal_lite.report.windows import Pauses, pushes_of
 from areal_lite.run_dir.metrics import read_events, read_metrics
-from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, TOTALS_FILE
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.paths import CONFIG_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
 
-_COLUMNS = (
-    "group_id",
-    "sample_index",
-    "state",
-    "step",
-    "reward",
-    "n_prompt",
-    "n_tokens",
-    "min_version",
-    "max_version",
-    "started_at",
-    "finished_at",
-    "segments",
-)
+# The values of these keys are never shown.
+_SECRET = re.compile(r"(api_)?key|token|password|secret", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunData:
     """The records of one run.
 
-    `metrics` and `evals` hold lines in the order in which they were written. A trajectory is a dict
-    of the store's columns without the token arrays, plus `sampled`, its number of sampled tokens.
+    `metrics` and `evals` hold lines in the order in which they were written. `config` is empty
+    without a config.yaml.
     """
 
     run_dir: Path
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
-    trajectories: list[dict[str, Any]] = field(default_factory=list)
-    # Number of rollout groups by state.
-    groups: dict[str, int] = field(default_factory=dict)
-    # The controller writes its totals when it ends.
-    totals: dict[str, Any] | None = None
-    # None without a config.yaml, and with replay, which has no bound.
-    staleness_bound: int | None = None
-    # Trajectories that groups should have and the store lacks.
-    missing: int = 0
+    config: dict[str, Any]
+    columns: Columns
+    ended: bool
 
     @property
-    def used(self) -> list[dict[str, Any]]:
-        """Return the trajectories that the run trained on."""
-        return [t for t in self.trajectories if t["state"] == "used"]
-
-    def series(self, key: str) -> list[float]:
-        """Return `key` of each training step, NaN where it is unknown."""
-        return [float("nan") if m.get(key) is None else m[key] for m in self.metrics]
+    def name(self) -> str:
+        return self.run_dir.resolve().name
 
     @property
-    def pushes(self) -> dict[int, tuple[float, float]]:
+    def staleness_bound(self) -> int | None:
+        """Return the largest staleness of a trained token; None for a run with replay."""
+        buffer = self.config.get("buffer", {})
+        return None if buffer.get("replay", {}).get("capacity") else buffer.get("max_staleness")
+
+    @property
+    def batch_groups(self) -> int:
+        return self.config.get("trainer", {}).get("batch_groups", 1)
+
+    @property
+    def steps_planned(self) -> int | None:
+        return self.config.get("trainer", {}).get("steps")
+
+    @property
+    def pushes(self) -> Pauses:
         """Return the pause of each version's push: (wall-clock seconds of the start, seconds)."""
         return pushes_of(self.metrics)
 
     @property
-    def training_started_at(self) -> float | None:
-        """Return the wall-clock seconds at which the first trajectory started; None before that.
-
-        Server start-up is earlier.
-        """
-        if self.trajectories:
-            return min(t["started_at"] for t in self.trajectories)
-        if self.metrics:
-            return self.metrics[0]["logged_at"] - (self.metrics[0]["time_s"] or 0.0)
-        return None
+    def started_at(self) -> float | None:
+        """Return the wall-clock seconds of the first trajectory's start; None before it."""
+        return first_started(self.metrics, self.columns)
 
     @property
     def training_s(self) -> float:
-        """Return the seconds from `training_started_at` to the end of the last step; 0 without one.
+        """Return the seconds from `started_at` to the end of the last step; 0 without one."""
+        return training_s(self.metrics, self.columns)
 
-        The time between an end and a resumed start is left out.
-        """
-        started_at = self.training_started_at
-        if not self.metrics or started_at is None:
-            return 0.0
-        return self.metrics[-1]["logged_at"] - started_at - downtime_s(self.metrics)
+    def series(self, key: str) -> np.ndarray:
+        """Return `key` of each training step, float64 [steps], NaN where it is unknown."""
+        return np.array([m.get(key) for m in self.metrics], np.float64)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the final numbers, see FACTS."""
+        return count_facts(self.metrics, self.evals, self.columns)
 
 
 def load_run(run_dir: Path) -> RunData:
@@ -93,30 +83,40 @@ def load_run(run_dir: Path) -> RunData:
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a run directory: there is no such folder")
-    run = RunData(
-        run_dir=run_dir, metrics=read_metrics(run_dir), evals=read_events(run_dir, "evals")
+    return RunData(
+        run_dir=run_dir,
+        metrics=read_metrics(run_dir),
+        evals=read_events(run_dir, "evals"),
+        config=read_run_config(run_dir),
+        columns=read_columns(run_dir / STORE_FILE),
+        ended=(run_dir / SUMMARY_FILE).exists(),
     )
-    if (run_dir / CONFIG_FILE).exists():
-        config = OmegaConf.load(run_dir / CONFIG_FILE)
-        replays = OmegaConf.select(config, "buffer.replay.capacity")
-        run.staleness_bound = None if replays else OmegaConf.select(config, "buffer.max_staleness")
-    if (run_dir / TOTALS_FILE).exists():
-        run.totals = json.loads((run_dir / TOTALS_FILE).read_text())
-    if (run_dir / STORE_FILE).exists():
-        _read_store(run, run_dir / STORE_FILE)
-    return run
 
 
-def _read_store(run: RunData, path: Path) -> None:
-    store = Store(path, read_only=True)
-    try:
-        run.groups = store.counts()
-        run.missing = store.missing_trajectories()
-        run.trajectories = [_without_tokens(row) for row in store.trajectories()]
-    finally:
-        store.close()
+def read_run(run_dir: Path) -> RunData:
+    """Read the records of a run, as far as it got.
+
+    Raises ValueError for a directory that is not that of a training run.
+    """
+    run_dir = Path(run_dir)
+    if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, STORE_FILE)):
+        raise ValueError(f"{run_dir} is not the directory of a training run: give one")
+    return load_run(run_dir)
 
 
-def _without_tokens(row: dict[str, Any]) -> dict[str, Any]:
-    sampled = sum(end - start for _, start, end in row["segments"])
-    return {**{name: row[name] for name in _COLUMNS}, "sampled": sampled}
+def read_run_config(run_dir: Path) -> dict[str, Any]:
+    """Return the configuration of a run without keys and tokens; {} without a config.yaml."""
+    if not (run_dir / CONFIG_FILE).exists():
+        return {}
+    return _public(OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE), resolve=False))
+
+
+def _public(node: Any) -> Any:
+    """Return the configuration without keys and tokens."""
+    if isinstance(node, Mapping):
+        return {
+            str(key): _public(value)
+            for key, value in node.items()
+            if not (_SECRET.fullmatch(str(key)) and value is not None)
+        }
+    return [_public(value) for value in node] if isinstance(node, list) else node

@@ -3,15 +3,16 @@
 A value is None when the run did not get that far, because it was killed or evaluates nothing.
 """
 
-import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
+from areal_lite.report.facts import known_values, mean_of
 from areal_lite.report.run_data import RunData, load_run
 from areal_lite.report.text import off_policy_label
-from areal_lite.run_dir.paths import REPORT_FILE
+from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
+from areal_lite.run_dir.store import Store
+from areal_lite.system.files import read_json
 
 
 def build_summary(
@@ -29,9 +30,8 @@ def build_summary(
         finished_at: wall-clock seconds at which the command ended.
     """
     run = load_run(run_dir)
-    used = run.used
+    facts = run.facts()
     seconds = run.training_s
-    tokens = sum(t["sampled"] for t in used)
     return {
         "run_dir": str(run_dir),
         "report": str(Path(run_dir) / REPORT_FILE),
@@ -42,28 +42,46 @@ def build_summary(
         **_accuracies(run.evals),
         "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
         "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
-        "tokens": tokens,
-        "trajectories": len(used),
-        "tokens_per_s": tokens / seconds if seconds else None,
-        "trajectories_per_s": len(used) / seconds if seconds else None,
-        "staleness_mean": _mean(run.series("staleness_mean")),
-        "max_staleness": max(run.series("staleness_max"), default=None),
+        "tokens": facts["tokens"],
+        "trajectories": facts["trajectories"],
+        "tokens_per_s": facts["tokens"] / seconds if seconds else None,
+        "trajectories_per_s": facts["trajectories"] / seconds if seconds else None,
+        "staleness_mean": facts["staleness_mean"],
+        "max_staleness": facts["staleness_max"],
         "staleness_bound": config.buffer.max_staleness,
-        "multi_segment_share": _mean([interrupted(t) for t in used]),
+        "multi_segment_share": facts["interrupted"],
         "off_policy_label": off_policy_label(config.algo),
-        "clip_fraction_mean": _mean(run.series("clip_fraction")),
-        "behavior_weight_max": max(_known(run.series("weight_max")), default=None),
-        **_pushes(run),
-        "trajectories_lost": run.totals["trajectories_lost"] if run.totals else run.missing,
-        "groups": run.groups,
-        "controller": run.totals,
+        "clip_fraction_mean": mean_of(run.metrics, "clip_fraction"),
+        "behavior_weight_max": max(known_values(run.metrics, "weight_max"), default=None),
+        "pushes": facts["pushes"],
+        "pause_s_mean": facts["pause_mean"],
+        "pause_s_max": facts["pause_max"],
+        **_counts(run),
     }
 
 
-def interrupted(trajectory: dict[str, Any]) -> bool:
-    """Return whether more than one weight version sampled the trajectory."""
-    oldest = trajectory["min_version"]
-    return oldest is not None and oldest < trajectory["max_version"]
+def _counts(run: RunData) -> dict[str, Any]:
+    """Return the counts of the store and of the controller, which writes its own when it ends."""
+    totals = read_json(run.run_dir / TOTALS_FILE)
+    drained = sum(known_values(run.metrics, "drained"))
+    groups, missing = _count_groups(run.run_dir / STORE_FILE)
+    return {
+        "requests_drained": totals["drained"] if totals else drained,
+        "trajectories_lost": totals["trajectories_lost"] if totals else missing,
+        "groups": groups,
+        "controller": totals or None,
+    }
+
+
+def _count_groups(path: Path) -> tuple[dict[str, int], int]:
+    """Return the groups by state, and the number of trajectories that the store lacks."""
+    if not path.exists():
+        return {}, 0
+    store = Store(path, read_only=True)
+    try:
+        return store.counts(), store.missing_trajectories()
+    finally:
+        store.close()
 
 
 def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -84,24 +102,3 @@ def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
         "greedy_after": after.get("greedy"),
         "eval_problems": before.get("problems"),
     }
-
-
-def _pushes(run: RunData) -> dict[str, Any]:
-    pauses = [pause_s for _, pause_s in run.pushes.values()]
-    logged = sum(m.get("drained") or 0 for m in run.metrics)
-    return {
-        "pushes": len(pauses),
-        "pause_s_mean": _mean(pauses),
-        "pause_s_max": max(pauses, default=None),
-        "requests_drained": run.totals["drained"] if run.totals else logged,
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    """Return the mean of the values that are not NaN; None without any."""
-    known = _known(values)
-    return sum(known) / len(known) if known else None
-
-
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]

@@ -5,11 +5,10 @@
              ░░░░░░░░░░░░░░ ▒▒▒▒▒
 """
 
-from typing import Any
-
 import numpy as np
 from matplotlib.axes import Axes
 
+from areal_lite.report.columns import Columns
 from areal_lite.report.run_data import RunData
 from areal_lite.report.style import GREY, show_empty
 from areal_lite.report.windows import Pauses, segment_spans
@@ -33,7 +32,8 @@ _SHORT_LABEL = 0.025
 
 def draw_timeline(axes: Axes, run: RunData) -> None:
     """Draw trajectories from the middle of the run, and the pushes that interrupted them."""
-    chosen = middle_trajectories(run, _ROWS)
+    columns, origin, paused = run.columns, run.started_at, run.pushes
+    chosen = middle_trajectories(columns, len(paused), _ROWS)
     axes.set(xlabel="seconds since the first trajectory", yticks=[])
     title = (
         f"{len(chosen)} trajectories from the middle of the run: "
@@ -43,31 +43,29 @@ def draw_timeline(axes: Axes, run: RunData) -> None:
     axes.set_title(title, pad=30)
     axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=GREY)
     axes.spines["left"].set_visible(False)
-    origin = run.training_started_at
-    if not chosen or origin is None:
+    if not len(chosen) or origin is None:
         show_empty(axes)
         return
-    first = chosen[0]["started_at"] - origin
+    first = float(columns.started[chosen[0]]) - origin
     # A few long trajectories would squeeze all others.
-    last = float(np.quantile([t["finished_at"] for t in chosen], 0.97)) - origin
+    last = float(np.quantile(columns.finished[chosen], 0.97)) - origin
     margin = 0.01 * (last - first)
     left = first - margin
     right = last + margin
     axes.set_xlim(left, right)
     axes.set_ylim(len(chosen), -0.5)
-    _draw_bars(axes, chosen, run, origin)
-    pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in run.pushes.items()}
+    for row, index in enumerate(chosen.tolist()):
+        started, finished = float(columns.started[index]), float(columns.finished[index])
+        for version, start, end in segment_spans(
+            started, finished, columns.segments(index), paused
+        ):
+            bar = [(start - origin, end - start)]
+            axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
+    pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in paused.items()}
     visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
     _draw_pauses(axes, visible)
     before = max((v for v, span in pauses.items() if span[0] < left), default=0)
     _label_versions(axes, visible, before, left, right)
-
-
-def _draw_bars(axes: Axes, trajectories: list[dict[str, Any]], run: RunData, origin: float) -> None:
-    for row, trajectory in enumerate(trajectories):
-        for version, start, end in segment_spans(trajectory, run.pushes):
-            bar = [(start - origin, end - start)]
-            axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
 
 
 def _draw_pauses(axes: Axes, pauses: Pauses) -> None:
@@ -98,18 +96,17 @@ def _label_versions(axes: Axes, pauses: Pauses, before: int, left: float, right:
             axes.text((start + end) / 2, 1.02, f"{name}{version}", transform=transform, **style)
 
 
-def middle_trajectories(run: RunData, count: int) -> list[dict[str, Any]]:
-    """Choose up to `count` trajectories from the middle of the run, ordered by their start.
+def middle_trajectories(columns: Columns, pushes: int, count: int) -> np.ndarray:
+    """Choose up to `count` trajectories from the middle of a run with so many pushes: int64.
 
-    If more than `count` trajectories started during four pushes, the choice is evenly spaced
-    among those. Otherwise it is `count` trajectories that started one after the other.
+    They are ordered by their start. If more than `count` trajectories started during four pushes,
+    the choice is evenly spaced among those. Otherwise it is `count` trajectories that started one
+    after the other.
     """
-    ordered = sorted(
-        run.trajectories, key=lambda t: (t["started_at"], t["group_id"], t["sample_index"])
-    )
-    span = min(len(ordered), max(count, 4 * len(ordered) // max(1, len(run.pushes))))
+    ordered = np.argsort(columns.started, kind="stable")
+    span = min(len(ordered), max(count, 4 * len(ordered) // max(1, pushes)))
     first = (len(ordered) - span) // 2
-    return [ordered[first + i * span // count] for i in range(count)] if span >= count else ordered
+    return ordered[first + np.arange(count) * span // count] if span >= count else ordered
 
 
 def _color(version: int) -> str:

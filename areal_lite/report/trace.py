@@ -16,9 +16,8 @@ import numpy as np
 
 from areal_lite.report.columns import Columns
 from areal_lite.report.measures import trainer_spans
-from areal_lite.report.page_data import read_run
-from areal_lite.report.timeline import segment_spans
-from areal_lite.report.windows import as_dict, pack, pushes_of
+from areal_lite.report.run_data import read_run
+from areal_lite.report.windows import pack, pushes_of, segment_spans
 from areal_lite.system.files import to_plain
 
 _TRAINER = 1
@@ -84,7 +83,7 @@ def _server(
         }
         title = f"group {columns.group[request]}, sample {columns.sample[request]}"
         yield _slice(title, pid, row, start - origin, end - origin, args)
-        for version, begin, stop in segment_spans(as_dict(columns, request), paused):
+        for version, begin, stop in segment_spans(start, end, columns.segments(request), paused):
             yield _slice(f"version {version}", pid, row, begin - origin, stop - origin, {})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,8 @@ def _bars(
     )
     bars = []
     for index, row in zip(chosen.tolist(), rows):
-        spans = segment_spans(as_dict(columns, index), paused)
+        started, finished = float(columns.started[index]), float(columns.finished[index])
+        spans = segment_spans(started, finished, columns.segments(index), paused)
         bars.append(
             {
                 "server": columns.servers[columns.server[index]] or "servers",
@@ -109,46 +111,34 @@ def _bars(
     return {"bars": bars, "total": len(inside)}
 
 
-def as_dict(columns: Columns, index: int) -> dict[str, Any]:
-    """Return what `segment_spans` needs of a trajectory."""
-    ends = np.cumsum([tokens for _, tokens in columns.segments(index)]).tolist()
-    starts = [0, *ends[:-1]]
-    versions = [version for version, _ in columns.segments(index)]
-    return {
-        "started_at": float(columns.started[index]),
-        "finished_at": float(columns.finished[index]),
-        "sampled": int(columns.sampled[index]),
-        "segments": list(zip(versions, starts, ends)),
-    }
-
-
-def segment_spans(trajectory: dict[str, Any], pushes: Pauses) -> list[tuple[int, float, float]]:
+def segment_spans(
+    started: float, finished: float, segments: Sequence[tuple[int, int]], pushes: Pauses
+) -> list[tuple[int, float, float]]:
     """Return (version, start, end) for each weight version of a trajectory.
 
-    Times are wall-clock seconds, and the spans cover the trajectory's life without a gap.
-    Version v starts with the pause of its push. If that push is unknown, it starts where the
-    version's share of the sampled tokens puts it.
+    The spans cover the time from `started` to `finished` without a gap. Version v starts with the
+    pause of its push. If that push is unknown, it starts where the version's share of the sampled
+    tokens puts it. Times are wall-clock seconds.
 
     Args:
-        trajectory: a row of RunData.trajectories.
-        pushes: version -> (wall-clock seconds of the pause's start, its length in seconds).
+        started, finished: the start and the end of the trajectory.
+        segments: (version, tokens) of each segment.
+        pushes: the known pauses.
     """
-    born = trajectory["started_at"]
-    died = trajectory["finished_at"]
-    tokens: dict[int, int] = {}
-    for version, start, end in trajectory["segments"]:
-        tokens[version] = tokens.get(version, 0) + end - start
+    tokens: Counter[int] = Counter()
+    for version, count in segments:
+        tokens[version] += count
     spans: list[tuple[int, float, float]] = []
     earlier_tokens = 0
-    begin = born
+    begin = started
     for version, count in tokens.items():
         if spans:
-            share = earlier_tokens / trajectory["sampled"]
-            at = pushes[version][0] if version in pushes else born + (died - born) * share
-            at = min(max(at, begin), died)
+            share = earlier_tokens / tokens.total()
+            at = pushes[version][0] if version in pushes else started + (finished - started) * share
+            at = min(max(at, begin), finished)
             spans[-1] = (*spans[-1][:2], at)
             begin = at
-        spans.append((version, begin, died))
+        spans.append((version, begin, finished))
         earlier_tokens += count
     return spans
 

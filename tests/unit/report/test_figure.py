@@ -1,14 +1,15 @@
 """The report: geometry of the timeline, rates, and a picture from any run directory."""
 
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from areal_lite.report.figure import generation_rate, write_report
-from areal_lite.report.run_data import RunData, load_run
+from areal_lite.report.figure import write_report
+from areal_lite.report.lanes import tokens_per_s
+from areal_lite.report.run_data import load_run
 from areal_lite.report.timeline import middle_trajectories
 from areal_lite.report.windows import segment_spans
 from tests.unit.report.synthetic_run import T0, hand_made, simulate
@@ -16,50 +17,44 @@ from tests.unit.report.synthetic_run import T0, hand_made, simulate
 PUSHES = {1: (10.0, 0.5), 2: (20.0, 0.5), 3: (30.0, 0.5)}
 
 
-def row(segments, started_at, finished_at):
-    sampled = sum(end - start for _, start, end in segments)
-    return {
-        "segments": segments,
-        "started_at": started_at,
-        "finished_at": finished_at,
-        "sampled": sampled,
-    }
-
-
 def test_versions_change_where_they_were_pushed():
-    spans = segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 90]], 8.0, 25.0), PUSHES)
+    spans = segment_spans(8.0, 25.0, [(0, 5), (1, 2), (2, 78)], PUSHES)
     assert spans == [(0, 8.0, 10.0), (1, 10.0, 20.0), (2, 20.0, 25.0)]
 
 
 def test_a_version_that_sampled_no_token_has_no_span():
-    assert segment_spans(row([[0, 5, 10], [3, 10, 20]], 8.0, 35.0), PUSHES) == [
+    assert segment_spans(8.0, 35.0, [(0, 5), (3, 10)], PUSHES) == [
         (0, 8.0, 30.0),
         (3, 30.0, 35.0),
     ]
 
 
 def test_two_turns_of_one_version_are_one_span():
-    spans = segment_spans(row([[1, 5, 10], [1, 15, 20], [2, 25, 30]], 12.0, 24.0), PUSHES)
+    spans = segment_spans(12.0, 24.0, [(1, 5), (1, 5), (2, 5)], PUSHES)
     assert spans == [(1, 12.0, 20.0), (2, 20.0, 24.0)]
 
 
 def test_an_unknown_push_lies_where_the_share_of_tokens_puts_it():
-    assert segment_spans(row([[7, 5, 15], [8, 15, 45]], 100.0, 140.0), PUSHES) == [
+    assert segment_spans(100.0, 140.0, [(7, 10), (8, 30)], PUSHES) == [
         (7, 100.0, 110.0),
         (8, 110.0, 140.0),
     ]
 
 
 def test_spans_stay_within_the_life_of_the_trajectory():
-    spans = segment_spans(row([[0, 5, 10], [1, 10, 12], [2, 12, 20]], 12.0, 15.0), PUSHES)
+    spans = segment_spans(12.0, 15.0, [(0, 5), (1, 2), (2, 8)], PUSHES)
     assert spans == [(0, 12.0, 12.0), (1, 12.0, 15.0), (2, 15.0, 15.0)]
-    assert segment_spans(row([], 1.0, 2.0), PUSHES) == []
+    assert segment_spans(1.0, 2.0, [], PUSHES) == []
 
 
 def test_the_integral_of_the_generation_rate_is_the_tokens():
-    rows = [row([[0, 0, 100]], 10.0, 20.0), row([[0, 0, 50]], 15.0, 40.0)]
-    edges, rate = generation_rate(rows, 10.0)
-    assert edges[0] == 0.0 and edges[-1] == 30.0
+    columns = SimpleNamespace(
+        started=np.array([10.0, 15.0]),
+        finished=np.array([20.0, 40.0]),
+        sampled=np.array([100, 50]),
+    )
+    edges = np.linspace(10.0, 40.0, 61)
+    rate = tokens_per_s(columns, edges)
     assert (rate * np.diff(edges)).sum() == pytest.approx(150)
     assert (
         rate[0] == pytest.approx(10.0)
@@ -69,27 +64,17 @@ def test_the_integral_of_the_generation_rate_is_the_tokens():
 
 
 def test_the_middle_of_a_run_is_in_order_and_without_repetition():
-    run = RunData(
-        run_dir=Path("run"),
-        metrics=[],
-        evals=[],
-        trajectories=[
-            {"started_at": float(i), "group_id": i, "sample_index": 0}
-            for i in reversed(range(1000))
-        ],
-    )
-    run.metrics = [{"version": v, "paused_at": 10.0 * v, "pause_s": 0.1} for v in range(1, 11)]
+    columns = SimpleNamespace(started=np.arange(1000.0)[::-1])
     # 100 trajectories per push: four pushes' worth is 400.
-    starts = [t["started_at"] for t in middle_trajectories(run, 90)]
+    starts = columns.started[middle_trajectories(columns, 10, 90)].tolist()
     assert (
         len(set(starts)) == 90
         and starts == sorted(starts)
         and starts[0] == 300.0
         and 690 < starts[-1] < 700
     )
-    run.metrics = run.metrics[:1] * 200
-    run.trajectories = run.trajectories[:50]
-    assert len(middle_trajectories(run, 90)) == 50
+    columns.started = columns.started[:50]
+    assert len(middle_trajectories(columns, 1, 90)) == 50
 
 
 def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):

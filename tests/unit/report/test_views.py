@@ -17,7 +17,7 @@ from areal_lite.report.compare import compare_page, config_differences, run_name
 from areal_lite.report.facts import FACTS
 from areal_lite.report.follow import LivePage, is_loopback, page_server
 from areal_lite.report.inspection import matching, show_matching
-from areal_lite.report.page_data import read_run
+from areal_lite.report.run_data import read_run
 from areal_lite.report.trace import trace_events, write_trace
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
