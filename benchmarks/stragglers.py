@@ -1,4 +1,4 @@
-"""What is trained on when answers have a long tail: drop, mask and window.
+"""Measure what is trained on when answers have a long tail: drop, mask and window.
 
     python benchmarks/stragglers.py    # a minute on one core
 

@@ -1,4 +1,4 @@
-"""How tests share the processes of `pytest -n`, and that none of them is a test of speed.
+"""The distribution of tests over the processes of `pytest -n`, without limits of speed.
 
 Integration and chaos tests start servers and whole runs, and some of them measure time. They stay
 in one process, one after another. The files of other tests go to whichever is free, in their order:

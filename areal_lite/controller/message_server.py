@@ -32,7 +32,7 @@ _LINGER_MS = 5000
 # A request has less than 1 kB. Replies have no limit.
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_WAITING_REQUESTS = 1000
-# A connection without the key ends after this time, so that nobody can use up the descriptors.
+# A connection without the key ends after this time, so that no client can use up the descriptors.
 _HANDSHAKE_MS = 5000
 # A client that is gone without a word is noticed after `_SILENCE_MS`.
 _HEARTBEAT_MS = 30_000

@@ -15,7 +15,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.system.files import read_json
 
 _INDEX = "model.safetensors.index.json"
-# Those of `megatron.architectures`, which imports torch.
+# The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 _SIZES = (
     "vocab_size",

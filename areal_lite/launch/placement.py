@@ -11,7 +11,7 @@ from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.rules import check_devices
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
 
-# Of a shared GPU. The rest is for CUDA itself, CUDA graphs, and what SGLang computes with.
+# The largest share of a shared GPU. CUDA, CUDA graphs and SGLang's computing need the rest.
 _MOST_SHARED = 0.9
 
 

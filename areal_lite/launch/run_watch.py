@@ -31,7 +31,7 @@ _WARNING = re.compile(
     r"\S+ (?P<time>[\d:]+)\S* (?P<level>WARNING|ERROR) (?:areal_lite|__main__)\S*: (?P<text>.*)"
 )
 _ROLES = ("controller", "trainer")
-# Of a log that grows faster, only the newest bytes are read.
+# The newest bytes of a log are read, even if it grows faster.
 _LOG_BYTES = 65536
 
 

@@ -3,8 +3,8 @@
 * A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
   unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
 * A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to
-  `server.max_restarts` times. After that the run continues without it. A server that was ready for
-  an hour begins to count anew.
+  `server.max_restarts` times. After that the run continues without it. The count begins again when
+  the server was ready for an hour.
 * A server that never came up ends the whole pool: a restart would not mend its configuration.
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT
@@ -143,7 +143,7 @@ class ServerPool:
             await asyncio.sleep(delay_s)
 
     def _was_steady(self, name: str) -> bool:
-        """Return whether the last process of a server was ready for long enough to count anew."""
+        """Return whether the last process of a server was ready long enough to reset the count."""
         ready_at = self._ready_at.get(name)
         return ready_at is not None and time.monotonic() - ready_at >= _STEADY_S
 

@@ -77,7 +77,7 @@ class PendingCheckpoint:
             content_metadata=FORMAT,
         )
         self.request: AsyncRequest = request
-        # Of the files that this rank writes. Only its thread changes them.
+        # Checksums of the files that this rank writes. Only its thread changes them.
         self.checksums: dict[str, int] = {}
         self.thread: Thread | None = None
         if request.async_fn is not None:  # this rank has something to write

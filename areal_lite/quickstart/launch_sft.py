@@ -16,7 +16,7 @@ from areal_lite.report.train_view import eta
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.resume import lock_run_dir
 
-# Those whose mean pace is shown.
+# The steps whose mean pace is shown.
 _RECENT_STEPS = 50
 
 

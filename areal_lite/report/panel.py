@@ -32,7 +32,7 @@ from rich.text import Text
 from areal_lite.report.text import duration, visible
 
 _MOST_COLUMNS = 100
-# What a terminal writes when Ctrl-C is pressed, ^C, stays on the last line of the panel.
+# The ^C that a terminal writes for Ctrl-C stays on the last line of the panel.
 _MARGIN = 2
 _BORDER = 4
 _LEAST_TWO_COLUMNS = 68

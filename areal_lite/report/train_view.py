@@ -231,7 +231,7 @@ def _servers(state: RunState) -> str:
     if status.can_admit:
         if not status.requests:
             return "have no requests: rewards or tools are at work"
-        # Those of an evaluation come on top of what is in flight for training.
+        # Requests of an evaluation come on top of those for training.
         more = ", evaluation included" if status.evaluating else ""
         return f"generate: {status.requests} requests{more}"
     if status.version + state.config.max_lead + 1 >= state.config.trainer.steps:

@@ -154,7 +154,7 @@ def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
     return TrainerSpeed(
         fixed_s=simulation.step_fixed_s,
         per_token_s=2 * shape.active * forwards / arithmetic,
-        # Of n tokens, the mean one attends to n / 2.
+        # Each of n tokens attends to n / 2 on average.
         per_square_s=4 * shape.layers * shape.hidden * forwards / 2 / arithmetic,
         pause_s=simulation.push_fixed_s + push_s,
     )

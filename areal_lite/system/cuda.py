@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 # The wheels of torch and SGLang are built for CUDA 13, which needs this driver.
 MIN_DRIVER = 580
-# What a process takes of a GPU before its first tensor.
+# The memory of a GPU that a process takes before its first tensor.
 CUDA_CONTEXT = 600 * 2**20
 _TIMEOUT_S = 30.0
 

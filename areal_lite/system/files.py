@@ -27,7 +27,7 @@ def write_atomically(
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A new file of ours: not one, or a link, that somebody else put there.
+        # It must be a new file: not one, or a link, that another user put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(scratch, flags, 0o600 if private else 0o666)
         with open(descriptor, "wb") as file:

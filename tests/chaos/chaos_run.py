@@ -67,7 +67,7 @@ class ChaosRun:
         self._command = [sys.executable, "-m", "areal_lite", "train", *settings]
         self._output = folder.with_suffix(".output")
         self._seen = 0
-        # Of every process that was seen. Each role and each server has a session of its own.
+        # The sessions of all processes that were seen. Each role and each server has its own.
         self._sessions: set[int] = set()
         self._wakers: list[threading.Timer] = []
         self.start()
@@ -164,7 +164,7 @@ class ChaosRun:
         return step
 
     def _pause(self, seconds: float = 0.05) -> None:
-        """Wait before the next look at the run, which must go on."""
+        """Wait before the next look at the run, which must still be running."""
         assert self._process.poll() is None, self.output()
         time.sleep(seconds)
 
@@ -201,6 +201,6 @@ class ChaosRun:
 
 
 def _wake(process: psutil.Process) -> None:
-    """Let a stopped process go on, unless it was replaced meanwhile."""
+    """Let a stopped process continue, unless it was replaced meanwhile."""
     with suppress(psutil.NoSuchProcess):
         process.resume()

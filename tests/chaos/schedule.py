@@ -18,7 +18,7 @@ _SHORTEST_S = 0.3
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What happens to a process, and which one it is."""
+    """A fault: the action, and the process that it happens to."""
 
     action: str
     target: str

@@ -93,7 +93,7 @@ class Run:
 
 
 def push(client: ControllerClient, version: int, mode: str | None) -> PushTargets:
-    """What the real pusher does, in the same order."""
+    """Make the calls of the real pusher, in the same order."""
     answer = client.begin_push(version)
     for server in answer.servers:
         if mode:

@@ -34,7 +34,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Run:
-    """What one command left behind."""
+    """The files of one command."""
 
     folder: Path
     output: str

@@ -1,4 +1,4 @@
-"""What a trainer rank and a server really run with: NCCL's settings, time-outs and groups."""
+"""The real settings of a trainer rank and a server: NCCL's settings, time-outs and groups."""
 
 import json
 import os

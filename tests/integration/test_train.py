@@ -61,7 +61,7 @@ COMMON = [
 
 
 class Run:
-    """What a finished run left behind."""
+    """The files of a finished run."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -292,7 +292,7 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
 
 
 def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_path):
-    """What was learned is saved, and the run ends at once, with an error that says so."""
+    """The weights are saved, and the run ends at once with an error."""
     folder = tmp_path / "run"
     overrides = [
         *COMMON,

@@ -126,7 +126,7 @@ def test_a_broadcast_that_fails_on_the_trainer_alone_is_reported_as_what_it_is(b
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_servers_give_up_when_the_trainer_dies(backend) -> None:
-    """Its store dies with it. A new trainer finds servers that can join."""
+    """The store dies with the trainer. A new trainer finds servers that can join."""
     with weight_servers(None, None) as (infos, _):
         dead = group_of(infos, backend)
         request = {"group_name": dead._name, "load_format": "flattened_bucket"}

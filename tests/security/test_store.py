@@ -81,7 +81,7 @@ def resume(path: Path) -> tuple[int, set[str]]:
 
 
 def damaged(content: bytes, tmp_path: Path) -> str:
-    """What a resume of a file with this content does: a number of waiting groups, or an error."""
+    """Resume from a file with this content: return the number of waiting groups, or the error."""
     path = tmp_path / "bad.sqlite"
     for file in tmp_path.glob("bad.sqlite*"):
         file.unlink()

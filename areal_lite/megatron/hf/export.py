@@ -43,7 +43,7 @@ def _write_weights(buckets: Iterator[Bucket], folder: Path, dtype: torch.dtype) 
         tensors = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in bucket}
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        # safetensors lets only the owner read; a server may run as somebody else.
+        # safetensors lets only the owner read, and a server may run as another user.
         shutil.copymode(folder / "config.json", folder / file)
         weight_map.update(dict.fromkeys(tensors, file))
         total += sum(t.nbytes for t in tensors.values())

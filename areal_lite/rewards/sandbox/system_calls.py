@@ -23,7 +23,7 @@ _MAP_HUGETLB = 0x40000
 _ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
 # Wait, wake and requeue, of either kind; without FUTEX_PRIVATE_FLAG and FUTEX_CLOCK_REALTIME.
 _FUTEX_OPERATIONS, _FUTEX_FLAGS = (0, 1, 3, 4, 5, 9, 10), 0x180
-# What pthread_create asks for: everything is shared, and no namespace is new.
+# The flags of pthread_create: everything is shared, and no namespace is new.
 _THREAD_FLAGS = 0x3D0F00
 _NUM_CLOCKS = 12  # a larger number is the clock of another process
 
@@ -147,7 +147,7 @@ CALLS = (
     Call("nanosleep", 35, 101, "time.sleep of older versions"),
     Call("gettimeofday", 96, 169, "time where the kernel maps no clock"),
     Call("time", 201, None, "time where the kernel maps no clock"),
-    # What the program may know of itself and of the machine.
+    # Facts that the program may read about itself and the machine.
     Call("getpid", 39, 172, "os.getpid, tempfile"),
     Call("getppid", 110, 173, "os.getppid, which expects no failure"),
     Call("gettid", 186, 178, "threading"),

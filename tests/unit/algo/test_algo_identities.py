@@ -1,4 +1,4 @@
-"""What must hold between objectives, and what packing must not change."""
+"""Identities between objectives, and results that packing must not change."""
 
 from dataclasses import replace
 from functools import partial

@@ -52,7 +52,7 @@ def test_shares_are_those_of_loops_on_any_number_of_ranks(seed, ranks, fresh):
 
 
 def test_the_estimate_is_the_best_linear_one():
-    """Of known parts s and m: no other factor of d is closer to s; and fresh tokens have s = 0."""
+    """With known parts s and m, no other factor of d is closer to s. Fresh tokens have s = 0."""
     generator = torch.Generator().manual_seed(3)
     n = 400_000
     versions = torch.randint(VERSION - 2, VERSION + 1, (n,), generator=generator)

@@ -62,7 +62,7 @@ def accepted_of(x: LossInputs, rejection: Rejection, limit=None) -> torch.Tensor
 
 
 def plain_accepted(x: LossInputs, rejection: Rejection) -> list[bool]:
-    """The same for levels `token` and `sequence`, token after token."""
+    """Reject tokens as levels `token` and `sequence` do, in a loop over tokens."""
     usable = (x.mask & torch.isfinite(x.behavior)).tolist()
     ids, prox, behavior = x.sequence_ids.tolist(), x.prox.tolist(), x.behavior.tolist()
     values = {

@@ -61,7 +61,7 @@ def test_every_number_has_a_lower_and_an_upper_bound(schema):
 
 
 def first_argument(kind):
-    """Of list[float]: float."""
+    """Return the type of the items, float for list[float]."""
     return next(iter(get_args(kind)), None)
 
 

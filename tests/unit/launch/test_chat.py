@@ -1,4 +1,4 @@
-"""What a chat asks the model, and which lines it takes.
+"""The prompts of a chat, and the lines that it takes.
 
 tests/integration/test_chat.py runs the command.
 """

@@ -1,4 +1,4 @@
-"""What the plan says about prompts, and about pushes: when they come, and who waits for them."""
+"""The plan describes prompts and pushes: when they come, and which side waits for them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is shown of a run comes from its files, as they grow."""
+"""The panel of a run comes from its files, as they grow."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""How often a server is started again, with servers and a clock that are not real."""
+"""The number of restarts of a server, with servers and a clock that are not real."""
 
 import asyncio
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_server_that_fails_again_and_again_is_given_up(tmp_path, clock) -> Non
 
 
 def test_a_server_that_was_ready_for_an_hour_counts_anew(tmp_path, clock) -> None:
-    """Its restarts in a run of a week do not add up."""
+    """The restarts of a server do not add up in a run of a week."""
     said = restarts(tmp_path, clock, [100, 1, 3601, 5000, 10, 1])
     numbers = [line.split("restart ")[1][0] for line in said[:-1]]
     assert numbers == ["1", "2", "1", "1", "2"] and "given up" in said[-1]

@@ -1,4 +1,4 @@
-"""What is shown of a warm-up."""
+"""The panel of a warm-up."""
 
 from areal_lite.config import SftConfig
 from areal_lite.quickstart.launch_sft import WarmUpWatch

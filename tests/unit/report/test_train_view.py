@@ -1,4 +1,4 @@
-"""What the panel shows about a training run."""
+"""The content of the panel of a training run."""
 
 from dataclasses import replace
 

@@ -122,7 +122,7 @@ def test_several_turns_keep_what_was_sampled(tokenizer, user_code) -> None:
 
 
 def test_tokens_equal_the_rendered_conversation(tokenizer, user_code) -> None:
-    """Where nothing is trimmed, the tokens equal those of the whole conversation, rendered."""
+    """Without trimming, the tokens equal those of the whole rendered conversation."""
     user_code(FEEDBACK)
     trajectory, _ = play_one(
         tokenizer, MultiTurn("users:never", max_turns=3), chat_prompt(tokenizer), ["a", "b", "c"]

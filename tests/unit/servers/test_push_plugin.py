@@ -1,4 +1,4 @@
-"""What the plugin changes in SGLang's pauses, and what it leaves alone."""
+"""The plugin changes SGLang's pauses, and nothing else."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a machine lacks is named with its remedy, before anything is installed."""
+"""Everything that a machine lacks is named with its remedy, before anything is installed."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What the training loop asks of its models between steps."""
+"""The calls of the training loop to its models between steps."""
 
 from typing import Any, cast
 

@@ -142,7 +142,7 @@ def plain_rejected(t: FlatBatch, prox: torch.Tensor, rejection: RejectionConfig)
 
 
 def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens: int) -> float:
-    """The same loss of one minibatch, as loops. Advantages are taken from `t`."""
+    """Compute the loss of one minibatch in loops. Advantages are taken from `t`."""
     sequences: dict[int, list[int]] = {}
     for i, s in enumerate(t.sequence_ids.tolist()):
         if t.mask[i]:

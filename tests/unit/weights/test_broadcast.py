@@ -75,7 +75,7 @@ def test_servers_that_answer_but_do_not_finish_in_time_are_blamed() -> None:
 
 
 def consequence(name: str) -> ServerRefused:
-    """What a server answers that only saw the collective fail."""
+    """Return the answer of a server that only saw the collective fail."""
     server = next(server for server in SERVERS if server.name == name)
     return ServerRefused(server, f"Failed to receive weights: {CollectiveError('given up')}")
 

@@ -1,4 +1,4 @@
-"""What a push is verified with: a few rows of each tensor, compared bit by bit."""
+"""The verification of a push: a few rows of each tensor, compared bit by bit."""
 
 import pytest
 import torch
