@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 # The teacher has more than twice the parameters of the student. It learns once, in about a minute,
-# from demonstrations that forget one carry in twenty. So it knows how to go on after a mistake.
+# from demonstrations that forget one carry in twenty. So it knows how to continue after a mistake.
 #   TEACHER_MODEL=/path/to/folder    makes it there, and uses it from there
 teacher=${TEACHER_MODEL:-$examples/models/teacher}
 if [ ! -d "$teacher" ]; then

@@ -1,7 +1,7 @@
 """Train from Python: `python train.py model=FOLDER [key=value …]`.
 
 The settings are those of the command line, and the run is the same. What Python adds is `on_step`:
-your function gets the metrics of each step while the run goes on.
+your function gets the metrics of each step during the run.
 """
 
 import sys
