@@ -1,7 +1,7 @@
 """Settings that are allowed but cannot do what they are for. Each caution is one line.
 
 `areal-lite train --dry-run` prints the cautions, and `areal-lite diagnose` compares the staleness
-of a run with what its objective bears.
+of a run with what its objective tolerates.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from areal_lite.config.data import RewardConfig
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 
 
-class Bearable(NamedTuple):
+class Tolerance(NamedTuple):
     """The staleness, in training steps, up to which an objective is known to learn; the source."""
 
     steps: int
@@ -45,23 +45,25 @@ def clip_is_idle(config: TrainConfig) -> bool:
     )
 
 
-def bearable_staleness(algo: AlgoConfig) -> Bearable | None:
-    """Return the staleness that is known to be borne; None for Trajectory Balance: any is."""
+def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
+    """Return the staleness that an objective tolerates; None for Trajectory Balance: any."""
     if algo.loss == "tb":
         return None
     if algo.rejection.by is not None:
-        return Bearable(256, "a rejection of distant tokens", "arXiv 2510.01161: 256 updates")
+        return Tolerance(256, "a rejection of distant tokens", "arXiv 2510.01161: 256 updates")
     if algo.loss == "gepo":
-        return Bearable(64, "a ratio to the group's expectation", "arXiv 2508.17850: 64 steps")
+        return Tolerance(64, "a ratio to the group's expectation", "arXiv 2508.17850: 64 steps")
     if algo.scale_lr_by_ess:
-        return Bearable(128, "a learning rate that follows ess", "arXiv 2602.17616: 128 steps")
+        return Tolerance(128, "a learning rate that follows ess", "arXiv 2602.17616: 128 steps")
     if algo.loss in CLIPPED_LOSSES and not algo.decoupled:
-        return Bearable(
+        return Tolerance(
             2, "a clip around the behavior policy", "arXiv 2505.24298: AIME24 42.0 -> 23.3 at 4"
         )
     if algo.correction.mode == "off":
-        return Bearable(1, "a weight of 1", "nothing accounts for the policy that sampled")
-    return Bearable(8, "a bounded weight", "arXiv 2505.24298: AIME24 42.0 -> 41.0 at 8, 38.7 at 16")
+        return Tolerance(1, "a weight of 1", "nothing accounts for the policy that sampled")
+    return Tolerance(
+        8, "a bounded weight", "arXiv 2505.24298: AIME24 42.0 -> 41.0 at 8, 38.7 at 16"
+    )
 
 
 def _idle_clip(config: TrainConfig) -> str | None:
@@ -120,11 +122,11 @@ def _idle_mismatch(config: TrainConfig) -> str | None:
 
 
 def _too_stale(config: TrainConfig) -> str | None:
-    bearable, allowed = bearable_staleness(config.algo), config.buffer.max_staleness
-    if bearable is None or allowed <= bearable.steps:
+    tolerance, allowed = tolerated_staleness(config.algo), config.buffer.max_staleness
+    if tolerance is None or allowed <= tolerance.steps:
         return None
     return (
-        f"buffer.max_staleness={allowed} is more than the {bearable.steps} that "
-        f"{bearable.objective} is known to bear ({bearable.shown}): lower it, or see algo=m2po and "
-        "algo=vcpo"
+        f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
+        f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or see "
+        "algo=m2po and algo=vcpo"
     )

@@ -159,7 +159,7 @@ GUIDE = (
     ),
     Advice(
         learning.too_stale,
-        "Tokens are staler than the objective is known to bear",
+        "Tokens are staler than the objective is known to tolerate",
         ("staleness_max", "stale_square", "mismatch_square"),
         "staleness_max above what `areal_lite/config/cautions.py` lists for the objective",
         "`buffer.max_staleness` suits another correction of stale tokens",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.config.cautions import CLIPPED_LOSSES, bearable_staleness, clip_is_idle
+from areal_lite.config.cautions import CLIPPED_LOSSES, clip_is_idle, tolerated_staleness
 from areal_lite.diagnose.history import History
 from areal_lite.diagnose.limits import limit
 from areal_lite.diagnose.sign import Sign, alarm, hint
@@ -66,13 +66,13 @@ def low_ess(run: History) -> Sign | None:
 
 
 def too_stale(run: History) -> Sign | None:
-    """Find tokens that are older than the objective is known to bear."""
-    oldest, bearable = run.recent("staleness_max"), bearable_staleness(run.config.algo)
-    if bearable is None or not len(oldest) or oldest.max() <= bearable.steps:
+    """Find tokens that are older than the objective is known to tolerate."""
+    oldest, tolerance = run.recent("staleness_max"), tolerated_staleness(run.config.algo)
+    if tolerance is None or not len(oldest) or oldest.max() <= tolerance.steps:
         return None
     return hint(
-        f"tokens up to {oldest.max():.0f} steps old; {bearable.objective} is known to bear "
-        f"{bearable.steps} ({bearable.shown})"
+        f"tokens up to {oldest.max():.0f} steps old; {tolerance.objective} is known to tolerate "
+        f"{tolerance.steps} ({tolerance.shown})"
     )
 
 

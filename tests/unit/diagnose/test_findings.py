@@ -137,7 +137,7 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
         "too_stale",
         HINT,
         {"staleness_max": 12},
-        "12 steps old; a bounded weight is known to bear 8",
+        "12 steps old; a bounded weight is known to tolerate 8",
     ),
     ("reward_failures", ALARM, {"reward_failures": lambda step: 20 * step}, "600 failures, 23.8%"),
     ("reward_failures", HINT, {"reward_failures": lambda step: 2 * step}, "60 failures, 3.0%"),
@@ -182,7 +182,7 @@ def test_a_failure_is_the_only_finding(
 
 
 @pytest.mark.parametrize(
-    ("override", "bears"),
+    ("override", "limit"),
     [
         ("algo.decoupled=false", 2),
         ("algo.correction.mode='off'", 1),
@@ -191,11 +191,11 @@ def test_a_failure_is_the_only_finding(
         ("algo.scale_lr_by_ess=true", 128),
     ],
 )
-def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: str, bears: int):
-    at = make_run(tmp_path / "at", override, staleness_max=bears)
+def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: str, limit: int):
+    at = make_run(tmp_path / "at", override, staleness_max=limit)
     assert "too_stale" not in findings(at)
-    above = make_run(tmp_path / "above", override, staleness_max=bears + 1)
-    assert f"is known to bear {bears} (" in findings(above)["too_stale"].evidence
+    above = make_run(tmp_path / "above", override, staleness_max=limit + 1)
+    assert f"is known to tolerate {limit} (" in findings(above)["too_stale"].evidence
 
 
 def test_trajectory_balance_bears_everything(tmp_path: Path):
