@@ -89,7 +89,6 @@ def trajectory_balance_loss(
     zeros = torch.zeros_like(log_z)
     metrics = {
         "log_z": torch.where(present, log_z, zeros).sum(),
-        "reference_kl": log_ratio.detach().sum(),
         "sequences": present.sum(),
     }
     return LossOutput(

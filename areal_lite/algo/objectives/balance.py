@@ -96,8 +96,7 @@ class BalanceObjective:
             log_z=minibatch.log_z,
         )
         metrics = {
-            "log_z": output.metrics["log_z"],
-            "sequences": output.metrics["sequences"],
+            **output.metrics,
             **mismatch(tokens.prox, tokens.behavior, tokens.mask),
             **token_metrics(tokens, logprobs, entropy, to=("reference",)),
         }
