@@ -13,30 +13,26 @@
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.evaluation import EvalRecord, evaluate
+from areal_lite.controller.evaluator import Evaluator
 from areal_lite.controller.messages import (
     Answer,
     AwaitEvaluation,
     BeginPush,
     Evaluate,
     Evaluation,
-    EvaluationEnded,
     Finish,
     PullBatch,
     Pushed,
     PushTargets,
     Recorded,
     Request,
-    Resync,
     RunTotals,
     StepDone,
 )
@@ -47,17 +43,11 @@ from areal_lite.controller.run_stats import (
     unrecorded_counts,
 )
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
-from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.system import back_off
 from areal_lite.trajectory import Group, InterruptMode
-
-log = logging.getLogger(__name__)
-
-_EVALUATION_CHECK_S = 0.5
 
 
 class Controller:
@@ -74,7 +64,6 @@ class Controller:
         """Build all parts. `announced` and `mark_unhealthy` are as in Fleet."""
         assert dependencies.store is not None
         self.config = config
-        self._dependencies = dependencies
         self._store = dependencies.store
         self.fleet = Fleet(
             client,
@@ -86,17 +75,15 @@ class Controller:
         )
         self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)
         self.batches = Batches(config, self.dispatcher, self.fleet, dependencies.clock)
+        self.evaluator = Evaluator(
+            config, dependencies, self.fleet, self.dispatcher.workflow, self.batches
+        )
         # Requests that were waited for, over all pushes in mode `none`.
         self.drained = 0
         self._pushing = False
-        self._evaluating: set[int] = set()
-        # Set when the evaluation after the last step has ended. No resync is requested after it.
-        self._last_evaluated = asyncio.Event()
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
-        # Since when an evaluation after the last step waits for a server, in seconds.
-        self._no_server_since: float | None = None
 
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
@@ -136,9 +123,9 @@ class Controller:
             case Pushed(version, failed):
                 return await self._record_push(version, failed), ()
             case Evaluate(version):
-                return Evaluation(dict(await self._evaluate(version))), ()
+                return Evaluation(dict(await self.evaluator.evaluate(version))), ()
             case AwaitEvaluation(_, resyncs):
-                return await self._await_evaluation(resyncs), ()
+                return await self.evaluator.await_last(resyncs), ()
             case Finish():
                 return RunTotals(await self._finish()), ()
 
@@ -207,63 +194,6 @@ class Controller:
             self._saved_totals = totals
             await self._store.submit(Store.set_totals, totals)
 
-    async def _evaluate(self, version: int) -> EvalRecord:
-        """Evaluate on the servers, while training continues.
-
-        After the last step no push follows, so that servers that come back need a resync. Raises
-        RuntimeError if none comes back in time.
-        """
-        self._evaluating.add(version)
-        evaluation = asyncio.ensure_future(
-            evaluate(self.config, self._dependencies, self.fleet, self.dispatcher.workflow, version)
-        )
-        try:
-            while not evaluation.done():
-                await asyncio.wait([evaluation], timeout=_EVALUATION_CHECK_S)
-                if evaluation.done() or self.batches.step < self.config.trainer.steps:
-                    continue
-                self._check_servers_return(version)
-                if version == self.config.trainer.steps:
-                    self.batches.request_resync()
-            return evaluation.result()
-        finally:
-            self._evaluating.discard(version)
-            evaluation.cancel()
-            if version == self.config.trainer.steps:
-                self._last_evaluated.set()
-
-    async def _await_evaluation(self, resyncs: int) -> Resync | EvaluationEnded:
-        """Wait for the end of the last evaluation, or for a resync that the rank has not had."""
-        ended = asyncio.ensure_future(self._last_evaluated.wait())
-        try:
-            must_resync = await self.batches.resync_comes_first(resyncs, ended)
-        finally:
-            ended.cancel()
-        return Resync() if must_resync else EvaluationEnded()
-
-    def _check_servers_return(self, version: int) -> None:
-        """Raise RuntimeError if there was no server for as long as one takes to come back."""
-        now = asyncio.get_running_loop().time()
-        if not self.fleet.no_ready_server or self.fleet.router.stale:
-            self._no_server_since = None
-            return
-        self._no_server_since = self._no_server_since or now
-        server = self.config.server
-        none_returns = self.fleet.gate.last_failure and not server.max_restarts
-        patience_s = 0.0 if none_returns else server.start_timeout_s + back_off.LONGEST_S
-        if now - self._no_server_since >= patience_s:
-            raise RuntimeError(self._lost_evaluation(version))
-
-    def _lost_evaluation(self, version: int) -> str:
-        failure = self.fleet.gate.last_failure
-        model = Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR
-        return (
-            f"the evaluation at version {version} is lost: no server is left that has the last "
-            f"weights{f' ({failure})' if failure else ''}, and none came back. Training is "
-            "complete and its weights are saved: to evaluate them, "
-            f"areal-lite eval model={model}"
-        )
-
     async def _finish(self) -> dict[str, Any]:
         """Stop generation and return the totals of the run."""
         if self._generation is not None:
@@ -289,5 +219,10 @@ class Controller:
         elif batches.pending:
             phase = TrainerPhase.WAITING
         return controller_status(
-            self.dispatcher, batches.queue, self.fleet, phase, batches.pending, self._evaluating
+            self.dispatcher,
+            batches.queue,
+            self.fleet,
+            phase,
+            batches.pending,
+            self.evaluator.running,
         )

@@ -94,9 +94,9 @@ async def score_problems(
             "there are no held-out problems to evaluate on: set eval.problems=0, "
             "or give a data set that has some"
         )
-    evaluator = _Evaluator(rollout, dependencies, fleet, workflow, prompts, name)
+    scorer = _Scorer(rollout, dependencies, fleet, workflow, prompts, name)
     results = await asyncio.gather(
-        *(evaluator.score(i, sample) for i in range(problems) for sample in range(1 + samples))
+        *(scorer.score(i, sample) for i in range(problems) for sample in range(1 + samples))
     )
     rewards = np.array([result.reward or 0.0 for result in results], np.float64)
     return Scores(
@@ -114,7 +114,7 @@ class _Result:
     versions: frozenset[int]
 
 
-class _Evaluator:
+class _Scorer:
     """Samples and scores single completions; sample 0 is greedy."""
 
     def __init__(
