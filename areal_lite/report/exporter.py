@@ -40,7 +40,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from areal_lite.run_dir.metrics import STEP_KEYS, newest_event
+from areal_lite.run_dir.metric_table import MEANINGS
+from areal_lite.run_dir.metrics import newest_event
 from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
@@ -97,7 +98,7 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
     }
     sources: list[tuple[str, dict[str, Any] | None, dict[str, str]]] = [
         ("run_", facts, FACTS),
-        ("", step, STEP_KEYS),
+        ("", step, MEANINGS),
         ("eval_", evaluation, {}),
     ]
     gauges: dict[str, tuple[float, str]] = {}

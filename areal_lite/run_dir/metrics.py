@@ -16,26 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from areal_lite.config import LoggerConfig
+from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
 from areal_lite.run_dir.wandb_log import WandbLog
 from areal_lite.system.files import sync_path, to_plain, write_atomically
-
-STEP_KEYS = {
-    "step": "number of the step, from 1",
-    "version": "weight version of the servers after the step: the steps before their last push",
-    "time_s": "seconds from the end of the previous step to the end of this one, waiting included",
-    "reward_mean": "mean reward of the step's trajectories",
-    "staleness_mean": "mean staleness of the sampled tokens of the batch, in training steps",
-    "staleness_max": "largest staleness of a sampled token",
-    "segments_mean": "mean number of segments of the step's trajectories",
-    "tokens": "sampled tokens of the batch",
-    "loss": "mean loss of the minibatches",
-    "grad_norm": "mean gradient norm before clipping",
-    "behave_kl": "estimated KL(behavior || proximal) per trained token, in nats",
-    "ess": "effective sample size of the behavior weights, as a share of 1",
-    "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
-}
-"""Keys that every training step reports. The trainer may add more. Report and summary use these."""
 
 # Read at once from the end of a log: a few lines.
 _TAIL_BYTES = 8192

@@ -13,42 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import LoggerConfig
+from areal_lite.run_dir.metric_table import GROUP_OF, GROUPS
 from areal_lite.system.files import to_plain
 from areal_lite.system.threads import start_daemon
 
 log = logging.getLogger(__name__)
 
-GROUPS = {
-    "reward": "reward_mean reward_std uniform_groups_share distinct_share distinct_correct",
-    "staleness": "staleness_mean staleness_max interrupted_share segments_mean masked_tokens "
-    "masked_overdue dropped_groups stale_square server_lag passed_groups",
-    "loss": "loss grad_norm grad_cosine average_kl reference_kl lr skipped trained_tokens "
-    "clip_fraction clip_fraction_high clip_fraction_low ratio ratio_max ratio_chi2 entropy "
-    "masked_truncated masked_nonfinite",
-    "behavior": "behave_kl behave_kl_k1 behave_abs ess behavior_weight weight_max rejected "
-    "mismatch_square logprob_diff logprob_diff_sampled logprob_diff_scored nonfinite_tokens",
-    "critic": "value value_error value_explained value_clip_fraction critic_loss critic_grad_norm "
-    "critic_lr critic_skipped",
-    "rollout": "tokens trajectories length_mean length_max truncated_share queue_depth in_flight "
-    "concurrency_limit filtered_groups retired_prompts empty_groups failed_rollouts "
-    "workflow_failures reward_failures",
-    "push": "pause_s total_s megabytes drained verified",
-    "time": "time_s wait_s straggler_wait_s train_s push_s loop_lag_p99_s",
-}
-"""The metrics of a training step by group, in which wandb shows them: `group/metric`."""
-
 OTHER = "other"
-# The axis, what it tells as well, wall-clock times, and lists.
-NOT_SENT = ("step", "version", "logged_at", "paused_at", "failed")
-NOT_SENT += ("tokens_by_staleness", "behave_abs_by_staleness")
-_GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}
 _INIT_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 120.0
 
 
 def wandb_name(key: str) -> str | None:
     """Return the name of a metric in wandb; None for one that is not sent there."""
-    return None if key in NOT_SENT else f"{_GROUP_OF.get(key, OTHER)}/{key}"
+    group = GROUP_OF.get(key, OTHER)
+    return f"{group}/{key}" if group else None
 
 
 class WandbLog:
@@ -70,7 +49,7 @@ class WandbLog:
             mode="offline" if config.wandb == "offline" else None,
             settings=wandb.Settings(init_timeout=_INIT_TIMEOUT_S),
         )
-        for group in (*GROUPS, OTHER):
+        for group in (*filter(None, GROUPS), OTHER):
             self._run.define_metric(f"{group}/*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="eval/version")
 

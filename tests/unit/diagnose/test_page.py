@@ -6,9 +6,10 @@ from pathlib import Path
 from areal_lite.diagnose import guide, learning, operation
 from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.limits import LIMITS
-from areal_lite.diagnose.page import HEALTHY, MEANINGS, page
+from areal_lite.diagnose.page import page
 from areal_lite.report import demo
-from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
+from areal_lite.run_dir.metric_table import GROUPS, HEALTHY, MEANINGS, STEP_KEYS
+from areal_lite.run_dir.metrics import read_metrics
 
 # Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
 # The run is also older than some metrics.
@@ -26,7 +27,8 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
-    known = STEP_KEYS.keys() | MEANINGS.keys()
+    known = MEANINGS.keys()
+    assert sum(map(len, GROUPS.values())) == len(known) and known >= set(STEP_KEYS)
     logged = {key for line in read_metrics(demo.unpack("demo", tmp_path)) for key in line}
     assert logged <= known <= logged | CONDITIONAL
     used = {key for advice in GUIDE for key in advice.metrics}

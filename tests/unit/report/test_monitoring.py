@@ -15,7 +15,7 @@ from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.messages import PullBatch
 from areal_lite.report.exporter import FACTS, main
-from areal_lite.run_dir.metrics import STEP_KEYS
+from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.trajectory import Group
 from areal_lite.weights.push import PushReport
 from tests.unit.report.dashboard import DASHBOARD, MONITORING, ROOT, expressions, metrics, of_steps

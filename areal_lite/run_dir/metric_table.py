@@ -1,0 +1,187 @@
+"""The metrics of a training step: the group, the meaning and the healthy range of each.
+
+metrics.jsonl, wandb, Prometheus and docs/diagnose.md have these names. To add a metric, log it, add
+a row here, and write the page again: `python -m areal_lite.diagnose.page > docs/diagnose.md`.
+"""
+
+STEP_KEYS = (
+    "step",
+    "version",
+    "time_s",
+    "reward_mean",
+    "staleness_mean",
+    "staleness_max",
+    "segments_mean",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "behave_kl",
+    "ess",
+    "pause_s",
+)
+"""Keys that every training step reports. The trainer may add more. Report and summary use these."""
+
+GROUPS = {
+    "reward": {
+        "reward_mean": "mean reward of the step's trajectories",
+        "reward_std": "standard deviation of the rewards of all trajectories",
+        "uniform_groups_share": "share of groups whose rewards are all equal",
+        "distinct_share": "different completions of a prompt, as a share of all",
+        "distinct_correct": "different completions of a prompt with a positive reward",
+    },
+    "staleness": {
+        "staleness_mean": "mean staleness of the sampled tokens of the batch, in training steps",
+        "staleness_max": "largest staleness of a sampled token",
+        "segments_mean": "mean number of segments of the step's trajectories",
+        "interrupted_share": "share of trajectories that several versions sampled",
+        "masked_tokens": "sampled tokens that are too stale to train on",
+        "passed_groups": "used groups that are younger than the oldest group that still runs",
+        "dropped_groups": "groups dropped because they were too stale, since the controller "
+        "started",
+        "masked_overdue": "tokens left out because they are too stale",
+        "stale_square": "mean squared log-ratio of older tokens, less `mismatch_square`: the "
+        "part of staleness",
+        "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
+    },
+    "loss": {
+        "loss": "mean loss of the minibatches",
+        "grad_norm": "mean gradient norm before clipping",
+        "lr": "learning rate",
+        "skipped": "updates that were skipped, because a loss or gradient was not finite",
+        "trained_tokens": "tokens in the loss",
+        "clip_fraction": "share of tokens whose gradient the clip removed",
+        "clip_fraction_high": "the same, of tokens with a positive advantage",
+        "clip_fraction_low": "the same, of tokens with a negative advantage",
+        "ratio": "mean ratio of the policy in training to the proximal policy",
+        "ratio_max": "largest ratio of a token",
+        "ratio_chi2": "mean squared distance of the ratio from 1",
+        "entropy": "mean entropy of the policy per token, in nats",
+        "masked_truncated": "tokens left out because their trajectory was truncated",
+        "masked_nonfinite": "tokens left out because their log-prob is not finite",
+        "grad_cosine": "cosine of the gradients of consecutive updates, with "
+        "trainer.gradient_cosine: near 0 for fresh batches, near 1 if stale ones move the "
+        "weights the same way",
+        "average_kl": "estimated KL(policy in training || averaged policy) per trained token, in "
+        "nats, with `algo.prox=average` or `algo.kl.to=average`",
+        "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "
+        "in nats, with `algo.kl.to=reference` or Trajectory Balance",
+    },
+    "behavior": {
+        "behave_kl": "estimated KL(behavior || proximal) per trained token, in nats",
+        "ess": "effective sample size of the behavior weights, as a share of 1",
+        "nonfinite_tokens": "sampled tokens whose log-prob is not finite",
+        "behavior_weight": "mean weight of a token after the correction",
+        "rejected": "share of tokens that the correction and the rejection left out",
+        "behave_kl_k1": "the same as behave_kl, by the estimator -d, which can be negative",
+        "behave_abs": "mean absolute difference of proximal and behavior log-probs, in nats",
+        "weight_max": "largest behavior weight before the correction",
+        "mismatch_square": "mean squared log-ratio of tokens of the current version, in nats^2: "
+        "the disagreement of servers and trainer",
+        "logprob_diff_sampled": "log-prob difference on tokens of the current version, in nats",
+        "logprob_diff_scored": "log-prob difference on sequences that a server scored, in nats",
+        "logprob_diff": "the larger of the two: disagreement of servers and trainer",
+    },
+    "critic": {
+        "value": "mean value that the critic gives to a trained token",
+        "value_error": "mean squared difference of the critic's values and the returns",
+        "value_explained": "share of the variance of the returns that the critic explains: 1 is "
+        "perfect, 0 knows their mean; missing where all returns are equal",
+        "value_clip_fraction": "share of tokens whose value moved beyond the clip",
+        "critic_loss": "mean loss of the critic's updates",
+        "critic_grad_norm": "mean gradient norm of the critic before clipping",
+        "critic_lr": "learning rate of the critic",
+        "critic_skipped": "updates of the critic that were skipped, as in `skipped`",
+    },
+    "rollout": {
+        "tokens": "sampled tokens of the batch",
+        "length_mean": "mean sampled tokens of a trajectory",
+        "length_max": "sampled tokens of the longest trajectory",
+        "truncated_share": "share of trajectories that reached the limit of new tokens",
+        "trajectories": "trajectories of the batch",
+        "queue_depth": "groups that are left in the queue after the batch was taken",
+        "in_flight": "trajectories that are being generated",
+        "concurrency_limit": "trajectories that may be generated at a time",
+        "empty_groups": "groups in which every rollout failed, since the controller started",
+        "failed_rollouts": "rollouts without a trajectory, since the controller started",
+        "workflow_failures": "rollouts whose workflow failed, since the controller started",
+        "reward_failures": "trajectories without a reward, since the controller started",
+        "filtered_groups": "groups that a filter left out, in all",
+        "retired_prompts": "prompts that are solved and no longer asked",
+    },
+    "push": {
+        "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
+        "total_s": "seconds of the push, preparation included",
+        "megabytes": "size of the pushed weights, in MiB",
+        "drained": "requests that the push waited for",
+        "verified": "tensors that were read back and compared",
+    },
+    "time": {
+        "time_s": "seconds from the end of the previous step to the end of this one, waiting "
+        "included",
+        "straggler_wait_s": "seconds that a whole batch waited for an older group "
+        "(`buffer.window`)",
+        "wait_s": "seconds that the trainer waited for the batch",
+        "loop_lag_p99_s": "lateness of the controller's event loop, in seconds, 99th percentile",
+        "train_s": "seconds of training",
+        "push_s": "seconds of the push and the comparison of log-probs before it",
+    },
+    "": {
+        "step": "number of the step, from 1",
+        "version": "weight version of the servers after the step: the steps before their last push",
+        "logged_at": "wall-clock seconds at which the line was written",
+        "tokens_by_staleness": "tokens in the loss by staleness, from 0",
+        "behave_abs_by_staleness": "behave_abs by staleness, from 0",
+        "paused_at": "wall-clock seconds at which the pause began",
+        "failed": "servers that were left out of the push",
+    },
+}
+"""The meaning of each metric, with its unit, by group. wandb shows `group/metric`.
+
+Metrics without a group are not sent to wandb: its axis, what the axis tells as well, wall-clock
+times, and lists.
+"""
+
+HEALTHY = {
+    "reward_mean": "rising, neither 0 nor the maximum",
+    "uniform_groups_share": "below 0.5",
+    "distinct_share": "above 0.5 for long answers",
+    "staleness_max": "at most `buffer.max_staleness`",
+    "masked_tokens": "below 2 % of tokens",
+    "passed_groups": "at most `buffer.window`",
+    "dropped_groups": "0",
+    "server_lag": "0 to `sync.every` - 1, in turn",
+    "grad_norm": "steady; at most a few steps above `trainer.clip_grad`",
+    "skipped": "0",
+    "clip_fraction": "0.001 to 0.1 with several updates; 0 with one",
+    "ratio": "1 within a percent",
+    "entropy": "falling slowly, not to 0",
+    "masked_nonfinite": "0",
+    "behave_kl": "below 0.01; 0 without staleness",
+    "ess": "above 0.9",
+    "nonfinite_tokens": "0",
+    "behavior_weight": "1 within a percent",
+    "rejected": "below 0.01",
+    "weight_max": "below `algo.correction.cap`",
+    "logprob_diff": "below 1e-5 in float32, 0.02 in bfloat16",
+    "value_explained": "rising, above 0",
+    "critic_skipped": "0",
+    "truncated_share": "below 0.05",
+    "queue_depth": "0 to a batch",
+    "in_flight": "near concurrency_limit",
+    "empty_groups": "0",
+    "failed_rollouts": "0",
+    "workflow_failures": "0",
+    "reward_failures": "0",
+    "pause_s": "a few percent of time_s",
+    "straggler_wait_s": "a few percent of time_s",
+    "wait_s": "a small share of time_s when asynchronous",
+    "loop_lag_p99_s": "below 0.02",
+    "failed": "empty",
+}
+"""The values of a good run. A metric without a row depends on the task."""
+
+MEANINGS = {key: meaning for group in GROUPS.values() for key, meaning in group.items()}
+"""The meaning of each metric."""
+
+GROUP_OF = {key: name for name, group in GROUPS.items() for key in group}
+"""The group of each metric; empty where it is not sent to wandb."""
