@@ -31,7 +31,7 @@ class CorrectionConfig:
     )
     veto: list[float] | None = setting(
         None,
-        "[low, high]: a token with w outside takes its whole sequence out of the loss.",
+        "[low, high]: a token with w outside removes its whole sequence from the loss.",
         minimum=0,
         maximum=1e6,
     )
@@ -132,7 +132,7 @@ class KLConfig:
     )
     to: str = setting(
         "reference",
-        "From which policy: that of algo.reference, the proximal one, the one that sampled, or "
+        "The other policy: that of algo.reference, the proximal one, the one that sampled, or "
         "the average of algo.average_decay.",
         choices=("reference", "proximal", "behavior", "average"),
     )
@@ -175,9 +175,9 @@ class AlgoConfig:
     )
     average_decay: float = setting(
         0.9,
-        "prox=average, kl.to=average: decay per update of the average of the weights, which is as "
-        "old as the weights of decay / (1 - decay) updates ago. It takes 4 bytes a parameter on "
-        "every rank, not divided by trainer.data_parallel.",
+        "prox=average, kl.to=average: decay per update of the average of the weights. Their "
+        "mean age is decay / (1 - decay) updates. The average takes 4 bytes a parameter on every "
+        "rank, not divided by trainer.data_parallel.",
         minimum=0,
         below=1,
     )
@@ -194,7 +194,7 @@ class AlgoConfig:
     )
     reduction_length: int | None = setting(
         None,
-        "constant: that constant. null is rollout.max_new_tokens.",
+        "reduction=constant: the constant. null: rollout.max_new_tokens.",
         minimum=1,
         maximum=MAX_TOKENS,
     )

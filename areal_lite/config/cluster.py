@@ -41,9 +41,7 @@ class ClusterConfig:
         {}, "More options of sbatch: {partition: a} is --partition=a."
     )
     setup: list[str] = setting([], "Lines of shell at the start of the job.")
-    container: str = setting(
-        "none", "What runs the container.", choices=("none", "pyxis", "apptainer")
-    )
+    container: str = setting("none", "Container runtime.", choices=("none", "pyxis", "apptainer"))
     image: str | None = setting(None, "Image of the container.")
     mounts: list[str] = setting(
         [],

@@ -22,7 +22,7 @@ from areal_lite.config.simulate import SimulationConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
 
 _MODEL = "Folder of a Hugging Face checkpoint."
-_RUN_DIR = "Run directory, for all that the command writes."
+_RUN_DIR = "Run directory, to which the command writes everything."
 _SEED = "Seed of everything that is random and has no seed of its own."
 
 
@@ -180,12 +180,10 @@ class ChatConfig:
         "Run directory: talk to its newest checkpoint, which is exported first if it must be.",
     )
     seed: int = setting(1, _SEED, minimum=0, maximum=MAX_SEED)
-    temperature: float = setting(1.0, "Of sampling. 0: greedy.", minimum=0, maximum=100)
-    max_new_tokens: int = setting(
-        1024, "Tokens of an answer, at most.", minimum=1, maximum=MAX_TOKENS
-    )
+    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", minimum=0, maximum=100)
+    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", minimum=1, maximum=MAX_TOKENS)
     raw: bool = setting(
-        False, "Use no chat template: each line is a prompt as it is, without those before."
+        False, "Use no chat template: each line is a prompt as it is, without the lines before."
     )
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -194,7 +192,7 @@ class ChatConfig:
 class ExportConfig:
     """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
 
-    run_dir: str = setting(MISSING, "Run directory, of a run that ended or is still going.")
+    run_dir: str = setting(MISSING, "Run directory of a run that has ended or is still running.")
     step: int | None = setting(
         None,
         "Step of the checkpoint. null: the newest one that is whole.",
@@ -206,7 +204,7 @@ class ExportConfig:
     )
     dtype: str = setting(
         "auto",
-        "Of the weights. auto: as in the checkpoint.",
+        "Type of the weights. auto: that of the checkpoint.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     model: str | None = setting(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from areal_lite.config.fields import MAX_COUNT, setting
 
-_RUN = "Run directory, of a run that ended or is still going."
+_RUN = "Run directory of a run that has ended or is still running."
 _DEMO = "Show a small run that is part of the package. It is unpacked to runs/demo."
 
 
@@ -19,7 +19,7 @@ class ReportConfig:
     run_dir: str | None = setting(None, _RUN)
     demo: bool = setting(False, _DEMO)
     follow: bool = setting(
-        False, "Serve the page on this machine's loopback address and update it while the run goes."
+        False, "Serve the page on this machine's loopback address and update it during the run."
     )
     port: int = setting(0, "follow: port of the page. 0: any free port.", minimum=0, maximum=65535)
 
@@ -52,7 +52,9 @@ class InspectConfig:
     )
     reward_min: float | None = setting(None, "Least reward.", minimum=-1e6, maximum=1e6)
     reward_max: float | None = setting(None, "Largest reward.", minimum=-1e6, maximum=1e6)
-    limit: int = setting(3, "Trajectories to print, at most.", minimum=1, maximum=MAX_COUNT)
+    limit: int = setting(
+        3, "Largest number of trajectories to print.", minimum=1, maximum=MAX_COUNT
+    )
 
 
 @dataclass

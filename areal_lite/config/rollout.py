@@ -30,7 +30,7 @@ class RolloutConfig:
     )
     workflow: str = setting(
         "areal_lite.rollout.workflows.single_turn:single_turn",
-        "module:name of what plays an episode; see docs/workflows.md.",
+        "module:name of the function or class that plays an episode; see docs/workflows.md.",
     )
     workflow_args: dict[str, Any] = setting(
         {}, "Arguments of a workflow that is a class: rollout.workflow_args.KEY=VALUE."
@@ -99,15 +99,14 @@ class BufferConfig:
     )
     overdue: str = setting(
         "mask",
-        "Tokens that are staler when a batch is made: mask them, or drop the group and ask its "
+        "When a batch is made with staler tokens: mask them, or drop the group and ask its "
         "prompt again.",
         choices=("mask", "drop"),
     )
     window: int | None = setting(
         None,
-        "Groups of a batch, and of those before it, that may pass an older group that still runs. "
-        "Then the batch waits for it, and no token is overdue. 0: first in, first out. null: no "
-        "limit.",
+        "How many younger groups may pass a group that still runs. The next batch then waits for "
+        "it, so no token is overdue. 0: first in, first out. null: no limit.",
         minimum=0,
         maximum=MAX_COUNT,
     )

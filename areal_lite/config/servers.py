@@ -109,7 +109,7 @@ class SyncConfig:
         "disk: a folder that the servers see too; a tmpfs is fastest. null: RUN_DIR/weights.",
     )
     verify: bool = setting(
-        False, "Read weights back from the servers after each push and compare checksums."
+        False, "Read some weights back from the servers after each push and compare them."
     )
     timeout_s: float = setting(
         120.0,

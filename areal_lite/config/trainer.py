@@ -104,14 +104,15 @@ class TrainerConfig:
     threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1, maximum=1024)
     save_every: int = setting(
         0,
-        "Steps between checkpoints. 0: as save_interval_s says, and at the end.",
+        "Steps between checkpoints. 0: only those of save_interval_s, and the last one.",
         minimum=0,
         maximum=MAX_COUNT,
     )
     save_interval_s: float = setting(
         1800.0,
-        "A step that ends this many seconds after the newest checkpoint, or after the start, is "
-        "followed by one. A restart loses no more than that. 0: only as save_every says.",
+        "Longest time without a checkpoint, in seconds: the step that exceeds it is followed by "
+        "one. A restart loses at most that time and a step. 0: only those of save_every, and the "
+        "last one.",
         minimum=0,
         maximum=WEEK_S,
     )
@@ -160,4 +161,4 @@ class LoggerConfig:
         "offline writes to the run directory and needs no account.",
         choices=("off", "offline", "online"),
     )
-    project: str = setting("areal_lite", "Name of the project there.")
+    project: str = setting("areal_lite", "Name of the project in Weights & Biases.")
