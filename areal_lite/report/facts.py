@@ -31,8 +31,8 @@ def _count(value: float) -> str:
 
 FACTS = (
     Fact("steps", "training steps", _count),
-    Fact("accuracy_before", "accuracy before training, sampled", _percent),
-    Fact("accuracy_after", "accuracy of the last evaluation, sampled", _percent),
+    Fact("sampled_before", "accuracy before training, sampled", _percent),
+    Fact("sampled_after", "accuracy of the last evaluation, sampled", _percent),
     Fact("greedy_before", "accuracy before training, greedy", _percent),
     Fact("greedy_after", "accuracy of the last evaluation, greedy", _percent),
     Fact("reward_first", "mean reward of the first five steps", short),
@@ -69,8 +69,8 @@ def count_facts(
     rewards = known_values(metrics, "reward_mean")
     return {
         "steps": len(metrics),
-        "accuracy_before": before.get("sampled"),
-        "accuracy_after": after.get("sampled"),
+        "sampled_before": before.get("sampled"),
+        "sampled_after": after.get("sampled"),
         "greedy_before": before.get("greedy"),
         "greedy_after": after.get("greedy"),
         "reward_first": _mean(rewards[:5]),
@@ -158,8 +158,8 @@ def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
         f"{facts['steps']}{of} training steps on {facts['trajectories']:,} trajectories"
         + (f" in {duration(facts['seconds'])}." if facts["seconds"] else ".")
     ]
-    if facts["accuracy_after"] is not None and facts["accuracy_before"] is not None:
-        change = f"from {facts['accuracy_before']:.0%} to {facts['accuracy_after']:.0%}"
+    if facts["sampled_after"] is not None and facts["sampled_before"] is not None:
+        change = f"from {facts['sampled_before']:.0%} to {facts['sampled_after']:.0%}"
         parts.append(f"Held-out accuracy went {change} (sampled).")
     elif facts["reward_last"] is not None:
         change = f"from {short(facts['reward_first'])} to {short(facts['reward_last'])}"

@@ -53,7 +53,7 @@ _COLUMNS = {
     "pause_s": "pause, s",
 }
 _FIGURES = {
-    "accuracy_after": "accuracy, sampled",
+    "sampled_after": "accuracy, sampled",
     "reward_last": "reward, last steps",
     "tokens_per_s": "tokens/s trained on",
     "staleness_mean": "mean staleness",

@@ -39,7 +39,7 @@ def build_summary(
         "steps_planned": config.trainer.steps,
         "wall_s": finished_at - started_at,
         "training_s": seconds,
-        **_accuracies(run.evals),
+        **_accuracies(facts, run.evals),
         "reward_first": run.metrics[0]["reward_mean"] if run.metrics else None,
         "reward_last": run.metrics[-1]["reward_mean"] if run.metrics else None,
         "tokens": facts["tokens"],
@@ -84,21 +84,18 @@ def _count_groups(path: Path) -> tuple[dict[str, int], int]:
         store.close()
 
 
-def _accuracies(evals: list[dict[str, Any]]) -> dict[str, Any]:
+def _accuracies(facts: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str, Any]:
     """Compare the first evaluation (before training) with the last one (after training).
 
     `accuracy_before` is sampled, at the temperature of training. `accuracy_after` is the worse of
     greedy and sampled, so that no choice of decoding flatters the result.
     """
-    before = evals[0] if evals else {}
-    after = evals[-1] if len(evals) > 1 else {}
-    both_after = [after[name] for name in ("greedy", "sampled") if after.get(name) is not None]
+    keys = ("sampled_before", "sampled_after", "greedy_before", "greedy_after")
+    shares = {key: facts[key] for key in keys}
+    after = [shares[key] for key in ("sampled_after", "greedy_after") if shares[key] is not None]
     return {
-        "accuracy_before": before.get("sampled"),
-        "accuracy_after": min(both_after, default=None),
-        "sampled_before": before.get("sampled"),
-        "sampled_after": after.get("sampled"),
-        "greedy_before": before.get("greedy"),
-        "greedy_after": after.get("greedy"),
-        "eval_problems": before.get("problems"),
+        "accuracy_before": shares["sampled_before"],
+        "accuracy_after": min(after, default=None),
+        **shares,
+        "eval_problems": evals[0].get("problems") if evals else None,
     }
