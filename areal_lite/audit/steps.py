@@ -132,7 +132,7 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
     check.looked_at += ", and tokens, rewards and staleness as in the store"
     for row in rows:
         step = row.get("step", 0) - 1
-        if 0 <= step < len(sums.tokens) and (wrong := _differences(row, step, sums, records)):
+        if 0 <= step < len(sums.tokens) and (wrong := _differences(row, step, sums)):
             check.wrong.append(f"step {step + 1}: {'; '.join(wrong)}")
     return check
 
@@ -157,7 +157,7 @@ def _check_versions(check: Check, records: Records) -> None:
     check.none_of(late, f"steps without their push (sync.every={max(every)})")
 
 
-def _differences(row: dict[str, Any], step: int, sums: StepSums, records: Records) -> list[str]:
+def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
     """Say where a row of metrics.jsonl differs from the store, for the bound that fits best."""
     found = []
     for i in range(len(sums.bounds)):

@@ -141,10 +141,10 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
     elif config.debug == "train_only":
         train_only(config, run_dir, placement, _step_reporter(run_dir, on_step))
     else:
-        _train(config, run_dir, placement, on_step)
+        _train_with_restarts(config, run_dir, placement, on_step)
 
 
-def _train(
+def _train_with_restarts(
     config: TrainConfig, run_dir: Path, placement: Placement, on_step: OnStep | None
 ) -> None:
     save_config(config, run_dir)
@@ -175,16 +175,15 @@ def _run_roles(
     report_steps = _step_reporter(run_dir, on_step)
     with Roles(run_dir) as roles, Progress(RunWatch(config, run_dir).view) as progress:
         controller = roles.start_module("controller", "areal_lite.controller.service")
-
         watchdog = Watchdog(roles, config.restart.hang_timeout_s)
 
-        def start() -> None:
+        def watch_start() -> None:
             progress.poll()
             roles.check()
             watchdog.check()
 
         if placement.shared:  # SGLang sizes its KV cache by the memory that it finds free
-            pool.wait_ready(start)
+            pool.wait_ready(watch_start)
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
@@ -195,7 +194,7 @@ def _run_roles(
             check_servers(pool, run_dir, steps)
             watchdog.check()
 
-        pool.wait_ready(start)
+        pool.wait_ready(watch_start)
         roles.wait([*ranks, controller], watch=watch)
 
 

@@ -21,14 +21,12 @@ class Failure:
     """The end of a process, and with it of all processes of controller and trainer.
 
     Args:
-        role: the name of the process.
         at_s: when it was noticed, in seconds of any clock.
         error: what identifies the error that it reported; None if it was killed or hung.
         progressed: whether a training step was completed since the start of the process and
             steps are left.
     """
 
-    role: str
     at_s: float
     error: str | None = None
     progressed: bool = False

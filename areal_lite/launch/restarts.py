@@ -70,7 +70,6 @@ class Restarts:
         is_left = start_version(self._run_dir) < self._config.trainer.steps
         reported = (failed.role.process.poll() or 0) > 0
         failure = Failure(
-            role=failed.role.name,
             at_s=time.monotonic(),
             error=error_identity(failed.role.output()) if reported else None,
             progressed=steps > self.start and is_left,

@@ -44,14 +44,12 @@ class Microbatch:
     cu_seqlens: int32 [n + 1], the bounds of the sequences.
     position_ids: int64 [t], 0 at each sequence's first token.
     token_index: int64 [t], the index of each token in the flat batch.
-    max_seqlen: tokens of the longest sequence.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     position_ids: Tensor
     token_index: Tensor
-    max_seqlen: int
 
 
 def to_device(instance: _Dataclass, device: torch.device) -> _Dataclass:
@@ -182,5 +180,4 @@ def _microbatch(batch: TrainBatch, lengths: np.ndarray, members: list[int]) -> M
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         position_ids=torch.from_numpy(position_ids.astype(np.int64)),
         token_index=torch.from_numpy(token_index.astype(np.int64)),
-        max_seqlen=int(own.max()),
     )

@@ -235,5 +235,4 @@ def _filler() -> Microbatch:
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         position_ids=one,
         token_index=torch.zeros(0, dtype=torch.int64),
-        max_seqlen=1,
     )

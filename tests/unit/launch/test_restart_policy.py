@@ -9,11 +9,11 @@ LIMITS = RestartConfig(max=3, window_s=100.0)
 
 
 def killed(at_s: float) -> Failure:
-    return Failure(role="trainer", at_s=at_s)
+    return Failure(at_s=at_s)
 
 
 def raised(at_s: float, error: str, progressed: bool = True) -> Failure:
-    return Failure(role="trainer", at_s=at_s, error=error, progressed=progressed)
+    return Failure(at_s=at_s, error=error, progressed=progressed)
 
 
 def reason(failures: list[Failure], limits: RestartConfig = LIMITS) -> str:

@@ -22,7 +22,6 @@ def microbatch_of(lengths: list[int]) -> Microbatch:
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         token_index=torch.arange(total),
-        max_seqlen=max(lengths),
     )
 
 
