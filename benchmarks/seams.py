@@ -53,17 +53,22 @@ def push_disk(server: ServerInfo, model: Path, version: int) -> None:
 
 
 def generate_across_pushes(
-    server: ServerInfo, models: list[Path], push: Callable, versions: range
+    server: ServerInfo, models: list[Path], push: Callable, versions: range, *, pause: bool = True
 ) -> list[dict]:
-    """Return answers that pushes interrupted. Odd versions are those of the second model."""
+    """Return answers that pushes interrupted. Odd versions are those of the second model.
+
+    `pause`: whether the server is paused in place during a push.
+    """
     params = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
     body = {"sampling_params": params, "return_logprob": True}
     calls = [start_post(server, "/generate", {**body, "input_ids": p}, 120) for p in PROMPTS]
     for version in versions:
         time.sleep(0.3)
-        post(server, "/pause_generation", {"mode": "in_place"}, 60)
+        if pause:
+            post(server, "/pause_generation", {"mode": "in_place"}, 60)
         push(server, models[version % 2], version)
-        post(server, "/continue_generation", {"torch_empty_cache": False}, 60)
+        if pause:
+            post(server, "/continue_generation", {"torch_empty_cache": False}, 60)
     return [call.result() for call in calls]
 
 

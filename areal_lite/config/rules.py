@@ -193,6 +193,11 @@ def check_push(config: TrainConfig) -> None:
             f"server.args.preferred_sampling_params={preferred}: {WHOLE_VOCABULARY}, so remove it"
         )
     check_devices(config.trainer.device, server.device, sync.transport)
+    if sync.transport == "memory" and server.tensor_parallel > 1:
+        raise ValueError(
+            f"server.tensor_parallel={server.tensor_parallel}: sync.transport=memory is for "
+            "servers of one process; use sync.transport=distributed"
+        )
     if server.args.get("enable_symm_mem"):
         raise ValueError(
             "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
@@ -208,11 +213,16 @@ def check_push(config: TrainConfig) -> None:
 
 def check_devices(trainer: str, server: str, transport: str) -> None:
     """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
-    if transport == "distributed" and {trainer, server} == {"cpu", "cuda"}:
+    if transport in ("auto", "distributed") and {trainer, server} == {"cpu", "cuda"}:
         raise ValueError(
-            f"sync.transport=distributed cannot connect trainer.device={trainer} to "
+            f"sync.transport={transport} cannot connect trainer.device={trainer} to "
             f"server.device={server} (auto is cuda on a machine with a GPU): use "
             "sync.transport=disk, or the same device for both"
+        )
+    if transport == "memory" and server == "cuda":
+        raise ValueError(
+            "sync.transport=memory is for servers without GPUs, and server.device is cuda (auto is "
+            "cuda on a machine with a GPU): use sync.transport=distributed"
         )
 
 
@@ -241,4 +251,9 @@ def check_cluster(config: SlurmConfig) -> None:
     if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
         raise ValueError(
             f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
+        )
+    if sync.transport == "memory":
+        raise ValueError(
+            f"sync.transport=memory is for one machine, and cluster.nodes={cluster.nodes}: use "
+            "sync.transport=distributed"
         )

@@ -99,14 +99,16 @@ class SyncConfig:
         maximum=MAX_COUNT,
     )
     transport: str = setting(
-        "distributed",
-        "distributed: an NCCL or Gloo broadcast. disk: files in a folder.",
-        choices=("distributed", "disk"),
+        "auto",
+        "distributed: an NCCL or Gloo broadcast. memory: memory that the trainer shares with "
+        "servers on the same machine, without GPUs. disk: files in a folder. auto: memory where "
+        "`areal-lite train` runs without GPUs, else distributed.",
+        choices=("auto", "distributed", "memory", "disk"),
     )
     bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1, maximum=1_000_000)
     disk_path: str | None = setting(
         None,
-        "disk: a folder that the servers see too; a tmpfs is fastest. null: RUN_DIR/weights.",
+        "disk: a folder that the servers see too. null: RUN_DIR/weights.",
     )
     verify: bool = setting(
         False, "Read some weights back from the servers after each push and compare them."

@@ -18,6 +18,7 @@ from areal_lite.data.rows import Split
 from areal_lite.launch import memory
 from areal_lite.launch.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.launch.placement import Placement, place_run
+from areal_lite.launch.transport import choose_transport
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.report.text import visible
@@ -240,12 +241,16 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
 def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:
     """Show the size of a push; `itemsize` is that of the trainer's weights, in bytes."""
     buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
-    return [
-        f"{_size(sum(buckets))} in {_count(len(buckets), 'bucket')}, "
-        f"the largest {_size(max(buckets))}, to each server "
-        f"(sync.transport={config.sync.transport})",
+    size, transport = _size(sum(buckets)), choose_transport(config)
+    chosen = "" if transport == config.sync.transport else f", which is {transport} here"
+    lines = [
+        f"{size} in {_count(len(buckets), 'bucket')}, the largest {_size(max(buckets))}, "
+        f"to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),
     ]
+    if transport == "memory":
+        lines.append(f"{size} of this machine's memory, which trainer and servers share")
+    return lines
 
 
 def cadence_line(config: TrainConfig) -> str:

@@ -34,9 +34,13 @@ def install() -> None:
     """Register the hooks. Entry point of the group `sglang.srt.plugins`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # It imports torch, which whoever starts servers does without.
+    from areal_lite.servers import memory_plugin
+
     global installed
     installed = True
     sampling_plugin.install()
+    memory_plugin.install()
     hooks = {
         f"{_UPDATER}.init_weights_update_group": _join_group,
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,

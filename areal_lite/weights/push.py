@@ -7,7 +7,8 @@
     pushed       the controller learns which servers have the version, and opens admission for it
 
 * Only the pause window costs generation. Whatever can be done before it is done before it: the
-  first bucket is gathered and flattened, a `disk` checkpoint is written.
+  first bucket is gathered and flattened, a `disk` checkpoint is written, the weights in `memory`
+  are written and checked.
 * A server that fails leaves the push. The others take the same bucket again, which is harmless,
   and the push goes on.
 * After a push every remaining server holds exactly one version. Perhaps no server remains. A
@@ -32,12 +33,14 @@ from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
+from areal_lite.weights.memory import WeightMemory
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
 log = logging.getLogger(__name__)
 
 Bucket = list[tuple[str, torch.Tensor]]
+_FROM_DISK = "/update_weights_from_disk"
 
 
 class Pusher:
@@ -114,6 +117,7 @@ class WeightPusher(Pusher):
         self._folder = WeightFolder(
             Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model)
         )
+        self._memory = WeightMemory()
         self._backend = "nccl" if policy.device.type == "cuda" else "gloo"
         self._group = BroadcastGroup(self._backend, self._timeout_s)
 
@@ -152,6 +156,7 @@ class WeightPusher(Pusher):
 
     def close(self) -> None:
         self._folder.close()
+        self._memory.close()
         # A group that torch destroys at the end would wait for its servers.
         with suppress(ServersFailed):
             self._group.leave(self.servers or [])
@@ -166,11 +171,21 @@ class WeightPusher(Pusher):
         readback = Readback()
         buckets = self._policy.hf_weights(self._config.sync.bucket_mb * 2**20)
         buckets = readback.watch(_measured(buckets, recipients.report))
-        if self._config.sync.transport == "disk":
-            self._transfer_folder(recipients, buckets)
-        else:
-            self._transfer_buckets(recipients, buckets, group)
+        match self._config.sync.transport:
+            case "memory":
+                self._transfer_memory(recipients, buckets)
+            case "disk":
+                self._transfer_folder(recipients, buckets)
+            case _:
+                self._transfer_buckets(recipients, buckets, group)
         return readback
+
+    def _transfer_memory(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
+        staged = self._memory.write(buckets, recipients.report.version)
+        recipients.post(_FROM_DISK, staged.check_request())
+        with self._pause(recipients, between_steps=True) as window:
+            body = staged.activate_request() | {"flush_cache": window.flush_cache}
+            recipients.post(_FROM_DISK, body)
 
     def _transfer_folder(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
         version = recipients.report.version
@@ -183,7 +198,7 @@ class WeightPusher(Pusher):
                 "weight_version": str(version),
                 "flush_cache": window.flush_cache,
             }
-            recipients.post("/update_weights_from_disk", body)
+            recipients.post(_FROM_DISK, body)
         self._folder.keep_only(folder)
 
     def _transfer_buckets(
@@ -211,11 +226,12 @@ class WeightPusher(Pusher):
                 sending.result()
             recipients.post("/end_weight_update", {})
 
-    def _pause(self, recipients: PushRecipients) -> PauseWindow:
+    def _pause(self, recipients: PushRecipients, *, between_steps: bool = False) -> PauseWindow:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
         # others for as long as a transfer may take.
         timeout_s = min(self._timeout_s, self._config.server.health_timeout_s)
-        return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
+        interrupt = self._config.rollout.interrupt
+        return PauseWindow(recipients, interrupt, timeout_s, between_steps)
 
     def _finish(self, recipients: PushRecipients, readback: Readback, started: float) -> None:
         report = recipients.report

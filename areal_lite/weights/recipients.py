@@ -93,24 +93,39 @@ class PauseWindow:
 
     Leaving it resumes every remaining server, after an error too: a paused server would hold its
     requests without end.
+
+    Args:
+        interrupt: what happens to requests in flight.
+        timeout_s: how long pausing and resuming may take.
+        between_steps: whether the servers take the weights in one call, between two decode steps.
+            In place they are then not paused at all, and the window is the length of that call.
     """
 
-    def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
+    def __init__(
+        self,
+        recipients: PushRecipients,
+        interrupt: str,
+        timeout_s: float,
+        between_steps: bool = False,
+    ):
         self._recipients = recipients
         self._timeout_s = timeout_s
         # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
         self._mode = InterruptMode.RETRACT if interrupt == InterruptMode.NONE else interrupt
         # A flush under running requests would kill the scheduler.
         self.flush_cache = self._mode != InterruptMode.IN_PLACE
+        self._pauses = self.flush_cache or not between_steps
 
     def __enter__(self) -> PauseWindow:
         self._recipients.report.paused_at = time.time()
-        self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
+        if self._pauses:
+            self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
         return self
 
     def __exit__(self, *_: object) -> None:
         # Memory that the server gave back to the driver here, it would allocate at the next push.
-        body = {"torch_empty_cache": False}
-        self._recipients.post("/continue_generation", body, self._timeout_s)
+        if self._pauses:
+            body = {"torch_empty_cache": False}
+            self._recipients.post("/continue_generation", body, self._timeout_s)
         report = self._recipients.report
         report.pause_s = time.time() - report.paused_at

@@ -15,6 +15,7 @@ from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
+from areal_lite.weights.memory import WeightMemory
 from benchmarks.seams import (
     PUSHES,
     REQUESTS,
@@ -75,13 +76,32 @@ class Broadcasts:
             self._group.leave([server])  # the next push makes a new group
 
 
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
+class SharedMemory:
+    """Pushes through shared memory, as the trainer's."""
+
+    def __init__(self):
+        self._memory = WeightMemory()
+
+    def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
+        weights = load_file(model / "model.safetensors")
+        staged = self._memory.write([list(weights.items())], version)
+        post(server, "/update_weights_from_disk", staged.check_request(), 60)
+        body = staged.activate_request() | {"flush_cache": False}
+        post(server, "/update_weights_from_disk", body, 60)
+
+
+PUSHERS = {"disk": lambda: push_disk, "distributed": Broadcasts, "memory": SharedMemory}
+
+
+@pytest.mark.parametrize("transport", PUSHERS)
 def test_each_token_is_tagged_with_the_version_that_sampled_it(
     trainer, overlapping, models, transport
 ) -> None:
-    first = 1 if transport == "disk" else 7
-    push = push_disk if transport == "disk" else Broadcasts()
-    answers = generate_across_pushes(overlapping, models, push, range(first, first + PUSHES))
+    first = 1 + PUSHES * list(PUSHERS).index(transport)
+    versions = range(first, first + PUSHES)
+    pause = transport != "memory"  # its activation comes between two steps without a pause
+    push = PUSHERS[transport]()
+    answers = generate_across_pushes(overlapping, models, push, versions, pause=pause)
     wrong, seams = wrong_tags(models, answers)
     print(f"{wrong} tokens at {seams} seams carry the wrong version")
     assert seams >= REQUESTS and wrong == 0

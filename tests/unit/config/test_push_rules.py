@@ -15,11 +15,19 @@ from areal_lite.config.rules import check_push
         ),
         (
             dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda")),
-            "sync.transport=distributed cannot connect .* use sync.transport=disk",
+            "sync.transport=auto cannot connect .* use sync.transport=disk",
         ),
         (
             dict(server=ServerConfig(device="cuda"), trainer=TrainerConfig(device="cpu")),
             "cannot connect trainer.device=cpu to server.device=cuda .* sync.transport=disk",
+        ),
+        (
+            dict(server=ServerConfig(device="cuda"), sync=SyncConfig(transport="memory")),
+            "sync.transport=memory is for servers without GPUs.* use sync.transport=distributed",
+        ),
+        (
+            dict(server=ServerConfig(tensor_parallel=2), sync=SyncConfig(transport="memory")),
+            "server.tensor_parallel=2: .*memory is for servers of one process",
         ),
         (
             dict(server=ServerConfig(args={"enable_symm_mem": True})),
@@ -51,5 +59,6 @@ def test_accepted():
     check_push(TrainConfig(model="m"))
     cpu_servers = dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda"))
     check_push(TrainConfig(model="m", sync=SyncConfig(transport="disk"), **cpu_servers))
+    check_push(TrainConfig(model="m", sync=SyncConfig(transport="memory"), **cpu_servers))
     patient = dict(server=ServerConfig(args={"watchdog_timeout": 900}))
     check_push(TrainConfig(model="m", sync=SyncConfig(timeout_s=600), **patient))

@@ -169,6 +169,30 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
     assert server.calls["/end_weight_update"] == server.calls["/continue_generation"] == 1
 
 
+@pytest.mark.parametrize("interrupt", ["in_place", "retract"])
+def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_path, interrupt):
+    good, bad = answers("good"), answers("bad", "/update_weights_from_disk")
+    policy = SimpleNamespace(
+        hf_weights=lambda size: iter([[("w", torch.ones(2))]]), device=torch.device("cpu")
+    )
+    config = TrainConfig(model=str(tmp_path))
+    config.sync.transport, config.rollout.interrupt = "memory", interrupt
+    pusher = WeightPusher(policy, None, config, tmp_path)
+    push = PushRecipients([good.info, bad.info], PushReport(version=7), timeout_s=5)
+    pusher._transfer(push, None)
+    pusher.close()
+    paused = int(interrupt != "in_place")
+    assert good.calls == Counter(
+        {"/update_weights_from_disk": 2}
+        | ({"/pause_generation": 1, "/continue_generation": 1} if paused else {})
+    )
+    assert bad.calls == {"/update_weights_from_disk": 1}, "it refused the check, and generates on"
+    assert push.report.failed == ["bad"] and push.report.pause_s > 0
+    body = good.bodies["/update_weights_from_disk"]
+    assert body["load_format"].startswith("areal_lite_activate:") and body["weight_version"] == "7"
+    assert body["flush_cache"] == bool(paused), "a flush would break the requests that run on"
+
+
 def test_weight_folder_touches_nothing_but_its_own(tmp_path):
     model, root = tmp_path / "model", tmp_path / "root"
     model.mkdir(), root.mkdir()

@@ -1,0 +1,62 @@
+"""What `sync.transport=auto` stands for, and where shared memory is refused."""
+
+import pytest
+
+from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
+from areal_lite.launch import transport
+from areal_lite.launch.dry_run import push_lines
+from areal_lite.launch.transport import can_share_memory, choose_transport
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def config(**settings) -> TrainConfig:
+    return TrainConfig(model="m", **settings)
+
+
+def test_servers_beside_a_trainer_without_gpus_share_its_memory():
+    assert choose_transport(config()) == "memory"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(trainer=TrainerConfig(device="cuda")),
+        dict(server=ServerConfig(device="cuda")),
+        dict(server=ServerConfig(host="0.0.0.0", api_key="key")),
+        dict(server=ServerConfig(tensor_parallel=2)),
+    ],
+)
+def test_other_servers_take_part_in_a_broadcast(settings):
+    assert choose_transport(config(**settings)) == "distributed"
+
+
+def test_an_installation_without_the_plugin_broadcasts(monkeypatch):
+    monkeypatch.setattr(transport, "entry_points", lambda **_: ())
+    assert choose_transport(config()) == "distributed"
+
+
+def test_a_sandbox_that_hides_memory_of_other_processes_broadcasts(monkeypatch):
+    assert can_share_memory()
+    monkeypatch.setattr("os.getpid", lambda: 0)  # no process has this number
+    assert not can_share_memory() and choose_transport(config()) == "distributed"
+
+
+@pytest.mark.parametrize("chosen", ["distributed", "memory", "disk"])
+def test_what_is_set_is_used(chosen):
+    assert choose_transport(config(sync=SyncConfig(transport=chosen))) == chosen
+
+
+def test_the_plan_says_which_transport_is_used():
+    from transformers import Qwen3Config
+
+    lines = push_lines(config(), Qwen3Config(num_hidden_layers=1), 4)
+    assert "(sync.transport=auto, which is memory here)" in lines[0]
+    assert lines[-1].endswith("of this machine's memory, which trainer and servers share")
+    lines = push_lines(
+        config(sync=SyncConfig(transport="disk")), Qwen3Config(num_hidden_layers=1), 4
+    )
+    assert "(sync.transport=disk)" in lines[0] and "memory" not in lines[-1]

@@ -1,0 +1,215 @@
+"""Weights that a trainer writes into shared memory, and that a server checks and activates."""
+
+import asyncio
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from areal_lite.servers import memory_plugin
+from areal_lite.servers.staged_file import DATA_OFFSET, StagedError, StagedFile
+from areal_lite.weights.memory import StagedWeights, WeightMemory
+from tests.unit.servers.staged_model import FusedModel, weights
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    monkeypatch.setattr(memory_plugin, "_staged", None)
+    monkeypatch.setattr(memory_plugin, "_checked", None)
+    made = WeightMemory()
+    yield made
+    made.close()
+
+
+class Server:
+    """The two processes of a server, with SGLang's part between the hooks replaced."""
+
+    def __init__(self) -> None:
+        self.model = FusedModel()
+        self.version = "0"
+        self.stock: list[str] = []
+
+    def post(self, body: dict[str, str]) -> tuple[bool, str]:
+        request = SimpleNamespace(**{"load_format": None, **body})
+        manager = SimpleNamespace(
+            auto_create_handle_loop=lambda: None,
+            _wait_for_model_update_from_disk=self._load,
+            _update_weight_version_if_provided=lambda version: setattr(self, "version", version),
+        )
+
+        async def original(_, request, http) -> tuple[bool, str, int]:
+            self.stock.append(request.model_path)
+            return True, "SGLang's", 0
+
+        return asyncio.run(memory_plugin._handle_request(original, manager, request))[:2]
+
+    async def _load(self, request) -> tuple[bool, str, int]:
+        updater = SimpleNamespace(get_model=lambda: self.model)
+        answer = memory_plugin._load_weights(
+            self._stock, updater, request.model_path, request.load_format, recapture=False
+        )
+        return *answer, 0
+
+    def _stock(self, updater, path: str, load_format: str, **_) -> tuple[bool, str]:
+        raise AssertionError(load_format)
+
+    def push(self, staged: StagedWeights) -> tuple[bool, str]:
+        checked = self.post(staged.check_request())
+        return self.post(staged.activate_request()) if checked[0] else checked
+
+
+def loaded(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
+    model = FusedModel()
+    model.load_weights(tensors.items())
+    return model.values()
+
+
+def test_each_version_arrives_bit_for_bit(memory):
+    server = Server()
+    for version in range(8, 13):  # the number of digits changes
+        new = weights(version)
+        order = list(new.items())[:: (-1) ** version]  # the places in the file change, too
+        staged = memory.write([[pair] for pair in order], version)
+        assert server.push(staged) == (True, "activated the staged weights")
+        assert server.model.values() == loaded(new) and server.version == str(version)
+
+
+def test_types_and_sizes_of_tensors_are_kept(memory):
+    tensors = {
+        "a": torch.randn(3, 5, dtype=torch.bfloat16),
+        "b": torch.randn(7).half(),
+        "c": torch.tensor(2.5),
+        "d": torch.randn(4, 6).T,
+        "e": torch.empty(0, 3),
+    }
+    staged = memory.write([list(tensors.items())], 1)
+    file = StagedFile(staged.path)
+    read = dict(file.tensors(file.check(staged.header.digest)))
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+
+
+def corrupt(descriptor: int, staged: StagedWeights) -> None:
+    at = DATA_OFFSET + 17
+    os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 1]), at)
+
+
+def shorten(descriptor: int, staged: StagedWeights) -> None:
+    os.ftruncate(descriptor, os.fstat(descriptor).st_size - 1)
+
+
+def relabel(descriptor: int, staged: StagedWeights) -> None:
+    os.pwrite(descriptor, (9).to_bytes(8, "little"), 40)
+
+
+def begin_next(descriptor: int, staged: StagedWeights) -> None:
+    os.pwrite(descriptor, bytes(DATA_OFFSET), 0)
+
+
+DAMAGE = {
+    corrupt: "does not have its checksum",
+    shorten: "bytes, and its table is elsewhere",
+    relabel: "does not have its checksum",
+    begin_next: "not whole",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_version_reaches_no_model(memory, damage):
+    server = Server()
+    assert server.push(memory.write([list(weights(1).items())], 1))[0]
+    before = server.model.values()
+    staged = memory.write([list(weights(2).items())], 2)
+    damage(memory._descriptor, staged)
+    success, message = server.push(staged)
+    assert not success and DAMAGE[damage] in message
+    assert not server.post(staged.activate_request())[0], "it was not checked"
+    assert server.model.values() == before and server.version == "1"
+    whole = memory.write([list(weights(2).items())], 2)
+    assert server.push(whole)[0] and server.model.values() == loaded(weights(2))
+
+
+def test_a_version_that_leaves_a_tensor_out_reaches_no_model(memory):
+    server = Server()
+    before = server.model.values()
+    success, message = server.push(memory.write([list(weights(k=None).items())], 1))
+    assert not success and "parts of qk" in message
+    assert server.model.values() == before and server.version == "0"
+
+
+def test_only_the_version_that_was_checked_is_activated(memory):
+    server = Server()
+    staged = memory.write([list(weights().items())], 3)
+    for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
+        assert not server.post(staged.check_request() | lie)[0]
+        assert not server.post(staged.activate_request())[0]
+    assert server.post(staged.check_request())[0]
+    for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
+        success, message = server.post(staged.activate_request() | lie)
+        assert not success and "was not checked here" in message
+    assert server.version == "0" and server.post(staged.activate_request())[0]
+
+
+def test_a_late_activation_finds_the_next_version(memory):
+    server = Server()
+    late = memory.write([list(weights(1).items())], 1)
+    assert server.post(late.check_request())[0]
+    before = server.model.values()
+    memory.write([list(weights(2).items())], 2)
+    success, message = server.post(late.activate_request())
+    assert not success and "other weights" in message and server.model.values() == before
+
+
+def test_weights_that_change_during_the_copy_end_the_server(memory, monkeypatch):
+    staged = memory.write([list(weights(1).items())], 1)
+    run = memory_plugin.LoadPlan.run
+
+    def interrupted(plan) -> None:
+        run(plan)
+        memory.write([list(weights(2).items())], 2)
+
+    monkeypatch.setattr(memory_plugin.LoadPlan, "run", interrupted)
+    with pytest.raises(RuntimeError, match="after a part was copied"):
+        memory_plugin.activate(FusedModel(), staged.path, staged.header.digest)
+
+
+def test_weights_of_a_process_that_cannot_be_seen_are_refused_with_the_remedy(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, message in {
+        "/proc/0/fd/3": "on its machine and in its container; use sync.transport=distributed",
+        str(pipe): "holds no weights",
+        "/dev/zero": "holds no weights",
+    }.items():
+        with pytest.raises(StagedError, match=message):
+            StagedFile(path)
+
+
+def test_the_memory_of_a_trainer_is_given_back(memory):
+    first = memory.write([list(weights(1).items())], 1)
+    assert Server().push(first)[0]
+    other = WeightMemory()
+    second = other.write([list(weights(2).items())], 2)
+    server = Server()
+    assert server.push(second)[0] and server.model.values() == loaded(weights(2))
+    other.close()
+    assert memory_plugin._staged.is_current(second.path) is False
+    with pytest.raises(StagedError):
+        StagedFile(second.path)
+
+
+def test_other_requests_stay_sglangs():
+    server, kept = Server(), []
+    assert server.post({"model_path": "/model"}) == (True, "SGLang's")
+    assert server.stock == ["/model"]
+    memory_plugin._keep_model_path(lambda *args: kept.append(args), server, "/model", "auto")
+    memory_plugin._keep_model_path(
+        lambda *args: kept.append(args), server, "/x", "areal_lite_activate:1"
+    )
+    assert kept == [(server, "/model", "auto")]
+    answer = memory_plugin._load_weights(
+        lambda self, *args, **options: (args, options), server, "/model", "auto", recapture=True
+    )
+    assert answer == (("/model", "auto"), {"recapture": True})
