@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from staleness import ROOT, areal_lite, warm_up
+from launch import ROOT, areal_lite, warm_up
 
 SCHEDULES = ["sync", "one_step", "async"]
 DIGITS = "data.max_digits=8"
