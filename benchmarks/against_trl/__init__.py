@@ -1,0 +1,1 @@
+"""Speed and learning next to TRL's GRPOTrainer: same model, prompts, reward and batches."""

@@ -1,0 +1,86 @@
+"""The table and the picture of the comparison, from its records."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from benchmarks.against_trl.sides import COMMON
+from benchmarks.staleness.paired import steps_to
+
+THRESHOLDS = (0.9, 0.95)
+SKIPPED = 2
+WINDOW = 3
+SIDES = {"areal_lite": ("#0072b2", "areal_lite"), "trl": ("#d55e00", "TRL GRPOTrainer")}
+
+
+def rate(record: dict, skipped: int = SKIPPED) -> float:
+    """Return trajectories a second, without the first steps."""
+    seconds = record["seconds"]
+    trajectories = COMMON["groups"] * COMMON["group_size"] * (len(seconds) - skipped)
+    return trajectories / (seconds[-1] - seconds[skipped - 1])
+
+
+def seconds_to(record: dict, threshold: float) -> float | None:
+    """Return the seconds until the mean reward of three steps is `threshold`, or None."""
+    step = steps_to(record["rewards"], threshold, WINDOW)
+    return None if step is None else record["seconds"][step - 1]
+
+
+def row(record: dict) -> str:
+    """Return one run in a line."""
+    reached = (seconds_to(record, t) for t in THRESHOLDS)
+    times = ", ".join("never" if value is None else f"{value:.0f} s" for value in reached)
+    return f"{rate(record):.1f} trajectories/s; reward .9, .95 after {times}"
+
+
+def table(found: dict) -> str:
+    """Return a row per task and seed, and the settings that were tried, as Markdown."""
+    lines = [
+        "| task | seed | trajectories/s: areal_lite, TRL | ratio | seconds to 0.9 | ratio "
+        "| seconds to 0.95 | ratio | accuracy at the end |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for task, seed in sorted({(r["task"], r["seed"]) for r in found["runs"]}):
+        pair = {r["side"]: r for r in found["runs"] if (r["task"], r["seed"]) == (task, seed)}
+        if len(pair) == len(SIDES):
+            lines.append(_pair(task, seed, pair["areal_lite"], pair["trl"]))
+    lines += ["", "| task | TRL's microbatch | continuous batching | threads | trajectories/s |"]
+    lines.append("|---|---|---|---|---|")
+    for task, tried in found["tried"].items():
+        lines += [
+            f"| {task} | {one['micro_batch']} | {'yes' if one['continuous_batching'] else 'no'} "
+            f"| {one['threads']} | {one['trajectories_s']:.1f} |"
+            for one in tried
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _pair(task: str, seed: int, own: dict, other: dict) -> str:
+    cells = [task, str(seed), f"{rate(own):.0f}, {rate(other):.0f}"]
+    cells.append(f"{rate(own) / rate(other):.1f}")
+    for threshold in THRESHOLDS:
+        a, b = seconds_to(own, threshold), seconds_to(other, threshold)
+        cells.append(", ".join("never" if x is None else f"{x:.0f}" for x in (a, b)))
+        cells.append("–" if a is None or b is None else f"{b / a:.1f}")
+    cells.append(f"{own['accuracy']:.3f}, {other['accuracy']:.3f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def draw(found: dict, path: Path) -> None:
+    """Draw the reward over the seconds of training, a panel per task."""
+    tasks = list(dict.fromkeys(record["task"] for record in found["runs"]))
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(4.2 * len(tasks), 3.0), layout="constrained", squeeze=False
+    )
+    for panel, task in zip(axes[0], tasks, strict=True):
+        for record in (r for r in found["runs"] if r["task"] == task):
+            color, label = SIDES[record["side"]]
+            panel.plot(record["seconds"], record["rewards"], color=color, label=label)
+        panel.set(title=task.replace("_", " "), xlabel="seconds of training", ylim=(0, 1.02))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("mean reward of a step")
+    named = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    axes[0][0].legend(named.values(), named.keys(), frameon=False, loc="lower right")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

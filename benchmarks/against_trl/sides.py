@@ -1,0 +1,133 @@
+"""The two sides: one run of areal_lite, and one of TRL in an environment of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from benchmarks.against_trl.tasks import Task
+from benchmarks.launch import ROOT, areal_lite
+
+TRL = "trl==1.16.0"
+COMMON: dict[str, Any] = {
+    "groups": 64,
+    "group_size": 8,
+    "minibatches": 4,
+    "lr": 3e-4,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-5,
+    "eps_low": 0.2,
+    "eps_high": 0.28,
+}
+"""What both sides share. A step is 64 x 8 trajectories in four updates, at a constant rate."""
+
+
+def trl_python(work: Path) -> Path:
+    """Return the interpreter of an environment that adds TRL to the packages of this one."""
+    folder = work / "trl-env"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        own = sysconfig.get_paths()["purelib"]
+        target = next(folder.glob("lib/python*/site-packages"))
+        (target / "parent.pth").write_text(own + "\n")  # the same torch and transformers
+        install = [python, "-m", "pip", "install", "--quiet", TRL, "accelerate", "pandas"]
+        subprocess.run(install, check=True)
+        (folder / "complete").touch()
+    return python
+
+
+def run_areal_lite(
+    work: Path, task: Task, model: Path, files: tuple[Path, Path], seed: int, steps: int
+) -> dict:
+    """Train with areal_lite and return its record."""
+    run_dir = work / f"areal_lite-{task.name}-{seed}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    areal_lite(
+        work / f"{run_dir.name}.log",
+        "train",
+        *[f"run_dir={run_dir}", f"model={model}", f"seed={seed}", "algo=quickstart"],
+        *["data.source=jsonl", f"data.path={files[0]}", f"data.eval_path={files[1]}"],
+        *["data.chat=false", f"data.seed={seed}", "eval.problems=512"],
+        *["rollout.max_concurrent=384", f"rollout.group_size={COMMON['group_size']}"],
+        f"rollout.max_new_tokens={task.max_new_tokens}",
+        *[f"trainer.steps={steps}", f"trainer.batch_groups={COMMON['groups']}"],
+        *[f"trainer.minibatches={COMMON['minibatches']}", f"trainer.lr={COMMON['lr']}"],
+        *["trainer.lr_schedule=constant", "trainer.lr_warmup_steps=0", "trainer.save_every=0"],
+        *[f"trainer.adam_eps={COMMON['adam_eps']}", f"trainer.adam_beta2={COMMON['adam_beta2']}"],
+        *[f"algo.eps_low={COMMON['eps_low']}", f"algo.eps_high={COMMON['eps_high']}"],
+    )
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    ends, total = [], 0.0
+    for row in rows:
+        total += row["time_s"]
+        ends.append(round(total, 3))
+    return {
+        "seconds": ends,
+        "rewards": [round(row["reward_mean"], 4) for row in rows],
+        "tokens": [row["tokens"] for row in rows],
+        "accuracy": summary["sampled_after"],
+    }
+
+
+def run_trl(
+    work: Path,
+    task: Task,
+    model: Path,
+    files: tuple[Path, Path],
+    seed: int,
+    steps: int,
+    settings: dict[str, Any],
+    measure: bool = True,
+) -> dict:
+    """Train with TRL and return its record, with the held-out accuracy if `measure`."""
+    name = f"trl-{task.name}-{seed}"
+    folder = work / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    own = {
+        "model": str(model),
+        "prompts": str(files[0]),
+        "record": str(folder / "record.json"),
+        "save": str(folder / "model") if measure else "",
+        "work": str(folder),
+        "max_new_tokens": task.max_new_tokens,
+        "seed": seed,
+        "steps": steps,
+    }
+    (folder / "settings.json").write_text(json.dumps({**COMMON, **settings, **own}))
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    script = Path(__file__).with_name("trl_run.py")
+    with open(work / f"{name}.log", "w") as log:
+        subprocess.run(
+            [trl_python(work), script, folder / "settings.json"],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    record = json.loads((folder / "record.json").read_text())
+    record["seconds"] = [round(value, 3) for value in record["seconds"]]
+    record["rewards"] = [round(value, 4) for value in record["rewards"]]
+    if measure:
+        record["accuracy"] = _accuracy(work, folder, files[1], task)
+    return record
+
+
+def _accuracy(work: Path, folder: Path, held_out: Path, task: Task) -> float:
+    """Return the sampled accuracy of a saved model, measured as areal_lite measures its own."""
+    areal_lite(
+        work / f"{folder.name}-eval.log",
+        "eval",
+        *[f"run_dir={folder / 'eval'}", f"model={folder / 'model'}", "problems=512", "samples=1"],
+        *["data.source=jsonl", f"data.path={held_out}", f"data.eval_path={held_out}"],
+        *["data.chat=false", f"rollout.max_new_tokens={task.max_new_tokens}"],
+    )
+    return json.loads((folder / "eval" / "summary.json").read_text())["pass_at_k"]["1"]
