@@ -36,7 +36,17 @@ def trl_python(work: Path) -> Path:
         own = sysconfig.get_paths()["purelib"]
         target = next(folder.glob("lib/python*/site-packages"))
         (target / "parent.pth").write_text(own + "\n")  # the same torch and transformers
-        install = [python, "-m", "pip", "install", "--quiet", TRL, "accelerate", "pandas"]
+        install = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-warn-conflicts",
+            TRL,
+            "accelerate",
+            "pandas",
+        ]
         subprocess.run(install, check=True)
         (folder / "complete").touch()
     return python
