@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from omegaconf import OmegaConf
 
+from areal_lite.config import TrainConfig
 from areal_lite.report.columns import open_store
 from areal_lite.run_dir.paths import (
     CONFIG_FILE,
@@ -69,7 +70,10 @@ def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
         scratch = scratch_folder(folder)
         with tarfile.open(_FOLDER / f"{name}.tar.xz") as archive:
             archive.extractall(scratch, filter="data")
-        config = OmegaConf.load(scratch / CONFIG_FILE)
+        # Settings that are newer than the archive have their defaults.
+        config = OmegaConf.merge(
+            OmegaConf.structured(TrainConfig), OmegaConf.load(scratch / CONFIG_FILE)
+        )
         config.model, config.run_dir = str(folder / "model"), str(folder)
         OmegaConf.save(config, scratch / CONFIG_FILE)
         _write_store(scratch / STORE_FILE, (scratch / _GROUPS).read_bytes())
