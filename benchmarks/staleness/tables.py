@@ -10,20 +10,30 @@ from benchmarks.staleness.paired import best_mean, difference, last_mean, steps_
 
 THRESHOLDS = (0.6, 0.75)
 _WHERE = ("lag", "lr", "eps", "minibatches", "steps")
+_WITHOUT_RATE = ("lag", "eps", "minibatches", "steps")
 _PLACE = ["lag", "learning rate", "clip range", "updates"]
 
 
 def page(study: str, records: list[dict]) -> str:
-    """Return a page of Markdown with both tables. The second one is left out without pairs."""
+    """Return a page of Markdown with the tables. Tables of pairs are left out without pairs."""
     parts = [
         f"# All numbers of the study `{study}`",
         "Values are means over seeds, with the lowest and the highest. Steps are listed by seed. "
         "The divergence is that of the proximal from the behavior policy, in nats a token.",
         _reached(records),
-        "Decoupled PPO minus another arm, seed by seed, with 95 % intervals (Student's t):",
-        _paired(records),
     ]
-    return "\n\n".join(parts if parts[-1] else parts[:-2]) + "\n"
+    if paired := _paired(records):
+        parts += [
+            "Decoupled PPO minus another arm, seed by seed, with 95 % intervals (Student's t):",
+            paired,
+        ]
+    if best := _paired_at_own_best(records):
+        parts += [
+            "The same with each arm at its own best learning rate: the one with the highest reward "
+            "of the last ten steps, in the seeds that have them all:",
+            best,
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _reached(records: list[dict]) -> str:
@@ -50,32 +60,73 @@ def _reached(records: list[dict]) -> str:
     return _markdown(head, rows)
 
 
-def _paired(records: list[dict]) -> str:
-    """Return decoupled PPO minus each other arm, with 95 % intervals over seeds.
+_PAIRED = [
+    "decoupled against",
+    "pairs",
+    "accuracy",
+    "reward, last 10 steps",
+    *(f"share of the steps to {t:g}" for t in THRESHOLDS),
+]
 
-    Steps are compared by their ratio, over the seeds in which both arms reached the threshold.
-    """
-    head = [*_PLACE, "decoupled against", "pairs", "accuracy", "reward, last 10 steps"]
-    head += [*(f"share of the steps to {t:g}" for t in THRESHOLDS)]
+
+def _paired(records: list[dict]) -> str:
+    """Return decoupled PPO minus each other arm at the same learning rate."""
     rows = []
     for place, runs in _grouped(records, _WHERE):
-        arms = {arm: {run["seed"]: run for run in own} for (arm,), own in _grouped(runs, ("arm",))}
-        base = arms.pop("decoupled", {})
+        arms = {arm: own for (arm,), own in _grouped(runs, ("arm",))}
+        base = arms.pop("decoupled", [])
         for arm, other in arms.items():
-            pairs = [(base[seed], other[seed]) for seed in sorted(base.keys() & other.keys())]
-            if len(pairs) < 2:
-                continue
-            rows.append(
-                [
-                    *_place(*place),
-                    arm,
-                    str(len(pairs)),
-                    _interval(pairs, lambda run: run["accuracy"]),
-                    _interval(pairs, lambda run: last_mean(run["rewards"])),
-                    *(_share_of_steps(pairs, t) for t in THRESHOLDS),
-                ]
-            )
-    return _markdown(head, rows) if rows else ""
+            if cells := _differences(base, other):
+                rows.append([*_place(*place), arm, *cells])
+    return _markdown([*_PLACE, *_PAIRED], rows) if rows else ""
+
+
+def _paired_at_own_best(records: list[dict]) -> str:
+    """Return decoupled PPO minus each other arm, each at the best of its learning rates."""
+    rows = []
+    for (lag, *place), runs in _grouped(records, _WITHOUT_RATE):
+        arms = {arm: own for (arm,), own in _grouped(runs, ("arm",))}
+        best = {arm: lr for arm, own in arms.items() if (lr := best_rate(own)) is not None}
+        if "decoupled" not in best:
+            continue
+        chosen = {arm: [run for run in arms[arm] if run["lr"] == lr] for arm, lr in best.items()}
+        for arm in best.keys() - {"decoupled"}:
+            if cells := _differences(chosen["decoupled"], chosen[arm]):
+                rates = f"{best['decoupled']:g}, {best[arm]:g}"
+                rows.append([*_place(lag, rates, *place), arm, *cells])
+    return _markdown([*_PLACE, *_PAIRED], sorted(rows)) if rows else ""
+
+
+def best_rate(runs: list[dict]) -> float | None:
+    """Return the learning rate with the highest reward of the last ten steps.
+
+    Only seeds with a run at every rate count. None without such a seed, and for a single rate.
+    """
+    by_rate = {lr: {run["seed"]: run for run in own} for (lr,), own in _grouped(runs, ("lr",))}
+    common = set.intersection(*(set(own) for own in by_rate.values()))
+    if len(by_rate) < 2 or not common:
+        return None
+    return max(
+        by_rate, key=lambda lr: sum(last_mean(by_rate[lr][seed]["rewards"]) for seed in common)
+    )
+
+
+def _differences(base: list[dict], other: list[dict]) -> list[str] | None:
+    """Return the cells of a row: `base` minus `other`, with 95 % intervals over seeds.
+
+    Steps are compared by their ratio, over the seeds in which both arms reached the threshold.
+    None for fewer than two pairs.
+    """
+    seeds = [{run["seed"]: run for run in runs} for runs in (base, other)]
+    pairs = [(seeds[0][s], seeds[1][s]) for s in sorted(seeds[0].keys() & seeds[1].keys())]
+    if len(pairs) < 2:
+        return None
+    return [
+        str(len(pairs)),
+        _interval(pairs, lambda run: run["accuracy"]),
+        _interval(pairs, lambda run: last_mean(run["rewards"])),
+        *(_share_of_steps(pairs, t) for t in THRESHOLDS),
+    ]
 
 
 def _grouped(records: Iterable[dict], keys: tuple[str, ...]) -> Iterable[tuple[tuple, list[dict]]]:
@@ -86,8 +137,9 @@ def _grouped(records: Iterable[dict], keys: tuple[str, ...]) -> Iterable[tuple[t
     return [(place, list(runs)) for place, runs in groupby(ordered, key)]
 
 
-def _place(lag: int, lr: float, eps: float, minibatches: int, steps: int) -> list[str]:
-    return [str(lag), f"{lr:g}", f"{eps:g}", f"{minibatches} x {steps}"]
+def _place(lag: int, lr: float | str, eps: float, minibatches: int, steps: int) -> list[str]:
+    rate = lr if isinstance(lr, str) else f"{lr:g}"
+    return [str(lag), rate, f"{eps:g}", f"{minibatches} x {steps}"]
 
 
 def _interval(pairs: list[tuple[dict, dict]], value: Callable[[dict], float]) -> str:

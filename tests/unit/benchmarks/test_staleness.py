@@ -20,7 +20,7 @@ from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study
 from benchmarks.staleness.studies import ARMS, STUDIES, Cell
-from benchmarks.staleness.tables import page
+from benchmarks.staleness.tables import best_rate, page
 
 rewards = st.lists(st.floats(0, 1), min_size=10, max_size=60)
 accuracies = st.integers(0, 512).map(lambda right: right / 512)
@@ -187,8 +187,10 @@ def test_one_pair_has_no_interval() -> None:
         paired.difference([1.0], [0.5])
 
 
-def record(arm: str, seed: int, lag: int, accuracy: float, rewards: list[float]) -> dict:
-    cell = asdict(Cell(arm, lag, 1e-4, seed, steps=len(rewards)))
+def record(
+    arm: str, seed: int, lag: int, accuracy: float, rewards: list[float], lr: float = 1e-4
+) -> dict:
+    cell = asdict(Cell(arm, lag, lr, seed, steps=len(rewards)))
     return {**cell, "accuracy": accuracy, "rewards": rewards, "clip_fraction": 0.01, "behave_kl": 0}
 
 
@@ -209,3 +211,18 @@ def test_tables_compare_runs_of_a_seed() -> None:
     assert "| behavior | 2 | 0.650 (0.600–0.700) |" in reached[3] and "| 30, 40 |" in reached[3]
     assert "+0.200 (-1.071 to +1.471)" in pairs[2]  # t(0.975, 1) is 12.706
     assert "| 0.50 (0.50 to 0.50) |" in pairs[2]
+
+
+def test_arms_are_compared_at_their_own_best_learning_rates() -> None:
+    """Rates are chosen in seed 1, which has them all: 3e-4 for decoupled, 1e-4 for the other."""
+    ends = {("decoupled", 1e-4): 0.5, ("decoupled", 3e-4): 0.9}
+    ends |= {("behavior", 1e-4): 0.7, ("behavior", 3e-4): 0.6}
+    records = [record(arm, 1, 8, e, [e] * 20, lr) for (arm, lr), e in ends.items()]
+    # Alone at its rate in seed 2: it does not count for the choice.
+    records += [record("behavior", 2, 8, 0.1, [0.1] * 20, 1e-4)]
+    records += [record("decoupled", 2, 8, 0.3, [0.3] * 20, 3e-4)]
+    assert best_rate([r for r in records if r["arm"] == "behavior"]) == 1e-4
+    assert best_rate([r for r in records if r["lr"] == 1e-4]) is None
+    best = page("grid", records).split("\n\n")[-1].splitlines()
+    assert len(best) == 2 + 1
+    assert "| 0.0003, 0.0001 |" in best[2] and "| behavior | 2 | +0.200 (" in best[2]
