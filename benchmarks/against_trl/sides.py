@@ -63,7 +63,7 @@ def run_areal_lite(
         "train",
         *[f"run_dir={run_dir}", f"model={model}", f"seed={seed}", "algo=quickstart"],
         *["data.source=jsonl", f"data.path={files[0]}", f"data.eval_path={files[1]}"],
-        *["data.chat=false", f"data.seed={seed}", "eval.problems=512"],
+        *["data.chat=false", f"data.seed={seed}", "eval.problems=0"],
         *["rollout.max_concurrent=384", f"rollout.group_size={COMMON['group_size']}"],
         f"rollout.max_new_tokens={task.max_new_tokens}",
         *[f"trainer.steps={steps}", f"trainer.batch_groups={COMMON['groups']}"],
@@ -73,7 +73,6 @@ def run_areal_lite(
         *[f"algo.eps_low={COMMON['eps_low']}", f"algo.eps_high={COMMON['eps_high']}"],
     )
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    summary = json.loads((run_dir / "summary.json").read_text())
     ends, total = [], 0.0
     for row in rows:
         total += row["time_s"]
@@ -82,7 +81,7 @@ def run_areal_lite(
         "seconds": ends,
         "rewards": [round(row["reward_mean"], 4) for row in rows],
         "tokens": [row["tokens"] for row in rows],
-        "accuracy": summary["sampled_after"],
+        "accuracy": _accuracy(run_dir, run_dir / "checkpoints" / "hf", files[1], task),
     }
 
 
@@ -127,16 +126,16 @@ def run_trl(
     record["seconds"] = [round(value, 3) for value in record["seconds"]]
     record["rewards"] = [round(value, 4) for value in record["rewards"]]
     if measure:
-        record["accuracy"] = _accuracy(work, folder, files[1], task)
+        record["accuracy"] = _accuracy(folder, folder / "model", files[1], task)
     return record
 
 
-def _accuracy(work: Path, folder: Path, held_out: Path, task: Task) -> float:
-    """Return the sampled accuracy of a saved model, measured as areal_lite measures its own."""
+def _accuracy(folder: Path, model: Path, held_out: Path, task: Task) -> float:
+    """Return the sampled accuracy of a trained model on the held-out problems."""
     areal_lite(
-        work / f"{folder.name}-eval.log",
+        folder / "eval.log",
         "eval",
-        *[f"run_dir={folder / 'eval'}", f"model={folder / 'model'}", "problems=512", "samples=1"],
+        *[f"run_dir={folder / 'eval'}", f"model={model}", "problems=512", "samples=1"],
         *["data.source=jsonl", f"data.path={held_out}", f"data.eval_path={held_out}"],
         *["data.chat=false", f"rollout.max_new_tokens={task.max_new_tokens}"],
     )
