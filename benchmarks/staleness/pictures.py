@@ -36,9 +36,12 @@ def _grid(records: list[dict], path: Path) -> None:
     figure, rows = _axes(len(lags), len(lrs))
     for row, lag in zip(rows, lags):
         for axes, lr in zip(row, lrs):
-            _curves(axes, [r for r in records if r["lag"] == lag and r["lr"] == lr])
+            if not (own := [r for r in records if r["lag"] == lag and r["lr"] == lr]):
+                axes.set_axis_off()
+                continue
+            _curves(axes, own)
             axes.set(title=f"lag {lag}, learning rate {lr:g}", ylim=(0, 1), xlabel="step")
-    rows[0][0].set_ylabel("reward")
+        row[0].set_ylabel("reward")
     _legend(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
