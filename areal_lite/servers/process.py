@@ -70,6 +70,9 @@ def server_command(
         "skip_tokenizer_init": True,
         "log_level_http": "warning",
         "enable_deterministic_inference": config.deterministic,
+        # A request makes many Python objects, and the garbage collector runs after every 700 of
+        # them by default. That takes a tenth of the speed at 384 requests without a GPU.
+        "gc_threshold": (100_000, 20, 50),
     }
     environment = dying_with_me() | _SGLANG_ENVIRONMENT
     if config.api_key:
