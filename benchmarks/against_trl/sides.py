@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import sysconfig
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +75,11 @@ def run_areal_lite(
         *[f"algo.eps_low={COMMON['eps_low']}", f"algo.eps_high={COMMON['eps_high']}"],
     )
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    ends, total = [], 0.0
-    for row in rows:
-        total += row["time_s"]
-        ends.append(round(total, 3))
+    # TRL's clock starts with the model loaded: ours starts when the server takes its first request.
+    with closing(sqlite3.connect(run_dir / "trajectories.sqlite")) as store:
+        (started,) = store.execute("SELECT min(started_at) FROM trajectories").fetchone()
     return {
-        "seconds": ends,
+        "seconds": [round(row["logged_at"] - started, 3) for row in rows],
         "rewards": [round(row["reward_mean"], 4) for row in rows],
         "tokens": [row["tokens"] for row in rows],
         "accuracy": _accuracy(run_dir, run_dir / "checkpoints" / "hf", files[1], task),
