@@ -45,6 +45,7 @@ def test_the_table_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
     tried = {"micro_batch": 32, "continuous_batching": True, "threads": 2, "trajectories_s": 9.0}
     found = {
         "tried": {"short": [tried]},
+        "versions": {"trl": "1.16.0"},
         "runs": [{**keys, "side": "areal_lite", **own}, {**keys, "side": "trl", **other}],
     }
     text = page.table(found)
