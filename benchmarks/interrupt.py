@@ -48,12 +48,12 @@ RUNS = [
 ]
 
 
-def make_model(folder: Path, hidden: int) -> None:
+def make_model(folder: Path, hidden: int, layers: int = 8) -> None:
     torch.manual_seed(0)
     shape = dict(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
-        num_hidden_layers=8,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,

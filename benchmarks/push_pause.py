@@ -1,0 +1,234 @@
+"""The pause of a push in place, by size of the weights, servers and transport, without a GPU.
+
+    python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
+
+Real servers stream answers. The real pusher pushes the servers' own weights. The transports take
+turns, push by push. A memory copy of the same bytes is timed after each push. The script writes
+benchmarks/results/push_pause.json with medians over the pushes, in milliseconds:
+
+    pause          the pause window as a run reports it: `pause_s`
+    gap            the longest time between two tokens of a request during a push
+    step           the time between two tokens while nothing is pushed
+    copy           a memory copy of all weights into memory that has been written before
+    first_token    from the end of the training step to the first token under its weights
+    push           the whole push
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import aiohttp
+import torch
+from safetensors.torch import load_file
+
+from areal_lite.config import ServerConfig, TrainConfig
+from areal_lite.controller.messages import PushTargets
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.network import free_port
+from areal_lite.weights.push import WeightPusher
+from benchmarks.interrupt import PROMPT, copy_seconds, make_model
+
+SHAPES = {2: (64, 4), 100: (512, 8), 600: (1392, 8)}
+"""Hidden size and layers by size in MiB."""
+TRANSPORTS = ("memory", "disk", "distributed")
+OUT = Path(__file__).parent / "results" / "push_pause.json"
+
+
+@dataclass
+class Stream:
+    """The tokens of one request after another: their arrival times and weight versions."""
+
+    arrivals: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    async def follow(self, session: aiohttp.ClientSession, url: str) -> None:
+        body = {
+            "input_ids": PROMPT.tolist(),
+            "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True},
+            "stream": True,
+        }
+        while True:
+            async with session.post(f"{url}/generate", json=body) as answer:
+                answer.raise_for_status()
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        version = json.loads(line[6:])["meta_info"]["weight_version"]
+                        self.arrivals.append(time.time())
+                        self.versions.append(int(version) if version.isdigit() else 0)
+
+    def longest_gap(self, begin: float, end: float) -> float:
+        """Return the longest time between two tokens of which one came between two times."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return max(after - before for before, after in pairs if after >= begin and before <= end)
+
+    def first(self, version: int) -> float:
+        """Return when the first token under `version` came."""
+        return self.arrivals[self.versions.index(version)]
+
+    def step(self) -> float:
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return statistics.median(after - before for before, after in pairs)
+
+
+class Controller:
+    """The controller's side of a push in place: it knows the servers."""
+
+    def __init__(self, servers: list[ServerInfo]):
+        self._servers = servers
+
+    def begin_push(self, version: int) -> PushTargets:
+        return PushTargets(self._servers)
+
+    def pushed(self, version: int, failed: list[str]) -> None:
+        if failed:
+            raise RuntimeError(f"a push failed on {failed}")
+
+
+def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[str, WeightPusher]:
+    """Return a pusher of each transport."""
+    policy = SimpleNamespace(
+        device=torch.device("cpu"), hf_weights=lambda size: buckets(weights, size)
+    )
+    pushers = {}
+    for transport in TRANSPORTS:
+        config = TrainConfig(model=str(model))
+        config.rollout.interrupt = "in_place"
+        config.sync.transport = transport
+        config.sync.disk_path = "/dev/shm/areal_lite-push-pause"
+        pushers[transport] = WeightPusher(policy, Controller(servers), config, model)
+    return pushers
+
+
+def buckets(weights: dict[str, torch.Tensor], size: int):
+    """Yield the weights in buckets of about `size` bytes."""
+    bucket, filled = [], 0
+    for name, tensor in weights.items():
+        bucket.append((name, tensor))
+        filled += tensor.numel() * tensor.element_size()
+        if filled >= size:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+async def measure(arguments, model: Path, count: int) -> list[dict]:
+    """Return the medians of each transport, with `count` servers of `model`."""
+    weights = load_file(model / "model.safetensors")
+    async with AsyncExitStack() as stack:
+        servers = []
+        for number in range(count):
+            server = ServerProcess(
+                ServerConfig(device="cpu"),
+                str(model),
+                name=f"server-{number}",
+                port=free_port(),
+                seed=1,
+                log_path=model / f"server-{number}.log",
+                environment={"GLOO_SOCKET_IFNAME": "lo"},
+            )
+            stack.callback(server.stop)
+            server.start()
+            await server.wait_ready()
+            servers.append(server.info)
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None))
+        )
+        streams = [Stream() for _ in servers for _ in range(arguments.requests)]
+        async with asyncio.TaskGroup() as group:
+            urls = [server.url for server in servers for _ in range(arguments.requests)]
+            following = [
+                group.create_task(stream.follow(session, url))
+                for stream, url in zip(streams, urls, strict=True)
+            ]
+            await asyncio.sleep(arguments.between_s)
+            rows = await push_in_turn(
+                arguments, make_pushers(servers, model, weights), streams, weights
+            )
+            for task in following:
+                task.cancel()
+    step = statistics.median(stream.step() for stream in streams)
+    return [{"servers": count, **row, "step": round(1000 * step, 2)} for row in rows]
+
+
+async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict) -> list[dict]:
+    """Push with each transport in turn, and return the medians of each."""
+    found: dict[str, list[dict]] = {transport: [] for transport in pushers}
+    version = 0
+    for _ in range(arguments.pushes + 1):  # the first push of each makes files and groups
+        for transport, pusher in pushers.items():
+            version += 1
+            ended = time.time()
+            report = await asyncio.to_thread(pusher.push_all, version)
+            done = time.time()
+            await asyncio.sleep(arguments.between_s)
+            found[transport].append(
+                {
+                    "pause": report.pause_s,
+                    "gap": max(stream.longest_gap(ended, done) for stream in streams),
+                    "first_token": max(stream.first(version) for stream in streams) - ended,
+                    "push": report.total_s,
+                    "copy": copy_seconds(weights),
+                }
+            )
+    for pusher in pushers.values():
+        await asyncio.to_thread(pusher.close)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    return [
+        {"transport": transport, "mib": round(size / 2**20, 1)} | medians(rows[1:])
+        for transport, rows in found.items()
+    ]
+
+
+def medians(rows: list[dict]) -> dict:
+    """Return the median of each value in milliseconds, and the range of the pause."""
+    result = {key: round(1000 * statistics.median(row[key] for row in rows), 2) for key in rows[0]}
+    pauses = [1000 * row["pause"] for row in rows]
+    return result | {"pause_range": [round(min(pauses), 2), round(max(pauses), 2)]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 100, 600], choices=SHAPES)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--pushes", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=4, help="in flight on each server")
+    parser.add_argument("--between-s", type=float, default=2.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+    rows = []
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            hidden, layers = SHAPES[size]
+            make_model(Path(folder), hidden, layers)
+            for count in arguments.servers:
+                for row in asyncio.run(measure(arguments, Path(folder), count)):
+                    rows.append(row)
+                    print(json.dumps(row), flush=True)
+    settings = {key: value for key, value in vars(arguments).items() if key != "out"}
+    load = round(os.getloadavg()[0], 1)
+    result = {"settings": settings, "load_average": load, "rows": rows}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
