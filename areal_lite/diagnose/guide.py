@@ -60,6 +60,16 @@ GUIDE = (
         "against lack of memory, raise `server.health_timeout_s` for a slow machine",
     ),
     Advice(
+        operation.restarted,
+        "Controller and trainer were restarted",
+        (),
+        "a restart in logs/restarts.log; alarm: {restarts:g} of them",
+        "one of them failed, was killed or hung; the steps after the newest checkpoint were "
+        "trained again",
+        "read logs/restarts.log for the cause of each; `trainer.save_every` or "
+        "`trainer.save_interval_s` bounds the steps that are trained again",
+    ),
+    Advice(
         learning.bad_numbers,
         "Losses, gradients or log-probs are not finite",
         ("skipped", "nonfinite_tokens", "masked_nonfinite", "critic_skipped"),

@@ -21,7 +21,7 @@ from areal_lite.system.processes import tail
 
 _LOG_LINES = 400
 # A server's own log (server-N.log) can be gigabytes.
-_LOGS = ("controller", "trainer", "servers.")
+_LOGS = ("controller", "trainer", "servers.", "restarts.")
 _ERROR = re.compile(r" ERROR |^\w*(?:Error|Exception)\b")
 
 

@@ -81,6 +81,15 @@ def failed_servers(run: History) -> Sign | None:
     return alarm(text) if given_up or len(again) >= limit("restarts") else hint(text)
 
 
+def restarted(run: History) -> Sign | None:
+    """Find restarts of controller and trainer."""
+    again = run.log_lines("restarts.log", " start again from step ")
+    if not again:
+        return None
+    text = f"restarts: {len(again)}; the last: {again[-1][:220]}"
+    return alarm(text) if len(again) >= limit("restarts") else hint(text)
+
+
 def reward_failures(run: History) -> Sign | None:
     """Find trajectories without a reward: the function failed or ran out of time."""
     return _failures(run, "reward_failures", ": no reward: ")

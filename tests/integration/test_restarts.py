@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from areal_lite.config import TrainConfig
+from areal_lite.diagnose.diagnosis import diagnose
+from areal_lite.diagnose.history import read_history
 from areal_lite.launch import local
 from areal_lite.launch.restarts import LOG
 from areal_lite.run_dir.resume import checkpoint_steps
@@ -111,6 +113,8 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     )
     assert "from step 4 in 2 s (restart 2 of 3" in restarts
     assert "trainer hangs: it has been stopped by a signal (SIGSTOP)" in restarts
+    found = {finding.name: finding.evidence for finding in diagnose(read_history(folder))}
+    assert "restarts: 2; " in found["restarted"] and "SIGSTOP" in found["restarted"]
     terminal = capfd.readouterr().err
     assert all(f"restart {number} of 3" in terminal for number in (1, 2))
     controller = (folder / "logs" / "controller.log").read_text()

@@ -181,6 +181,19 @@ def test_a_failure_is_the_only_finding(
     assert number in the_only(make_run(tmp_path / "run", **series), name, severity)
 
 
+def test_restarts_of_the_controller_and_the_trainer_are_found(tmp_path: Path) -> None:
+    again = (
+        "2026-01-01 00:00:00 the trainer exited with status 9:\n  its last lines\n"
+        "controller and trainer start again from step 4 in 1 s (restart 1 of 5 within 3600 s): "
+        "the trainer exited with status 9\n"
+    )
+    run_dir = make_run(tmp_path / "a", logs={"restarts.log": again})
+    evidence = the_only(run_dir, "restarted", HINT)
+    assert "restarts: 1; " in evidence and evidence.endswith("the trainer exited with status 9")
+    run_dir = make_run(tmp_path / "b", logs={"restarts.log": 3 * again})
+    assert "restarts: 3; " in the_only(run_dir, "restarted", ALARM)
+
+
 @pytest.mark.parametrize(
     ("override", "limit"),
     [
@@ -219,7 +232,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_finding_is_tested() -> None:
-    others = {"stalled", "ended_early", "falling_accuracy"}
+    others = {"stalled", "ended_early", "falling_accuracy", "restarted"}
     others |= {"stuck_batch", "rogue_normalizer", "lost_seed"}  # test_integrity.py
     assert {case[0] for case in CASES} | others == {advice.name for advice in GUIDE}
 
