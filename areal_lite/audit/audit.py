@@ -15,6 +15,9 @@
 | counts | what the controller counted over the whole run is what the store shows |
 | tokens | on request: every row has its checksum, and its arrays fit each other token by token |
 
+A group may have lost its tokens (`store.max_gib`), which `groups` checks: only where nothing needs
+them. Its rows remain, and every other check is of these.
+
 It holds some numbers for each group and each trajectory that was trained on, about 120 bytes, and
 reads the columns of the store in chunks.
 """
@@ -69,7 +72,7 @@ def _checks_of_store(records: Records, snapshot: Snapshot, tokens: bool) -> list
         for chunk in chunks(db, DRAWN):
             sums.add(chunk)
     return [
-        check_groups(groups, shapes.found),
+        check_groups(groups, shapes.found, records, db),
         check_prompts(groups, records, db),
         *shapes.checks(),
         *([check_rows(db)] if tokens else []),

@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_lite.audit.check import Check, count, some
 from areal_lite.audit.records import Records
-from areal_lite.run_dir.store_schema import ADMISSION, checksum
+from areal_lite.run_dir.store_schema import ADMISSION, NOT_KEPT, checksum
 from areal_lite.trajectory import GroupState
 
 STATES = list(GroupState)
@@ -26,6 +26,7 @@ class Groups:
         ids, prompt, drawn, size: int64 [n], as in the store. `prompt` is an index.
         state: int64 [n], an index into STATES.
         trajectories, step: int64 [n], -1 without one.
+        kept: int64 [n], the bytes of the tokens of its trajectories; -1 without trajectories.
         reason, finished: bool [n], whether there is one.
         admitted_at, ended_at: float64 [n], NaN before.
         damaged: bool [n], admissions that their checksum contradicts.
@@ -38,6 +39,7 @@ class Groups:
     state: np.ndarray
     trajectories: np.ndarray
     step: np.ndarray
+    kept: np.ndarray
     reason: np.ndarray
     admitted_at: np.ndarray
     ended_at: np.ndarray
@@ -56,35 +58,38 @@ def read_groups(db: sqlite3.Connection) -> Groups:
     """Read the table of groups, about 100 bytes each."""
     cursor = db.execute(
         f"SELECT {', '.join(ADMISSION)}, checksum, state, coalesce(num_trajectories, -1), "
-        "coalesce(step, -1), reason IS NOT NULL, finished_at FROM groups ORDER BY group_id"
+        "coalesce(step, -1), coalesce(kept_bytes, -1), reason IS NOT NULL, finished_at "
+        "FROM groups ORDER BY group_id"
     )
     parts: list[np.ndarray] = []
     while rows := cursor.fetchmany(_CHUNK):
         parts.append(np.array([_numbers(row) for row in rows], np.float64))
-    table = np.concatenate([np.empty((0, 11)), *parts]).T
-    names = ("ids", "prompt", "drawn", "size", "state", "trajectories", "step")
+    table = np.concatenate([np.empty((0, 12)), *parts]).T
+    names = ("ids", "prompt", "drawn", "size", "state", "trajectories", "step", "kept")
     whole = {name: column.astype(np.int64) for name, column in zip(names, table)}
     return Groups(
         **whole,
-        reason=table[7] > 0,
-        admitted_at=table[8],
-        ended_at=table[9],
-        damaged=table[10] > 0,
+        reason=table[8] > 0,
+        admitted_at=table[9],
+        ended_at=table[10],
+        damaged=table[11] > 0,
     )
 
 
 def _numbers(row: tuple[Any, ...]) -> tuple[float, ...]:
     """Return the columns of Groups for a row of the table."""
-    *admission, expected, state, trajectories, step, reason, ended_at = row
+    *admission, expected, state, trajectories, step, kept, reason, ended_at = row
     group_id, _, index, drawn, size, admitted_at = admission
     damaged = checksum(admission) != expected
     state = STATES.index(GroupState(state))
     ended_at = np.nan if ended_at is None else ended_at
-    times = (admitted_at, ended_at)
-    return (group_id, index, drawn, size, state, trajectories, step, reason, *times, damaged)
+    counts = (trajectories, step, kept)
+    return (group_id, index, drawn, size, state, *counts, reason, admitted_at, ended_at, damaged)
 
 
-def check_groups(groups: Groups, found: np.ndarray) -> Check:
+def check_groups(
+    groups: Groups, found: np.ndarray, records: Records, db: sqlite3.Connection
+) -> Check:
     """Check ids, states and trajectories. `found`: int64 [n], the trajectories that are there."""
     states = ", ".join(
         f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in STATES
@@ -109,7 +114,33 @@ def check_groups(groups: Groups, found: np.ndarray) -> Check:
     expected = np.maximum(groups.trajectories, 0)
     none_may(found < expected, "groups that lack trajectories")
     none_may(found > expected, "groups with more trajectories than they count")
+    _check_tokens(check, groups, records, db)
     return check
+
+
+def _check_tokens(check: Check, groups: Groups, records: Records, db: sqlite3.Connection) -> None:
+    """Check that tokens are there, or were removed where nothing needs them."""
+    kept, removed = groups.kept > 0, groups.kept == 0
+    if removed.any():
+        check.looked_at += f"; {NOT_KEPT}: {count(int(removed.sum()), 'group')}"
+    rows = db.execute("SELECT group_id, count(*) FROM sequences GROUP BY group_id").fetchall()
+    owners, numbers = np.array(rows, np.int64).reshape(-1, 2).T
+    place = np.searchsorted(groups.ids, owners).clip(max=len(groups.ids) - 1)
+    known = groups.ids[place] == owners if len(groups.ids) else np.zeros(len(owners), bool)
+    found = np.zeros(len(groups.ids), np.int64)
+    found[place[known]] = numbers[known]
+    expected = np.where(kept, groups.trajectories, 0)
+    needed = groups.are(GroupState.FINISHED) & (not records.replays)
+    if not records.running:  # a run removes tokens when a newer checkpoint is there
+        needed |= groups.are(GroupState.USED) & (groups.step >= records.resumes_from)
+    for wrong, what in (
+        ((groups.kept < 0) != (groups.trajectories < 0), "groups whose tokens are not counted"),
+        (found < expected, "groups that lack tokens"),
+        (found > expected, "groups with tokens that they do not count"),
+        (needed & removed, "groups that a resume needs, and whose tokens were removed"),
+    ):
+        check.none_of(groups.ids[wrong].tolist(), what)
+    check.none_of(owners[~known].tolist(), "tokens of groups that have no row")
 
 
 def check_use(groups: Groups, records: Records, db: sqlite3.Connection) -> Check:
@@ -168,7 +199,7 @@ def _check_draws(groups: Groups, records: Records, db: sqlite3.Connection) -> Ch
     check.none_of([step + 1 for step in wrong], "steps with another number of groups")
     lacking = query(
         "SELECT DISTINCT group_id FROM draws LEFT JOIN trajectories t "
-        "USING (group_id, sample_index) WHERE t.tokens IS NULL"
+        "USING (group_id, sample_index) WHERE t.n_tokens IS NULL"
     )
     check.none_of((i for (i,) in lacking), "groups that were drawn from and lack trajectories")
     twice = query(

@@ -26,9 +26,6 @@ _COLUMNS = {
     "num_segments": ("t.num_segments", np.int64),
     "started": ("t.started_at", np.float64),
     "finished": ("t.finished_at", np.float64),
-    "token_bytes": ("length(t.tokens)", np.int64),
-    "logprob_bytes": ("length(t.logprobs)", np.int64),
-    "version_bytes": ("length(t.versions)", np.int64),
 }
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
 
@@ -189,16 +186,12 @@ def _violations(chunk: Chunk) -> dict[str, np.ndarray]:
     )
     summary |= (last - first + 1) != columns["num_segments"]
     outside = (chunk.start >= chunk.end) | (chunk.end > columns["tokens"][chunk.owner])
-    size = 4 * columns["tokens"]
     found = {
         "trajectories whose versions go back": _owners(chunk.owner[1:][back], n),
         "trajectories whose segments overlap": _owners(chunk.owner[1:][overlap], n),
         "trajectories with a segment outside of their tokens": _owners(chunk.owner[outside], n),
         "trajectories without a version": _owners(chunk.owner[chunk.version < 0], n),
         "trajectories whose columns contradict their segments": summary,
-        "trajectories whose arrays have other lengths": (columns["token_bytes"] != size)
-        | (columns["logprob_bytes"] != size)
-        | (columns["version_bytes"] != size),
         "trajectories that were trained on without a reward": (chunk.step >= 0)
         & np.isnan(columns["reward"]),
     }

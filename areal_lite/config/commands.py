@@ -19,6 +19,7 @@ from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.simulate import SimulationConfig
+from areal_lite.config.store import StoreConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
 
 _MODEL = "Folder of a Hugging Face checkpoint."
@@ -50,6 +51,7 @@ class TrainConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)

@@ -59,6 +59,8 @@ class Batches:
         self.queue = _make_queue(config)
         self.lag = LoopLag()
         self.was_asked = False
+        # The size of the store after the step before, for the metrics.
+        self.store_size: dict[str, float] = {}
         # Set, and replaced by a new one, when a batch may have become ready.
         self._changed = asyncio.Event()
         # By step. A task ends when the batch is assigned.
@@ -211,6 +213,7 @@ class Batches:
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,
             "wait_s": now - started,
             "loop_lag_p99_s": self.lag.take_p99(),
+            **self.store_size,
         }
 
 

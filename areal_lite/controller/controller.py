@@ -36,6 +36,7 @@ from areal_lite.controller.messages import (
     RunTotals,
     StepDone,
 )
+from areal_lite.controller.retention import Retention
 from areal_lite.controller.run_stats import (
     REQUEST_COUNTS,
     controller_status,
@@ -78,6 +79,7 @@ class Controller:
         self.evaluator = Evaluator(
             config, dependencies, self.fleet, self.dispatcher.workflow, self.batches
         )
+        self.retention = Retention(config, self._store, self.dispatcher, self.batches)
         # Requests that were waited for, over all pushes in mode `none`.
         self.drained = 0
         self._pushing = False
@@ -108,6 +110,7 @@ class Controller:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())
             tasks.create_task(self.batches.lag.watch())
+            tasks.create_task(self.retention.run())
             if self.config.rollout.adapt_concurrency:
                 tasks.create_task(self.dispatcher.adapt())
 
@@ -185,6 +188,7 @@ class Controller:
                 # A checkpoint of this step must not outlive what the store says of it.
                 self._store.submit(Store.use, batch.group_ids, done, batch.draws, durable=True),
             )
+            self.retention.on_step(batch.group_ids)
         return Recorded()
 
     async def save_totals(self) -> None:

@@ -18,7 +18,8 @@ size K:
   `capacity` of each prompt, and the `max_prompts` prompts that were added to last.
 * A draw depends only on the seed, the version and the content. The store records it, because the
   content depends on when groups finish.
-* A resumed run fills the buffer again from `Store.finished_groups`.
+* A resumed run fills the buffer again from `Store.finished_groups`. The store keeps the tokens of
+  `group_ids` (`controller/retention.py`).
 
 No clock and no I/O here.
 """
@@ -43,7 +44,9 @@ class ReplayBuffer:
         self._seed = seed
         # The prompt that was added to last comes last. Of each, the oldest trajectory comes first.
         self._prompts: dict[str, list[Trajectory]] = {}
-        # Ids of the rollout groups that are in the buffer and were used by a step.
+        # Ids of the rollout groups that have a trajectory in the buffer.
+        self.group_ids: set[int] = set()
+        # Those that were used by a step.
         self._used: set[int] = set()
         # Always empty: nothing is too old here.
         self.dropped_by_length: Counter[int] = Counter()
@@ -68,6 +71,7 @@ class ReplayBuffer:
             distinct.setdefault(trajectory.tokens.tobytes(), trajectory)
         newest = list(distinct.values())[: self._config.capacity]
         after = self._prompts[group.prompt_id] = newest[::-1]
+        self.group_ids.add(group.group_id)
         if used:
             self._used.add(group.group_id)
         self._forget(before, after)
@@ -75,8 +79,10 @@ class ReplayBuffer:
             self._forget(self._prompts.pop(next(iter(self._prompts))), [])
 
     def _forget(self, before: list[Trajectory], after: list[Trajectory]) -> None:
-        """Forget the use of groups that have left the buffer."""
-        self._used -= {t.group_id for t in before} - {t.group_id for t in after}
+        """Forget the groups that have left the buffer."""
+        gone = {t.group_id for t in before} - {t.group_id for t in after}
+        self.group_ids -= gone
+        self._used -= gone
 
     def drop_overdue(self, version: int) -> list[Group]:
         """Return nothing: there is no bound on staleness."""

@@ -42,6 +42,7 @@ from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_schema import NOT_KEPT
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import Group, GroupState
 
@@ -61,6 +62,21 @@ def stored_max_staleness(run_dir: Path) -> int | None:
     config = stored_settings(run_dir)
     replays = OmegaConf.select(config, "buffer.replay.capacity")
     return None if replays else OmegaConf.select(config, "buffer.max_staleness")
+
+
+def check_stored_run(config: TrainConfig) -> None:
+    """Raise ValueError if `debug_run` is no run, or has lost tokens that the steps need."""
+    assert config.debug_run is not None
+    run_dir = Path(config.debug_run)
+    stored_max_staleness(run_dir)
+    store = Store(run_dir / STORE_FILE, read_only=True)
+    last = store.last_step_without_tokens(config.trainer.steps)
+    store.close()
+    if last is not None:
+        raise ValueError(
+            f"debug_run={run_dir}: {NOT_KEPT} for steps up to {last + 1}, which the "
+            f"trainer.steps={config.trainer.steps} need: give a run with a larger store.max_gib"
+        )
 
 
 class StoredRunController:

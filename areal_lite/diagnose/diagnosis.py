@@ -9,6 +9,7 @@ from areal_lite.diagnose.guide import GUIDE, Advice
 from areal_lite.diagnose.history import History, read_history
 from areal_lite.diagnose.limits import limit
 from areal_lite.diagnose.sign import Severity, Sign
+from areal_lite.run_dir.store_schema import NOT_KEPT
 
 
 class Finding(NamedTuple):
@@ -44,6 +45,9 @@ def diagnosis_text(run: History) -> str:
     findings = diagnose(run)
     state = "going on" if run.running else "ended"
     steps = f"{run.run_dir}: {state}, step {len(run.metrics)} of {run.config.trainer.steps}"
+    groups = run.columns.groups
+    if removed := int(((groups["state"] == "used") & ~groups["kept"]).sum()):
+        steps += f"\n{NOT_KEPT}: {removed:,} groups, which are not compared token by token"
     if not findings:
         few = len(run.metrics) < limit("recent_steps")
         note = " (few steps: most checks need more)" if few else ""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_lite.report.columns import Columns, open_store
+from areal_lite.run_dir.store_packing import unpack
 
 _BATCHES = 5
 _GROUPS = 100
@@ -33,7 +34,8 @@ _UNLIKELY = -20.0
 _LEAST_PROMPTS = 20
 _MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
 _SAMPLES = """
-SELECT sample_index, tokens, logprobs FROM trajectories WHERE group_id = ? ORDER BY sample_index
+SELECT n_tokens, tokens, logprobs FROM trajectories JOIN sequences USING (group_id, sample_index)
+WHERE group_id = ? ORDER BY sample_index
 """
 _ORDER = "SELECT prompt_id FROM groups WHERE state = 'used' ORDER BY group_id"
 
@@ -54,14 +56,20 @@ def repeated_prompts(columns: Columns) -> Fault | None:
 
 
 def repeated_batch(columns: Columns, store: Path) -> Fault | None:
-    """Find a step whose trajectories are those of the step before, token for token."""
+    """Find a step whose trajectories are those of the step before, token for token.
+
+    Steps whose tokens are not kept are left out.
+    """
     steps = np.argsort(columns.step, kind="stable")
     first = np.searchsorted(columns.step[steps], np.arange(columns.step.max(initial=-1) + 2))
     rows = [steps[start:end] for start, end in pairwise(first)]
+    kept = columns.kept
     alike = [
         number
         for number, (before, after) in enumerate(pairwise(rows), start=1)
         if len(after)
+        and kept[before].all()
+        and kept[after].all()
         and np.array_equal(columns.sampled[before], columns.sampled[after])
         and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
     ]
@@ -113,8 +121,11 @@ def rogue_tokens(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> Faul
 
 
 def repeated_samples(columns: Columns, store: Path) -> Fault | None:
-    """Find a group whose samples are the same although that is unlikely."""
-    used = np.flatnonzero(columns.step >= 0)
+    """Find a group whose samples are the same although that is unlikely.
+
+    Groups whose tokens are not kept are left out.
+    """
+    used = np.flatnonzero((columns.step >= 0) & columns.kept)
     groups, first, size = np.unique(columns.group[used], return_index=True, return_counts=True)
     shortest = np.minimum.reduceat(columns.sampled[used], first) if len(used) else first
     longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
@@ -123,7 +134,8 @@ def repeated_samples(columns: Columns, store: Path) -> Fault | None:
     with open_store(store) as db:
         for index in alike.tolist():
             samples = list(_samples(db, int(groups[index])))
-            chance = (len(samples) - 1) * samples[0][1]
+            # A run may have removed the tokens meanwhile.
+            chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
             if len({tokens for tokens, _ in samples}) == 1 and chance < _UNLIKELY:
                 found.append((index, len(samples), chance))
     if not found:
@@ -194,8 +206,9 @@ def _compare(db: sqlite3.Connection, one: list[int], two: list[int]) -> tuple[bo
 
 def _samples(db: sqlite3.Connection, group: int) -> Iterator[tuple[bytes, float]]:
     """Yield the tokens of each sample of a group and its log-probability, in nats."""
-    for _, tokens, logprobs in db.execute(_SAMPLES, (group,)):
-        yield tokens, float(np.nansum(np.frombuffer(logprobs, np.float32).astype(np.float64)))
+    for length, tokens, logprobs in db.execute(_SAMPLES, (group,)):
+        chance = np.nansum(unpack(logprobs, np.float32, length).astype(np.float64))
+        yield unpack(tokens, np.int32, length).tobytes(), float(chance)
 
 
 def _probability(chance: float) -> str:

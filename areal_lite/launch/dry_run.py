@@ -25,6 +25,8 @@ from areal_lite.report.text import visible
 from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import resolve_device
 
+# A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
+_STORED_BYTES = 6
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SHOWN = 200  # characters of a prompt and of an answer
 _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
@@ -169,7 +171,14 @@ def batch_lines(config: TrainConfig) -> list[str]:
         f"{_count(trainer.steps, 'step')}: "
         f"{_count(trainer.steps * trainer.minibatches, 'update')}, "
         f"{trainer.steps * sequences:,} sequences",
+        f"{_size(_STORED_BYTES * sequences * longest)} of the store: {_bound_of_store(config)}",
     ]
+
+
+def _bound_of_store(config: TrainConfig) -> str:
+    if config.store.max_gib is None:
+        return "it grows without limit (store.max_gib=null)"
+    return f"beyond {config.store.max_gib:g} GiB the oldest tokens go (store.max_gib)"
 
 
 def trainer_lines(

@@ -32,7 +32,7 @@ from areal_lite.config import (
 from areal_lite.config.report import VIEWS
 from areal_lite.config.rules import check_rules
 from areal_lite.controller.filters import load_filters
-from areal_lite.controller.stored_run import stored_max_staleness
+from areal_lite.controller.stored_run import check_stored_run
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.placement import check_trainer_device, place_run
@@ -109,7 +109,7 @@ def _training(config: TrainConfig) -> None:
         place_run(config)
         _weight_folder(config)
     if config.debug_run is not None:
-        stored_max_staleness(Path(config.debug_run))
+        check_stored_run(config)
 
 
 def _model_folder(key: str, model: str) -> None:

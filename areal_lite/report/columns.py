@@ -28,7 +28,8 @@ SELECT group_id, sample_index, reward, finish_reason = 'length', n_prompt, n_tok
 FROM trajectories ORDER BY group_id, sample_index
 """
 _GROUPS = """
-SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at, prompt_index, drawn
+SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at, prompt_index, drawn,
+       coalesce(kept_bytes > 0, 0)
 FROM groups ORDER BY group_id
 """
 _DTYPES = (np.int64, np.int32, np.float64, np.bool_, np.int32, np.int32, np.float64, np.float64)
@@ -52,7 +53,8 @@ class Columns:
         owner: int64 [s], the trajectory of each segment.
         version, length: int64 [s], weight version and number of tokens of each segment.
         groups: columns of all groups: group_id, state, step, admitted, finished (NaN before),
-            prompt_index, and drawn, the prompts that were drawn up to this one.
+            prompt_index, drawn, the prompts that were drawn up to this one, and kept, whether the
+            store has the tokens of its trajectories.
     """
 
     group: np.ndarray
@@ -75,6 +77,11 @@ class Columns:
     def __len__(self) -> int:
         return len(self.group)
 
+    @property
+    def kept(self) -> np.ndarray:
+        """Return whether the store has the tokens of each trajectory, bool [n]."""
+        return self.groups["kept"][np.searchsorted(self.groups["group_id"], self.group)]
+
     def segments(self, trajectory: int) -> list[tuple[int, int]]:
         """Return (version, tokens) of each segment of a trajectory."""
         first, last = np.searchsorted(self.owner, [trajectory, trajectory + 1])
@@ -92,8 +99,7 @@ def open_store(path: Path) -> Iterator[sqlite3.Connection]:
         raise ValueError(f"{path} does not exist: give the directory of a training run")
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-            names = {row[1] for row in db.execute("PRAGMA table_info(trajectories)")}
-            if "server" not in names:
+            if not db.execute("PRAGMA table_info(sequences)").fetchall():
                 raise ValueError(f"{path} is empty, or another version of the package wrote it")
             yield db
     except sqlite3.Error as error:
@@ -138,7 +144,7 @@ def _empty_store() -> Iterator[sqlite3.Connection]:
 
 def _read_groups(db: sqlite3.Connection) -> dict[str, np.ndarray]:
     rows = db.execute(_GROUPS).fetchall()
-    columns = list(zip(*rows)) or [()] * 7
+    columns = list(zip(*rows)) or [()] * 8
     dtypes = {
         "group_id": np.int64,
         "state": np.str_,
@@ -147,6 +153,7 @@ def _read_groups(db: sqlite3.Connection) -> dict[str, np.ndarray]:
         "finished": np.float64,
         "prompt_index": np.int64,
         "drawn": np.int64,
+        "kept": np.bool_,
     }
     return {name: np.array(column, dtype) for (name, dtype), column in zip(dtypes.items(), columns)}
 

@@ -19,7 +19,6 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig
-from areal_lite.report.columns import open_store
 from areal_lite.run_dir.paths import (
     CONFIG_FILE,
     EVALS_FILE,
@@ -147,26 +146,23 @@ def pack(run_dir: Path, name: str) -> Path:
 
 
 def _read_groups(path: Path) -> list[_Group]:
-    members = ", ".join(_Trajectory.__struct_fields__)
-    with open_store(path) as db:
-        return [
-            _Group(
-                admission=tuple(admission),
-                finished_at=finished_at,
-                step=step,
-                trajectories=[
-                    _Trajectory(*row)
-                    for row in db.execute(
-                        f"SELECT {members} FROM trajectories WHERE group_id = ? "
-                        "ORDER BY sample_index",
-                        admission[:1],
-                    )
-                ],
-            )
-            for *admission, finished_at, step in db.execute(
-                f"SELECT {', '.join(ADMISSION)}, finished_at, step FROM groups ORDER BY group_id"
-            ).fetchall()
-        ]
+    store = Store(path, read_only=True)
+    members: dict[int, list[_Trajectory]] = {}
+    for row in store.trajectories("used"):
+        arrays = {key: row[key].tobytes() for key in ("tokens", "logprobs", "versions")}
+        values = {key: row[key] for key in _Trajectory.__struct_fields__} | arrays
+        members.setdefault(row["group_id"], []).append(_Trajectory(**values))
+    groups = [
+        _Group(
+            admission=tuple(row[key] for key in ADMISSION),
+            finished_at=row["finished_at"],
+            step=row["step"],
+            trajectories=members[row["group_id"]],
+        )
+        for row in store.groups()
+    ]
+    store.close()
+    return groups
 
 
 def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -17,6 +16,8 @@ from areal_lite.report.pieces import token_decoder, token_texts
 from areal_lite.report.run_data import read_run_config
 from areal_lite.report.text import short, visible
 from areal_lite.run_dir.paths import STORE_FILE
+from areal_lite.run_dir.store_rows import decoded
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, WITH_TOKENS
 
 _COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
@@ -36,19 +37,19 @@ def matching(run_dir: Path, filters: InspectConfig) -> tuple[int, Iterator[dict[
         "reward <= :reward_max": filters.reward_max,
     }
     where = " AND ".join(["1", *(text for text, value in conditions.items() if value is not None)])
-    source = f"FROM trajectories JOIN groups USING (group_id) WHERE {where}"
+    source = f"FROM trajectories {TOKENS} JOIN groups USING (group_id) WHERE {where}"
     values = vars(filters)
 
     def rows() -> Iterator[dict[str, Any]]:
         with open_store(run_dir / STORE_FILE) as db:
             cursor = db.execute(
-                f"SELECT trajectories.*, state, step, prompt_id {source} "
+                f"SELECT {WITH_TOKENS}, state, step, prompt_id {source} "
                 "ORDER BY group_id, sample_index LIMIT :limit",
                 values,
             )
             names = [column[0] for column in cursor.description]
             for row in cursor:
-                yield dict(zip(names, row))
+                yield decoded(dict(zip(names, row)))
 
     with open_store(run_dir / STORE_FILE) as db:
         (count,) = db.execute(f"SELECT count(*) {source}", values).fetchone()
@@ -64,16 +65,16 @@ def show_matching(run_dir: Path, filters: InspectConfig) -> Iterator[RenderableT
     more = f"; the first {shown} follow (limit={filters.limit})" if shown < count else ""
     yield Text(f"{found}{more}", style="bold")
     for row in rows:
-        ids = np.frombuffer(row["tokens"], np.int32).tolist()
-        yield trajectory_text(row, token_texts(ids, decode))
+        kept = row["tokens"] is not None
+        yield trajectory_text(row, token_texts(row["tokens"].tolist(), decode) if kept else None)
 
 
-def trajectory_text(row: dict[str, Any], texts: list[str]) -> RenderableType:
+def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableType:
     """Return a trajectory for the terminal: a line of facts, then its prompt and segments.
 
     Args:
-        row: a row of the store, with the state, step and prompt_id of its group.
-        texts: the text of each token.
+        row: a `decoded` row of the store, with the state, step and prompt_id of its group.
+        texts: the text of each token; None if they are not kept.
     """
     step = f"step {row['step'] + 1}" if row["step"] is not None else row["state"]
     server = f" on {row['server']}" if row["server"] else ""
@@ -84,20 +85,25 @@ def trajectory_text(row: dict[str, Any], texts: list[str]) -> RenderableType:
     )
     title = Text(f"\ngroup {row['group_id']}, sample {row['sample_index']}", style="bold")
     title.append(visible(facts), style="not bold")
+    if texts is None:
+        found = [_label(*segment) for segment in row["segments"]]
+        return Group(title, Text(f"[{NOT_KEPT}; {'; '.join(found)}]", style="italic"))
     parts: list[RenderableType] = [title]
-    logprobs = np.frombuffer(row["logprobs"], np.float32)
     end = 0
-    for version, start, stop in msgspec.json.decode(row["segments"]):
+    for version, start, stop in row["segments"]:
         if start > end:
             parts += _part("prompt" if not end else "environment", texts[end:start], "dim")
-        mean = float(np.mean(logprobs[start:stop]))
-        tokens = "1 token" if stop - start == 1 else f"{stop - start} tokens"
-        label = f"version {version}, {tokens}, mean log-prob {mean:.2g}"
+        mean = float(np.mean(row["logprobs"][start:stop]))
+        label = f"{_label(version, start, stop)}, mean log-prob {mean:.2g}"
         parts += _part(label, texts[start:stop], _COLORS[version % len(_COLORS)])
         end = stop
     if end < len(texts):
         parts += _part("environment" if end else "prompt", texts[end:], "dim")
     return Group(*parts)
+
+
+def _label(version: int, start: int, stop: int) -> str:
+    return f"version {version}, " + ("1 token" if stop - start == 1 else f"{stop - start} tokens")
 
 
 def _part(label: str, texts: list[str], style: str) -> list[RenderableType]:

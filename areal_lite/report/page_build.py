@@ -29,6 +29,7 @@ from areal_lite.report.samples import CHOICE
 from areal_lite.report.text import duration, short
 from areal_lite.report.windows import build_windows
 from areal_lite.run_dir.paths import PAGE_FILE
+from areal_lite.run_dir.store_schema import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
 
 _FOLDER = Path(__file__).with_name("page")
@@ -84,9 +85,10 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         lanes = lane_data(run, edges)
     windows = build_windows(run.columns, run.metrics)
     groups = rollout_sample(run)
-    rollouts = (
-        f"{len(groups)} of the {int((run.columns.groups['state'] == 'used').sum()):,} groups that "
-        f"were trained on. {CHOICE}"
+    used = run.columns.groups["state"] == "used"
+    removed = int((used & ~run.columns.groups["kept"]).sum())
+    rollouts = f"{len(groups)} of the {int(used.sum()):,} groups that were trained on. {CHOICE}" + (
+        f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     )
     return render(
         {"charts": {chart["id"]: chart for chart in charts}, "lanes": lanes, "windows": windows},

@@ -1,4 +1,4 @@
-"""The rollout browser: which groups a page has, and their tokens.
+"""The rollout browser: which groups a page has, and their tokens, as far as the store keeps them.
 
 A page has at most MAX_GROUPS groups and MAX_TOKENS tokens: groups that are spread over the training
 steps, and of each step the worst, the best and one with known importance weights.
@@ -7,15 +7,17 @@ steps, and of each step the worst, the best and one with known importance weight
 from __future__ import annotations
 
 import math
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from areal_lite.report.columns import Columns, open_store
 from areal_lite.report.pieces import token_texts
+from areal_lite.run_dir.store_rows import decoded
+from areal_lite.run_dir.store_schema import TOKENS, WITH_TOKENS
 
 MAX_GROUPS = 45
 MAX_TOKENS = 150_000
@@ -31,11 +33,11 @@ CHOICE = (
 
 
 def group_rewards(columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return id, step and mean reward of each used group, in the order of ids.
+    """Return id, step and mean reward of each used group with its tokens, in the order of ids.
 
     Samples without a reward are left out of the mean.
     """
-    used = (columns.step >= 0) & ~np.isnan(columns.reward)
+    used = (columns.step >= 0) & ~np.isnan(columns.reward) & columns.kept
     ids, first, inverse = np.unique(columns.group[used], return_index=True, return_inverse=True)
     sums = np.bincount(inverse, columns.reward[used], len(ids))
     return ids, columns.step[used][first], sums / np.bincount(inverse, minlength=len(ids))
@@ -94,15 +96,12 @@ def read_groups(
             prompt_id, state, step = db.execute(
                 "SELECT prompt_id, state, step FROM groups WHERE group_id = ?", (group,)
             ).fetchone()
-            rows = db.execute(
-                "SELECT sample_index, reward, finish_reason, server, started_at, finished_at, "
-                "segments, tokens, logprobs, versions FROM trajectories "
-                "WHERE group_id = ? ORDER BY sample_index LIMIT ?",
-                (group, _MEMBERS),
-            )
             samples = [
-                _sample(row, prox.get(group, {}), decode, step, max_staleness) for row in rows
+                _sample(row, prox.get(group, {}), decode, step, max_staleness)
+                for row in _rows(db, group)
             ]
+            if not samples:
+                continue  # the run has removed its tokens meanwhile
             known = [s["reward"] for s in samples if s["reward"] is not None]
             yield {
                 "group": group,
@@ -114,31 +113,39 @@ def read_groups(
             }
 
 
+def _rows(db: sqlite3.Connection, group: int) -> Iterator[dict[str, Any]]:
+    """Yield the first trajectories of a group that have their tokens, as `decoded` rows."""
+    cursor = db.execute(
+        f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} "
+        "WHERE group_id = ? AND tokens IS NOT NULL ORDER BY sample_index LIMIT ?",
+        (group, _MEMBERS),
+    )
+    names = [column[0] for column in cursor.description]
+    for values in cursor:
+        yield decoded(dict(zip(names, values)))
+
+
 def _sample(
-    row: Sequence[Any],
+    row: Mapping[str, Any],
     prox: Mapping[str, list[float | None]],
     decode: Callable[[Sequence[int]], str],
     step: int | None,
     max_staleness: int | None,
 ) -> dict[str, Any]:
-    index, reward, finish, server, started, finished, segments = row[:7]
-    ids, logprobs, versions = (
-        np.frombuffer(blob, dtype)[:_LONGEST]
-        for blob, dtype in zip(row[7:], (np.int32, np.float32, np.int32))
-    )
-    weights = _weights(prox.get(str(index)), logprobs, versions)
+    ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
+    weights = _weights(prox.get(str(row["sample_index"])), logprobs, versions)
     overdue = [
         v >= 0 and step is not None and max_staleness is not None and step - v > max_staleness
         for v in versions.tolist()
     ]
     return {
-        "sample": index,
-        "reward": reward,
-        "finish": finish,
-        "server": server,
-        "seconds": round(finished - started, 3),
-        "segments": msgspec.json.decode(segments),
-        "cut": len(row[7]) // 4 > _LONGEST,
+        "sample": row["sample_index"],
+        "reward": row["reward"],
+        "finish": row["finish_reason"],
+        "server": row["server"],
+        "seconds": round(row["finished_at"] - row["started_at"], 3),
+        "segments": row["segments"],
+        "cut": row["n_tokens"] > _LONGEST,
         "texts": token_texts(ids.tolist(), decode),
         "logprobs": [_rounded(x) if v >= 0 else None for x, v in zip(logprobs, versions)],
         "weights": weights,

@@ -107,6 +107,9 @@ GROUPS = {
         "reward_failures": "trajectories without a reward, since the controller started",
         "filtered_groups": "groups that a filter left out, in all",
         "retired_prompts": "prompts that are solved and no longer asked",
+        "store_mib": "size of the store's file, in MiB",
+        "store_bytes_per_token": "bytes of tokens, log-probs and texts of the step before in the "
+        "store, per token of prompt and completion",
     },
     "push": {
         "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",
@@ -176,6 +179,7 @@ HEALTHY = {
     "straggler_wait_s": "a few percent of time_s",
     "wait_s": "a small share of time_s when asynchronous",
     "loop_lag_p99_s": "below 0.02",
+    "store_mib": "at most 1024 times `store.max_gib`",
     "failed": "empty",
 }
 """The values of a good run. A metric without a row depends on the task."""

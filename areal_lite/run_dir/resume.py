@@ -44,6 +44,7 @@ from areal_lite.run_dir.paths import (
     SUMMARY_FILE,
     TOTALS_FILE,
 )
+from areal_lite.system.files import sync_path
 
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a run that was stopped and can be started again."""
@@ -113,6 +114,19 @@ def set_aside_damaged(run_dir: Path) -> None:
 def start_version(run_dir: Path) -> int:
     """Return the step, and version of the weights, at which the run continues."""
     return max(checkpoint_steps(run_dir / CHECKPOINTS_DIR), default=0)
+
+
+def needed_since(run_dir: Path) -> int:
+    """Return the step from which on the store must keep the tokens that steps have used.
+
+    It is that of the checkpoint before the newest one, to which a resume returns if the newest is
+    damaged, or that of the only checkpoint; 0 without one. These checkpoints survive a power cut.
+    """
+    folder = run_dir / CHECKPOINTS_DIR
+    if not (steps := checkpoint_steps(folder)):
+        return 0
+    sync_path(folder)
+    return steps[-2:][0]
 
 
 def stop_requested(run_dir: Path) -> bool:

@@ -8,8 +8,9 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
   again, dropped, or in flight again.
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: its rollouts
   that did not fail.
-* Arrays are little-endian blobs over prompt and completion: tokens int32, logprobs float32,
-  versions int32.
+* Tokens, log-probs and texts of prompt and completion are in `sequences`, compressed
+  (store_packing.py). `kept_bytes` of a group is their size. When the file reaches its bound
+  (`store.max_gib`), old groups lose them and have `kept_bytes` 0 (store_bound.py).
 * `draws` has the trajectories of each batch that was drawn from a replay buffer. `totals` has the
   counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
 * Each row of `groups` and `trajectories` has a checksum (store_schema.py). A damaged group that
@@ -17,8 +18,8 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 * The write-ahead log survives the death of any process at any moment. A power cut does not damage
   the file. It may lose the commits after the last durable one, such as the end of a step.
 
-`store_schema.py` has the tables. `Store` is blocking SQLite; `StoreThread` runs it on a thread of
-its own.
+`store_schema.py` has the tables, `store_rows.py` makes the rows. `Store` is blocking SQLite;
+`StoreThread` runs it on a thread of its own.
 """
 
 import logging
@@ -30,9 +31,11 @@ from typing import Any
 
 import msgspec
 
+from areal_lite.run_dir.store_bound import BoundedStore
 from areal_lite.run_dir.store_file import REMEDY
-from areal_lite.run_dir.store_reader import DamagedGroup, StoreReader
-from areal_lite.run_dir.store_schema import ADMISSION, checksum, to_row
+from areal_lite.run_dir.store_reader import DamagedGroup
+from areal_lite.run_dir.store_rows import to_rows
+from areal_lite.run_dir.store_schema import ADMISSION, checksum
 from areal_lite.trajectory import Group, GroupState
 
 log = logging.getLogger(__name__)
@@ -45,7 +48,7 @@ _NUM_DRAWS = 100
 _DROP = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason = :reason"
 _PLAY_AGAIN = (
     "UPDATE groups SET state = 'in_flight', step = NULL, finished_at = NULL, reason = NULL,"
-    " num_trajectories = NULL"
+    " num_trajectories = NULL, kept_bytes = NULL"
 )
 
 # Rows per INSERT. SQLite takes at most 32766 values in a statement.
@@ -75,7 +78,7 @@ class Recovered:
     filtered: Counter[str]
 
 
-class Store(StoreReader):
+class Store(BoundedStore):
     """The store of one run, for one thread at a time.
 
     Each method is one change or one query. `begin` ... `commit` make several changes one.
@@ -119,26 +122,34 @@ class Store(StoreReader):
         """
         assert state in (GroupState.FINISHED, GroupState.FILTERED)
         rows = [
-            to_row(trajectory, *text)
+            to_rows(trajectory, *text)
             for trajectory, text in zip(group.trajectories, texts, strict=True)
         ]
-        # One statement for many rows: each statement releases the interpreter lock once, and then
-        # waits for it while the event loop is busy.
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            some = rows[first : first + _ROWS_AT_ONCE]
-            marks = f"({', '.join('?' * len(some[0]))})"
-            self._execute(
-                f"INSERT INTO trajectories VALUES {', '.join([marks] * len(some))}",
-                list(chain.from_iterable(some)),
-            )
+        self._insert("trajectories", [row.facts for row in rows])
+        self._insert("sequences", [row.sequence for row in rows])
         self._move(
             group.group_id,
             (GroupState.IN_FLIGHT,),
             state,
             reason=reason,
             num_trajectories=len(rows),
+            kept_bytes=sum(row.num_bytes for row in rows),
             finished_at=now,
         )
+
+    def _insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Insert rows, many in one statement.
+
+        Each statement releases the interpreter lock once, and then waits for it while the event
+        loop is busy.
+        """
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[first : first + _ROWS_AT_ONCE]
+            marks = f"({', '.join('?' * len(some[0]))})"
+            self._execute(
+                f"INSERT INTO {table} VALUES {', '.join([marks] * len(some))}",
+                list(chain.from_iterable(some)),
+            )
 
     def use(
         self,
@@ -199,8 +210,9 @@ class Store(StoreReader):
         """Resume at `version`: forget the training steps from `version` on.
 
         Call this before anything else. Finished groups, and used groups of a lost step, wait again
-        if weights up to `version` sampled them. Groups in flight, damaged groups and groups that
-        lost weights sampled are lost. Lost groups are dropped.
+        if weights up to `version` sampled them. Groups in flight, damaged groups, groups that lost
+        weights sampled and groups of a lost step whose tokens are not kept are lost. Lost groups
+        are dropped.
 
         With `play_again` they are in flight again: the caller plays them under their numbers. A
         filtered group is then lost, too, if lost weights sampled it.
@@ -209,7 +221,8 @@ class Store(StoreReader):
         self.begin()
         self._forget_steps(version, now, play_again)
         in_flight = "FROM groups WHERE state = 'in_flight'"
-        self._execute(f"DELETE FROM trajectories WHERE group_id IN (SELECT group_id {in_flight})")
+        for table in ("trajectories", "sequences"):
+            self._execute(f"DELETE FROM {table} WHERE group_id IN (SELECT group_id {in_flight})")
         self.commit()
         again = self._query(f"SELECT group_id, prompt_index, drawn {in_flight} ORDER BY group_id")
         counts = self.counts()
@@ -238,17 +251,18 @@ class Store(StoreReader):
         self._execute(f"{lose} WHERE state = 'in_flight'", values)
         values["reason"] = "resume: its weights are lost"
         self._execute(f"{lose} WHERE ({unused}{filtered}) AND {lost_weights}", values)
-        self._execute(
-            "UPDATE groups SET state = 'finished', step = NULL "
-            "WHERE state = 'used' AND step >= :version",
-            values,
-        )
+        used = "state = 'used' AND step >= :version"
+        values["reason"] = "resume: its tokens are not kept"
+        self._execute(f"{lose} WHERE {used} AND kept_bytes = 0", values)
+        self._execute(f"UPDATE groups SET state = 'finished', step = NULL WHERE {used}", values)
         self._execute("DELETE FROM draws WHERE step >= :version", values)
         self._lose_damaged(lose, {"now": now, "reason": "resume: damaged"})
 
     def _lose_damaged(self, lose: str, values: dict[str, Any]) -> None:
         """Run the statement `lose` on each group that waits and is damaged."""
-        for row in list(self._rows("SELECT * FROM groups WHERE state = 'finished'")):
+        # A finished group without tokens has left the replay buffer.
+        waiting = "SELECT * FROM groups WHERE state = 'finished' AND kept_bytes IS NOT 0"
+        for row in list(self._rows(waiting)):
             try:
                 self._group(row)
             except DamagedGroup as error:

@@ -10,6 +10,9 @@ from typing import Any
 from areal_lite.run_dir.store_schema import SCHEMA
 from areal_lite.system.files import sync_path
 
+# A write-ahead log that has grown larger shrinks to this when it starts over.
+_LOG_BYTES = 64 * 2**20
+
 REMEDY = "restore the file from a copy, or start anew in another run_dir"
 
 
@@ -43,6 +46,7 @@ class StoreFile:
         if tables != [part.strip() for part in SCHEMA.split(";") if part.strip()]:
             raise StoreError(f"{path} is empty or not a trajectory store: {REMEDY}")
         self._execute("PRAGMA synchronous = NORMAL")  # no sync per commit
+        self._execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
 
     def close(self) -> None:
         self._db.close()
@@ -98,6 +102,7 @@ def _create(path: Path) -> None:
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         db = sqlite3.connect(scratch)
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
         db.executescript(SCHEMA)
         db.close()

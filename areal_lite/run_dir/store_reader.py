@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from areal_lite.run_dir.store_file import REMEDY, StoreFile
-from areal_lite.run_dir.store_schema import from_row
+from areal_lite.run_dir.store_rows import decoded, from_row
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, WITH_TOKENS
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
@@ -87,60 +87,82 @@ class StoreReader(StoreFile):
     def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
         """Yield each trajectory by group and sample index, of groups in `state` or of all.
 
-        A trajectory is a dict of its columns, with blobs as numpy arrays, and of its group's state,
-        step and prompt_id.
+        A trajectory is a dict as `decoded` returns it, with its group's state, step and prompt_id.
         """
         where, values = ("WHERE state = ?", (state,)) if state else ("", ())
         for row in self._rows(
-            "SELECT trajectories.*, state, step, prompt_id "
-            f"FROM trajectories JOIN groups USING (group_id) {where} "
+            f"SELECT {WITH_TOKENS}, state, step, prompt_id "
+            f"FROM trajectories {TOKENS} JOIN groups USING (group_id) {where} "
             "ORDER BY group_id, sample_index",
             values,
         ):
-            row["tokens"] = np.frombuffer(row["tokens"], np.int32)
-            row["logprobs"] = np.frombuffer(row["logprobs"], np.float32)
-            row["versions"] = np.frombuffer(row["versions"], np.int32)
-            row["segments"] = msgspec.json.decode(row["segments"])
-            yield row
+            yield decoded(row)
 
     def finished_groups(self) -> Iterator[tuple[Group, bool]]:
-        """Yield each finished or used group and whether it was used, in finishing order."""
-        yield from self._select("state IN ('finished', 'used') ORDER BY finished_at, group_id")
+        """Yield each finished or used group and whether it was used, in finishing order.
+
+        Groups whose tokens are not kept are left out.
+        """
+        yield from self._select(
+            "state IN ('finished', 'used') AND kept_bytes > 0 ORDER BY finished_at, group_id"
+        )
 
     def waiting_groups(self) -> list[Group]:
-        """Return the groups that no step has used, in the order of admission."""
+        """Return the groups that no step has used, in the order of admission.
+
+        Raises DamagedGroup, also for one whose tokens were removed although it waits.
+        """
         return [group for group, _ in self._select("state = 'finished' ORDER BY group_id")]
 
     def used_groups(self, step: int) -> list[Group]:
-        """Return the groups that `step` used, in the order of admission."""
+        """Return the groups that `step` used, in the order of admission.
+
+        Raises DamagedGroup, and ValueError if their tokens are not kept.
+        """
         where = "state = 'used' AND step = ? ORDER BY group_id"
         return [group for group, _ in self._select(where, (step,))]
 
     def drawn(self, step: int) -> list[list[Trajectory]]:
         """Return the trajectories of each group that `step` drew from the replay buffer, in order.
 
-        Raises DamagedGroup.
+        Raises DamagedGroup, and ValueError if their tokens are not kept.
         """
         drawn: dict[int, list[Trajectory]] = {}
         for row in self._rows(
-            "SELECT draw, prompt_id, trajectories.* FROM draws JOIN trajectories "
-            "USING (group_id, sample_index) JOIN groups USING (group_id) "
-            "WHERE draws.step = ? ORDER BY draw, position",
+            f"SELECT {WITH_TOKENS}, draw, prompt_id, state, kept_bytes "
+            f"FROM draws JOIN trajectories USING (group_id, sample_index) {TOKENS} "
+            "JOIN groups USING (group_id) WHERE draws.step = ? ORDER BY draw, position",
             (step,),
         ):
-            draw, prompt_id = row.pop("draw"), row.pop("prompt_id")
-            drawn.setdefault(draw, []).append(self._trajectory(row, prompt_id))
+            self._check_kept(row)
+            trajectory = self._trajectory(row, row["prompt_id"])
+            drawn.setdefault(row["draw"], []).append(trajectory)
         return list(drawn.values())
+
+    def last_step_without_tokens(self, steps: int) -> int | None:
+        """Return the last of the first `steps` steps whose tokens are not all kept, or None."""
+        ((last,),) = self._query(
+            "SELECT max(step) FROM (SELECT step, kept_bytes FROM groups WHERE state = 'used' "
+            "UNION ALL SELECT draws.step, kept_bytes FROM draws JOIN groups USING (group_id)) "
+            "WHERE kept_bytes = 0 AND step < ?",
+            (steps,),
+        )
+        return last
 
     def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
         for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
             yield self._group(row), row["state"] == GroupState.USED
 
     def _group(self, row: dict[str, Any]) -> Group:
-        """Return the group of a row of `groups`. Raises DamagedGroup."""
+        """Return the group of a row of `groups`.
+
+        Raises DamagedGroup, and ValueError if its tokens are not kept.
+        """
+        self._check_kept(row)
         rows = list(
             self._rows(
-                "SELECT * FROM trajectories WHERE group_id = ? ORDER BY sample_index",
+                f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} WHERE group_id = ? "
+                "ORDER BY sample_index",
                 (row["group_id"],),
             )
         )
@@ -156,8 +178,17 @@ class StoreReader(StoreFile):
             prompt_index=row["prompt_index"],
         )
 
+    def _check_kept(self, row: dict[str, Any]) -> None:
+        """Raise an error if the group of a row has lost its tokens: DamagedGroup if it waits."""
+        if row["kept_bytes"] != 0:
+            return
+        text = f"{self._path}: group {row['group_id']}: {NOT_KEPT}"
+        if row["state"] == GroupState.FINISHED:
+            raise DamagedGroup(f"{text}, and it waits: {REMEDY}")
+        raise ValueError(text)
+
     def _trajectory(self, row: dict[str, Any], prompt_id: str) -> Trajectory:
-        """Return the trajectory of a row of `trajectories`. Raises DamagedGroup."""
+        """Return the trajectory of both its rows. Raises DamagedGroup."""
         try:
             return from_row(row, prompt_id)
         except ValueError as error:

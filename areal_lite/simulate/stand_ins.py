@@ -92,6 +92,10 @@ class Ledger:
     def set_totals(self, totals: object) -> None:
         """Discard the totals: a simulated run is never resumed."""
 
+    def size(self, group_ids: object) -> dict[str, float]:
+        """Return no size: there is no file."""
+        return {}
+
     def counts(self) -> dict[str, int]:
         found = Counter(self.states.values())
         return {state.value: found[state] for state in GroupState}

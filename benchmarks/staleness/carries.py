@@ -1,15 +1,14 @@
 """Measure how likely the policy writes a carry, the quantity that the speed limit is about."""
 
 import re
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
+from areal_lite.run_dir.store import Store
+
 # A line that states a carry of 1, and the carry that the next line takes: `=1z2\nb4+B8+1`.
 _CARRY = re.compile(r"=1[a-z]\d\n[a-z]\d\+[A-Z]\d\+([01])(?==)")
-_ROWS = "SELECT n_prompt, completion, logprobs, versions FROM trajectories"
 
 
 def carry_logprobs(store: Path) -> list[float | None]:
@@ -19,15 +18,14 @@ def carry_logprobs(store: Path) -> list[float | None]:
     warmed-up model writes nothing else there. None for a version without such a token.
     """
     found: dict[int, list[float]] = {}
-    with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as db:
-        for n_prompt, completion, logprobs, versions in db.execute(_ROWS):
-            logprob = np.frombuffer(logprobs, np.float32)
-            version = np.frombuffer(versions, np.int32)
-            for match in _CARRY.finditer(completion):
-                # A token is a character.
-                place = n_prompt + match.start(1)
-                p = float(np.exp(logprob[place]))
-                due = p if match[1] == "1" else 1.0 - p
-                found.setdefault(int(version[place]), []).append(np.log(max(due, 1e-6)))
+    reader = Store(store, read_only=True)
+    for row in reader.trajectories():
+        for match in _CARRY.finditer(row["completion"]):
+            # A token is a character.
+            place = row["n_prompt"] + match.start(1)
+            p = float(np.exp(row["logprobs"][place]))
+            due = p if match[1] == "1" else 1.0 - p
+            found.setdefault(int(row["versions"][place]), []).append(np.log(max(due, 1e-6)))
+    reader.close()
     last = max(found, default=-1)
     return [float(np.mean(found[v])) if v in found else None for v in range(last + 1)]

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from areal_lite.config import ReplayConfig
+from areal_lite.run_dir.store import Store
 from tests.integration.controller_run import GROUPS, MEMBERS, push
 
 STEPS = 4
@@ -50,6 +51,13 @@ def test_a_run_that_trained_gives_the_same_bytes_again(run) -> None:
             client.batch(STEPS, 0, 2)
         assert client.finish()["groups"]["used"] == STEPS * GROUPS
         assert r.processes["controller"].wait(10) == 0, r.log()
+    store = Store(first.path / "trajectories.sqlite")
+    store.trim(1, since=1)
+    store.close()
+    _, client = recorded(run, first)
+    with pytest.raises(RuntimeError, match=r"tokens not kept \(store.max_gib\)"):
+        client.batch(0, 0, 2)
+    assert frames(client.batch(1, 0, 2)[0]) == batches[1][0]
 
 
 def test_draws_from_a_replay_buffer_are_made_again(run) -> None:

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_schema import to_row
+from areal_lite.run_dir.store_packing import pack_logprobs
+from areal_lite.run_dir.store_rows import to_rows
+from areal_lite.run_dir.store_schema import checksum
 from areal_lite.trajectory import Group, Trajectory
 
 NUM_GROUPS = 12
@@ -173,11 +176,48 @@ def test_a_checksum_does_not_replace_the_invariants(good, tmp_path):
     wrong.versions[-1] = 0
     wrong.versions[5:8] = 3
     store = Store(path)
-    store._execute("DELETE FROM trajectories WHERE group_id = 5 AND sample_index = 0")
-    row = to_row(wrong, None, None)
-    store._execute(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(row))})", row)
+    replace(store, wrong)
     store.close()
     assert resume(path)[0] == NUM_WAITING - 1
+
+
+def replace(store: Store, other: Trajectory, **sequence: bytes) -> None:
+    """Replace the rows of a trajectory by those of `other`, with some columns of `sequences`.
+
+    The checksums are right.
+    """
+    rows = to_rows(other, None, None)
+    group_id, sample_index, tokens, logprobs, texts, _ = rows.sequence
+    columns = {"tokens": tokens, "logprobs": logprobs, "texts": texts} | sequence
+    values = (group_id, sample_index, *columns.values())
+    for table, row in (("trajectories", rows.facts), ("sequences", (*values, checksum(values)))):
+        store._execute(f"DELETE FROM {table} WHERE group_id = {group_id} AND sample_index = 0")
+        store._execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pack_logprobs(np.zeros(19, np.float32)),
+        pack_logprobs(np.zeros(21, np.float32)),
+        pack_logprobs(np.zeros(50_000_000, np.float32)),
+        pack_logprobs(np.zeros(20, np.float32))[:-1],
+        b"no zlib",
+        b"",
+    ],
+    ids=["short", "long", "bomb", "cut off", "foreign", "empty"],
+)
+def test_a_column_that_does_not_unfold_to_its_tokens_is_damage(good, tmp_path, caplog, column):
+    """Whoever wrote the row. A bomb is not unfolded beyond the length of the trajectory."""
+    shutil.copy(good, path := tmp_path / "s.sqlite")
+    store = Store(path)
+    replace(store, trajectory(5, 0), logprobs=column)
+    tracemalloc.start()
+    store.recover(1, 9.0)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert len(store.waiting_groups()) == NUM_WAITING - 1 and "dropped group 5" in caplog.text
+    store.close()
 
 
 @pytest.mark.parametrize("column", ["prompt_index", "drawn", "size"])
@@ -193,7 +233,7 @@ def test_a_damaged_admission_is_refused(good, tmp_path, column):
 def test_the_batches_of_a_stored_run_are_checked(good, tmp_path):
     shutil.copy(good, path := tmp_path / "s.sqlite")
     with sqlite3.connect(path) as db:
-        db.execute("UPDATE trajectories SET logprobs = zeroblob(80) WHERE group_id = 1")
+        db.execute("UPDATE sequences SET logprobs = zeroblob(80) WHERE group_id = 1")
     db.close()
     store = Store(path, read_only=True)
     with pytest.raises(ValueError, match="s.sqlite: trajectory 1/0 is damaged.*restore the file"):
@@ -219,5 +259,6 @@ def test_a_crash_while_the_store_is_made_leaves_none(tmp_path):
 
 def test_the_checksum_is_that_of_zlib():
     """A reader in another language can check a row."""
-    *values, checksum = to_row(trajectory(1, 0), "p", "c")
-    assert checksum == zlib.crc32(msgspec.msgpack.encode(values))
+    rows = to_rows(trajectory(1, 0), "p", "c")
+    for *values, expected in (rows.facts, rows.sequence):
+        assert expected == zlib.crc32(msgspec.msgpack.encode(values))

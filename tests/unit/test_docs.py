@@ -33,6 +33,7 @@ PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*<>-]*\w(?:::\w+)?")
 PLACEHOLDER = re.compile(r"<\w+>")
 MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+)?")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
+FILES = (".yaml", ".json", ".jsonl", ".py")  # no settings, although they look like it
 FLAGS = ("--dry-run", "--print", "--help", "--cfg", "job")  # not settings
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
@@ -129,7 +130,7 @@ def attribute_of(module: str, name: str) -> bool:
 def test_every_setting_exists(page: Path) -> None:
     sections = {key.partition(".")[0] for key in known_keys() if "." in key}
     for key in KEY.findall(page.read_text()):
-        if key.partition(".")[0] in sections and not key.endswith((".yaml", ".json", ".jsonl")):
+        if key.partition(".")[0] in sections and not key.endswith(FILES):
             free = any(key.startswith(f"{prefix}.") for prefix in free_keys())
             assert free or key in known_keys(), f"{page.name}: {key}"
 

@@ -18,7 +18,7 @@ from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.run_dir.manifest import write_manifest
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
-from areal_lite.run_dir.resume import start_version
+from areal_lite.run_dir.resume import needed_since, start_version
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import publish_folder, scratch_folder, write_atomically, write_json
 from areal_lite.trajectory import Group, GroupState, Trajectory
@@ -199,6 +199,15 @@ class History:
             (scratch / "weights").write_bytes(bytes(range(256)) * 4)
             write_manifest(scratch, {})
             publish_folder(scratch, folder)
+
+    def trim(self, _: int = 0) -> None:
+        """Remove the tokens of all groups that need them no longer."""
+        held = list(self.queue.group_ids) if isinstance(self.queue, ReplayBuffer) else None
+        more = True
+        while more:
+            self.store.begin()
+            more = self.store.trim(1, needed_since(self.run_dir), held)
+            self.store.commit()
 
     def kill(self, _: int = 0) -> None:
         """Kill every role, and go on."""

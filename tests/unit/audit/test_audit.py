@@ -40,7 +40,7 @@ def off(run_dir: Path, tokens: bool = False) -> dict[str, list[str]]:
 )
 @settings(max_examples=12, deadline=None)
 @given(
-    events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=80),
+    events=st.lists(st.tuples(st.sampled_from([*EVENTS, "trim"]), st.integers(0, 9)), max_size=80),
     how=st.sampled_from(["live", "killed", "resumed"]),
 )
 def test_any_history_is_accepted(tmp_path_factory, config, events, how) -> None:
@@ -131,11 +131,21 @@ def later_checkpoint(run_dir: Path) -> None:
     shutil.copytree(newest, run_dir / "checkpoints" / "step-900")
 
 
+def removed(group_id: str) -> Callable[[Path], None]:
+    """Return the damage that a group has lost its tokens, as if nothing needed them."""
+    return sql(
+        f"DELETE FROM sequences WHERE group_id = {group_id}",
+        f"UPDATE groups SET kept_bytes = 0 WHERE group_id = {group_id}",
+    )
+
+
 USED = "(SELECT group_id FROM groups WHERE state = 'used' AND step = 4 LIMIT 1)"
 OTHER = "(SELECT group_id FROM groups WHERE state = 'used' AND step = 5 LIMIT 1)"
 FILTERED = "(SELECT min(group_id) FROM groups WHERE state = 'filtered')"
 DROPPED = "(SELECT min(group_id) FROM groups WHERE state = 'dropped')"
 FLYING = "(SELECT max(group_id) FROM groups WHERE state = 'in_flight')"
+NEWEST = "(SELECT max(group_id) FROM groups WHERE state = 'used')"
+WAITING = "(SELECT max(group_id) FROM groups WHERE state = 'finished')"
 OF_USED = f"group_id = {USED} AND sample_index = 0"
 DAMAGES = {
     "row gone": ("groups", sql(f"DELETE FROM groups WHERE group_id = {USED}")),
@@ -186,10 +196,18 @@ DAMAGES = {
         ),
     ),
     "column": ("versions", sql(f"UPDATE trajectories SET min_version = 0 WHERE {OF_USED}")),
-    "short array": (
-        "versions",
-        sql(f"UPDATE trajectories SET versions = zeroblob(4) WHERE {OF_USED}"),
+    "tokens gone": ("groups", sql(f"DELETE FROM sequences WHERE {OF_USED}")),
+    "tokens of nothing": (
+        "groups",
+        sql(f"UPDATE sequences SET group_id = 9000 WHERE {OF_USED}"),
     ),
+    "tokens not counted": (
+        "groups",
+        sql(f"UPDATE groups SET kept_bytes = 0 WHERE group_id = {USED}"),
+    ),
+    "no size": ("groups", sql(f"UPDATE groups SET kept_bytes = NULL WHERE group_id = {USED}")),
+    "needed tokens removed": ("groups", removed(NEWEST)),
+    "waiting tokens removed": ("groups", removed(WAITING)),
     "no reward": ("versions", sql(f"UPDATE trajectories SET reward = NULL WHERE {OF_USED}")),
     "used twice": (
         "copies",
@@ -263,11 +281,28 @@ def test_each_check_sees_its_violation(good, tmp_path, name: str) -> None:
 
 def test_a_changed_token_is_seen_on_request(good, tmp_path) -> None:
     shutil.copytree(good, tmp_path / "run")
-    sql(f"UPDATE trajectories SET logprobs = zeroblob(4 * n_tokens) WHERE {OF_USED}")(
-        tmp_path / "run"
-    )
+    sql(f"UPDATE sequences SET logprobs = zeroblob(9) WHERE {OF_USED}")(tmp_path / "run")
     assert off(tmp_path / "run") == {}
     assert list(off(tmp_path / "run", tokens=True)) == ["tokens"]
+
+
+@pytest.mark.parametrize("config", [{}, REPLAY], ids=["queue", "replay"])
+def test_a_store_without_old_tokens_proves_the_same(tmp_path, config) -> None:
+    run = lived(tmp_path / "run", **config)
+    run.kill()
+    whole = {check.name: check.looked_at for check in audit(run.run_dir)}
+    before = {row["group_id"]: row["kept_bytes"] for row in run.store.groups()}
+    run.trim()
+    after = {row["group_id"]: row["kept_bytes"] for row in run.store.groups()}
+    gone = sum(bool(before[i]) and after[i] == 0 for i in before)
+    assert gone > 20
+    run.end()
+    assert off(run.run_dir, tokens=True) == {}
+    found = {check.name: check.looked_at for check in audit(run.run_dir, tokens=True)}
+    assert f"; tokens not kept (store.max_gib): {gone} groups" in found["groups"]
+    assert "; tokens not kept (store.max_gib): " in found["tokens"]
+    for name in ("prompts", "versions", "copies", "batches", "staleness", "metrics"):
+        assert found[name] == whole[name]
 
 
 def test_a_changed_admission_is_seen_by_its_checksum(good, tmp_path) -> None:

@@ -35,6 +35,7 @@ for number in range(6):
     run.train()
     if number % 3 == 1:
         run.save()
+        run.trim()
 os._exit(0)
 """
 LIVES = 3

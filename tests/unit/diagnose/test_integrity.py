@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from areal_lite.diagnose import harness
+from areal_lite.diagnose.diagnosis import diagnosis_text
+from areal_lite.diagnose.history import read_history
 from areal_lite.diagnose.sign import Severity
 from areal_lite.report.columns import read_columns
 from areal_lite.run_dir.store import Store
@@ -120,6 +122,23 @@ def test_the_same_samples_in_two_steps(tmp_path: Path) -> None:
     ]
     found = evidence(write_run(tmp_path / "run", data), "stuck_batch")
     assert "steps 12 and 13 have the same 12 samples" in found
+
+
+def test_steps_whose_tokens_are_not_kept_are_not_compared(tmp_path: Path) -> None:
+    data = batches()
+    data[12] = [
+        [copied(t, 12 * GROUPS + group, t.sample_index) for t in members]
+        for group, members in enumerate(data[11])
+    ]
+    first = max(data[4][2], key=lambda t: len(t.tokens))
+    data[4][2] = [copied(first, 4 * GROUPS + 2, index) for index in range(SIZE)]
+    run_dir = write_run(tmp_path / "run", data)
+    store = Store(run_dir / "trajectories.sqlite")
+    store.trim(1, since=12)
+    store.close()
+    assert not findings(run_dir)
+    text = diagnosis_text(read_history(run_dir))
+    assert f"tokens not kept (store.max_gib): {12 * GROUPS} groups" in text
 
 
 def test_a_certain_policy_may_repeat_itself(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_rows import to_rows
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
@@ -80,7 +81,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         started_at=10.0,
         finished_at=11.0,
         server="server-1",
-        segments=[[4, 2, 4], [5, 4, 5]],
+        segments=[(4, 2, 4), (5, 4, 5)],
         prompt="q",
         completion="a",
         state="finished",
@@ -89,6 +90,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     )
     assert {name: first[name] for name in expected} == expected
     assert (second["sample_index"], second["prompt"]) == (1, None)
+    written_rows = [(trajectory(3, 0), "q", "a"), (trajectory(3, 1), None, None)]
     (row,) = reader.groups()
     del row["checksum"]
     assert row == dict(
@@ -100,6 +102,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         reason=None,
         size=2,
         num_trajectories=2,
+        kept_bytes=sum(to_rows(*row).num_bytes for row in written_rows),
         admitted_at=9.0,
         finished_at=12.0,
         step=None,
