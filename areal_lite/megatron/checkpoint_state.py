@@ -40,10 +40,8 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
     metadata = format_metadata()
     state: dict[str, Any] = {}
     for name, part in parts.items():
-        optimizers = part.optimizer.chained_optimizers
-        if is_sharded(part.config) and not any(one.optimizer.state for one in optimizers):
-            # There are no moments before the first update: this makes them, as zeros.
-            part.optimizer.load_state_dict(part.optimizer.state_dict())
+        if is_sharded(part.config):
+            _make_moments(part.optimizer)
         model = part.model.sharded_state_dict(metadata=metadata)
         state[name] = {
             "model": model,
@@ -57,6 +55,17 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
             state[name]["average"] = part.average.sharded_state(model)
         add_prefix_for_sharding(state[name], f"{name}.")
     return state
+
+
+def _make_moments(optimizer: Any) -> None:
+    """Make the moments of Adam, as zeros. There are none before the first update."""
+    if any(one.optimizer.state for one in optimizer.chained_optimizers):
+        return
+    optimizer.load_state_dict(optimizer.state_dict())  # makes them without setting them
+    for one in optimizer.chained_optimizers:
+        for moments in one.optimizer.state.values():
+            moments["exp_avg"].zero_()
+            moments["exp_avg_sq"].zero_()
 
 
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:

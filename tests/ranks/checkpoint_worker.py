@@ -159,7 +159,12 @@ class Story:
 
     def before_any_update(self, folder: str) -> dict:
         """Save before the optimizer has moments, and load it. Then keep newest and milestones."""
+        plain = Story({}, str(self.engine.source)).train(range(2))
         checkpoints = self.checkpoints(folder, keep=2, milestone_every=10)
+        # Moments that nobody sets would be what this memory held.
+        sizes = {p.numel() for p in self.engine.model.parameters()}
+        freed = [torch.full((size,), 1e9) for size in sizes for _ in range(20)]
+        del freed
         checkpoints.save(0, {})
         first = self.train(range(2))
         checkpoints.wait()
@@ -169,6 +174,7 @@ class Story:
             checkpoints.save(step, {})
         checkpoints.wait()
         return {
+            "plain": plain,
             "first": first,
             "again": again,
             "left": sorted(path.name for path in Path(folder).iterdir()),

@@ -176,7 +176,8 @@ def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(stories):
 
 
 def test_a_checkpoint_before_the_first_update(stories):
-    assert stories["early"]["again"] == stories["early"]["first"]
+    early = stories["early"]
+    assert early["again"] == early["first"] == early["plain"]
 
 
 def test_the_newest_and_the_milestones_stay(stories):
