@@ -161,6 +161,20 @@ ONEDNN_SUBSTITUTIONS = (
         counts={"tensor_parallel.layers": 1},
     ),
     Substitution(
+        name="linear layer without a gradient of its weight",
+        pattern=r"output = torch\.matmul\(input, weight\.t\(\)\)",
+        replacement="output = " + _ONEDNN.format("input", "weight"),
+        counts={"tensor_parallel.layers": 1},
+    ),
+    Substitution(
+        name="gradient of its input, alone",
+        pattern=r"grad_input = grad_output\.matmul\(weight\)\n\n        if ctx\.allreduce_dgrad",
+        replacement="grad_input = "
+        + _ONEDNN.format("grad_output", "weight.t()")
+        + r"\n\n        if ctx.allreduce_dgrad",
+        counts={"tensor_parallel.layers": 1},
+    ),
+    Substitution(
         name="gradient of its weight",
         pattern=r"grad_weight = grad_output\.t\(\)\.matmul\(total_input\)",
         # oneDNN refuses an empty sum, which occurs for an expert that no token chose.
