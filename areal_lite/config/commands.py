@@ -68,6 +68,11 @@ class TrainConfig:
         passing = self.buffer.window or 0
         return self.buffer.max_staleness - -(-passing // self.trainer.batch_groups)
 
+    @property
+    def reference_is_base(self) -> bool:
+        """Return whether the reference policy is the trained model without its adapters."""
+        return self.trainer.lora.rank > 0 and self.algo.reference == self.model
+
 
 @dataclass
 class SlurmConfig(TrainConfig):
@@ -202,12 +207,19 @@ class ExportConfig:
         maximum=MAX_COUNT,
     )
     out: str | None = setting(
-        None, "Folder to write, new or empty. null: exports/step-N in the run directory."
+        None,
+        "Folder to write, new or empty. null: exports/step-N in the run directory, for adapters "
+        "exports/step-N-adapter.",
     )
     dtype: str = setting(
         "auto",
         "Type of the weights. auto: that of the checkpoint.",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    adapter: bool = setting(
+        False,
+        "Write the adapters of trainer.lora alone, in PEFT's format. false: the whole model, with "
+        "the adapters added to its weights.",
     )
     model: str | None = setting(
         None, "Model from which the run started. null: where the settings of the run say."

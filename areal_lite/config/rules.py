@@ -24,7 +24,7 @@ from areal_lite.config.data import DataConfig
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
-from areal_lite.config.trainer import TrainerConfig
+from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
 
 
@@ -87,6 +87,7 @@ def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
     """Check the layout, the schedule and the batch of the trainer at `key`."""
     _parallel(trainer, key)
     _schedule(trainer, key)
+    check_targets(trainer.lora, key=f"{key}.lora")
     shards = trainer.data_parallel * trainer.minibatches
     if trainer.batch_groups % shards:
         raise ValueError(
@@ -114,6 +115,19 @@ def _parallel(trainer: TrainerConfig, key: str) -> None:
             f"{key}.tensor_parallel={trainer.tensor_parallel} x "
             f"context_parallel={trainer.context_parallel} x "
             f"data_parallel={trainer.data_parallel}, the ranks that share the experts"
+        )
+
+
+def check_targets(lora: LoraConfig, has_experts: bool = False, key: str = "trainer.lora") -> None:
+    """Check the layers that get adapters, in a model with or without experts."""
+    if not lora.rank:
+        return
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise ValueError(f"{key}.targets={lora.targets}: name one or more layers, each once")
+    if has_experts and {"fc1", "fc2"} & set(lora.targets):
+        raise ValueError(
+            f"{key}.targets={lora.targets}: experts take no adapters, so set "
+            f"{key}.targets=[qkv,proj] for a mixture of experts"
         )
 
 

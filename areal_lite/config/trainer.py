@@ -1,8 +1,26 @@
 """Settings of the trainer and of the training log."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, WEEK_S, setting
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters, which are trained in place of the model's own weights."""
+
+    rank: int = setting(
+        0, "Rank of the adapters. 0: no adapters, all weights are trained.", minimum=0, maximum=1024
+    )
+    alpha: float = setting(
+        32.0, "What an adapter adds is multiplied by alpha / rank.", above=0, maximum=1e6
+    )
+    targets: list[str] = setting(
+        ["qkv", "proj", "fc1", "fc2"],
+        "Layers with an adapter: query, key and value (qkv), output of attention (proj), gate and "
+        "up (fc1), down (fc2). A mixture of experts takes qkv and proj.",
+        choices=("qkv", "proj", "fc1", "fc2"),
+    )
 
 
 @dataclass
@@ -60,6 +78,7 @@ class TrainerConfig:
     fp32_head: bool = setting(
         False, "Output layer in float32, in the trainer and in the servers of the run."
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: str = setting(
         "adam",
         "adam is AdamW. sgd has no momentum and does not rescale the gradient, so a smaller "

@@ -5,13 +5,13 @@ model's architecture and layout, and the GPUs of this machine. Nothing is starte
 downloaded.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig
 from areal_lite.config.cautions import cautions
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
@@ -45,7 +45,7 @@ def run(config: TrainConfig) -> int:
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
     trains_on_gpu = select_device(trainer).type == "cuda"
     sections = {
-        f"model {config.model}": model_lines(hf),
+        f"model {config.model}": model_lines(hf, trainer.lora),
         "what is trained": objective_lines(config),
         "prompts": prompt_lines(config),
         "processes": process_lines(config, placement),
@@ -67,10 +67,17 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def model_lines(hf: PretrainedConfig) -> list[str]:
-    """Describe the model."""
+def model_lines(hf: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Describe the model, and its adapters if there are any."""
     parameters = memory.num_parameters(hf)
-    return [f"{hf.model_type}, {hf.num_hidden_layers} layers, {parameters:,} parameters"]
+    lines = [f"{hf.model_type}, {hf.num_hidden_layers} layers, {parameters:,} parameters"]
+    if lora.rank:
+        trained = memory.adapter_parameters(hf, TrainerConfig(lora=lora))
+        lines.append(
+            f"adapters of rank {lora.rank} on {', '.join(lora.targets)}: only their {trained:,} "
+            "parameters are trained"
+        )
+    return lines
 
 
 def objective_lines(config: TrainConfig) -> list[str]:
@@ -205,7 +212,7 @@ def trainer_lines(
         lines.append(_line("critic", critic, "weights, gradients and moments of its own"))
     if average:
         lines.append(_line("average", average, "of the policy's weights, in float32"))
-    if config.algo.reference:
+    if config.algo.reference and not config.reference_is_base:
         note = "on a GPU only during its forward pass, when there are no activations"
         lines.append(_line("reference", _reference_bytes(config, dtype, worst.weights), note))
     stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
@@ -223,9 +230,10 @@ def _reference_bytes(config: TrainConfig, dtype: torch.dtype, own: int) -> int:
     if config.algo.reference in (None, config.model):
         return own
     hf = AutoConfig.from_pretrained(config.algo.reference, local_files_only=True)
-    check_layout(hf, config.trainer)
+    trainer = replace(config.trainer, lora=LoraConfig())
+    check_layout(hf, trainer)
     return max(
-        memory.rank_memory(hf, config.trainer, dtype.itemsize, stage).weights
+        memory.rank_memory(hf, trainer, dtype.itemsize, stage).weights
         for stage in range(config.trainer.pipeline_parallel)
     )
 

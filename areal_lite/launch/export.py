@@ -25,16 +25,16 @@ def run(config: ExportConfig) -> int:
     run_dir = Path(config.run_dir)
     check_run_dir(run_dir)
     step = config.step or newest_step(run_dir)
-    out = Path(config.out) if config.out else export_folder(run_dir, step)
+    out = Path(config.out) if config.out else export_folder(run_dir, step, config.adapter)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"out={out} is not an empty folder: remove it or choose another one")
-    print(export_step(run_dir, step, out, config.model, config.dtype))
+    print(export_step(run_dir, step, out, config.model, config.dtype, config.adapter))
     return 0
 
 
-def export_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the run's exported checkpoint of `step`."""
-    return run_dir / EXPORTS_DIR / f"step-{step}"
+def export_folder(run_dir: Path, step: int, adapter: bool = False) -> Path:
+    """Return the folder of the run's exported checkpoint of `step`, or of its adapters."""
+    return run_dir / EXPORTS_DIR / f"step-{step}{'-adapter' * adapter}"
 
 
 def model_of_run(run_dir: Path) -> Path:
@@ -69,7 +69,12 @@ def newest_step(run_dir: Path) -> int:
 
 
 def export_step(
-    run_dir: Path, step: int, out: Path, model: str | None = None, dtype: str = "auto"
+    run_dir: Path,
+    step: int,
+    out: Path,
+    model: str | None = None,
+    dtype: str = "auto",
+    adapter: bool = False,
 ) -> Path:
     """Write the checkpoint of `step` to the folder `out`, and return `out`.
 
@@ -82,6 +87,7 @@ def export_step(
         out: a folder that does not exist, or is empty.
         model: the model from which the run started; None: where the run's settings say.
         dtype: of the weights; `auto` is that of the checkpoint.
+        adapter: write the adapters alone, in PEFT's format.
     """
     checkpoint = run_dir / CHECKPOINTS_DIR / f"step-{step}"
     steps = checkpoint_steps(checkpoint.parent)
@@ -102,6 +108,6 @@ def export_step(
         warnings.simplefilter("ignore")  # torch and Megatron-core warn of what their own code uses
         from areal_lite.megatron.hf.convert import convert  # torch is slow to import
 
-        written = convert(checkpoint, source, out, dtype)
+        written = convert(checkpoint, source, out, dtype, adapter)
     print(f"step {step} of {run_dir}, {str(written).removeprefix('torch.')}", file=sys.stderr)
     return out

@@ -7,7 +7,8 @@ arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in byte
     weights b N · gradients 4 N · Adam moments 8 N / d
     float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
 
-SGD has no moments, and its masters are not divided by d.
+SGD has no moments, and its masters are not divided by d. With adapters (trainer.lora) only they
+have gradients, moments and masters.
 
 Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
 2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
@@ -29,6 +30,13 @@ from areal_lite.megatron.logprobs import CHUNK, KEPT
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
 # weights and moments as shards, gathered, and as copies to write. Measured on a CPU, at the peak.
 SAVING_BYTES = 36
+# trainer.lora.targets -> the matrix that gets an adapter.
+_ADAPTED = {
+    "qkv": "self_attention.linear_qkv.weight",
+    "proj": "self_attention.linear_proj.weight",
+    "fc1": "mlp.linear_fc1.weight",
+    "fc2": "mlp.linear_fc2.weight",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +136,17 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
     return dense, experts // (tensor * trainer.expert_parallel)
 
 
+def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Count the parameters of all adapters on each rank, on any stage.
+
+    One side of every adapted matrix is a hidden state. Ranks split the other one.
+    """
+    sizes, hidden, rank = _layer_sizes(hf), hf.hidden_size, trainer.lora.rank
+    others = [sizes[_ADAPTED[target]] // hidden for target in trainer.lora.targets]
+    each = sum(rank * (hidden + other // trainer.tensor_parallel) for other in others)
+    return each * (hf.num_hidden_layers // trainer.pipeline_parallel)
+
+
 def rank_memory(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> RankMemory:
@@ -135,16 +154,21 @@ def rank_memory(
     dense, experts = rank_parameters(hf, trainer, stage)
     adam = trainer.optimizer == "adam"
     replicas = trainer.data_parallel * trainer.context_parallel
-    sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
+    if trainer.lora.rank:
+        trained = adapter_parameters(hf, trainer)
+        held, sharded = dense + experts + trained, trained // replicas
+    else:
+        held = trained = dense + experts
+        sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
     tokens = trainer.tokens_per_microbatch // trainer.context_parallel
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
     per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
     # Backward needs logits, their log-probs and their gradient.
     logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT))
     return RankMemory(
-        weights=itemsize * (dense + experts),
-        gradients=4 * (dense + experts),
-        masters=0 if itemsize == 4 else 4 * (sharded if adam else dense + experts),
+        weights=itemsize * held,
+        gradients=4 * trained,
+        masters=0 if itemsize == 4 else 4 * (sharded if adam else trained),
         moments=8 * sharded if adam else 0,
         activations=int(tokens * per_token),
         head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,

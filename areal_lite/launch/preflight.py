@@ -5,6 +5,7 @@ need nothing but the settings are in config/rules.py. Here are the checks of mod
 files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
+import json
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ from areal_lite.config import (
     stored_settings,
 )
 from areal_lite.config.report import VIEWS
-from areal_lite.config.rules import check_rules
+from areal_lite.config.rules import check_rules, check_targets
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import check_stored_run
 from areal_lite.data.prompts import prompt_source
@@ -57,6 +58,8 @@ def check_config(config: Any) -> None:
         return  # run_dir is a run to read, or is not used
     if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
         _model_folder("model", config.model)
+        if isinstance(config, (TrainConfig, SftConfig)):
+            _adapters(config)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
         _data_source(config.data)
         _ports(config.server)
@@ -120,6 +123,11 @@ def _model_folder(key: str, model: str) -> None:
                 "`hf download ORG/NAME --local-dir FOLDER` downloads one, "
                 "and `areal-lite make-model` writes a small one"
             )
+
+
+def _adapters(config: TrainConfig | SftConfig) -> None:
+    described = json.loads((Path(config.model) / "config.json").read_text())
+    check_targets(config.trainer.lora, has_experts=bool(described.get("num_experts")))
 
 
 def _same_tokens(model: str, reference: str) -> None:

@@ -1,9 +1,9 @@
 """The trainer's checkpoints, in Megatron's distributed format `fully_reshardable`.
 
 Any parallel sizes can load one. It holds, for each of its parts (the policy, and the critic if
-there is one), parameters, float32 master weights, Adam moments, the average of the weights if there
-is one, and the positions of optimizer and schedule; and torch's random state and the caller's
-`extra`. Invariants:
+there is one), the parameters that are trained, float32 master weights, Adam moments, the average of
+the weights if there is one, and the positions of optimizer and schedule; and torch's random state
+and the caller's `extra`. Invariants:
 
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.
@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.api import CheckpointException
 
+from areal_lite.config import LoraConfig
 from areal_lite.megatron.checkpoint_state import (
     FORMAT,
     Part,
@@ -222,6 +223,18 @@ def weights_dtype(folder: Path, part: str) -> torch.dtype:
             if of_model and isinstance(tensor, ShardedTensor):
                 return tensor.dtype
     raise ValueError(f"{folder}: this checkpoint holds no {part}")
+
+
+def stored_lora(folder: Path, part: str) -> LoraConfig:
+    """Return the adapters of one part of a checkpoint; their rank is 0 if it has none.
+
+    Raises ValueError when the folder is not a checkpoint that has this part.
+    """
+    with _opened(folder):
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    if part not in common:
+        raise ValueError(f"{folder}: this checkpoint holds no {part}")
+    return LoraConfig(**(common[part].get("lora") or {}))
 
 
 @contextmanager

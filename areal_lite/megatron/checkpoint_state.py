@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.megatron.average import WeightAverage
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
@@ -49,6 +50,7 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
                 model, is_loading=is_loading, metadata=metadata
             ),
             "optimizer_name": part.config.optimizer,
+            "lora": asdict(part.config.lora) if part.config.lora.rank else None,
             "scheduler": part.scheduler.state_dict(),
         }
         if part.average:
@@ -71,7 +73,8 @@ def _make_moments(optimizer: Any) -> None:
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:
     """Check a checkpoint against the parts that are to be restored.
 
-    Raises ValueError if it lacks a part or its average, or if another optimizer wrote it.
+    Raises ValueError if it lacks a part or its average, if another optimizer wrote it, or if its
+    adapters are others.
 
     Args:
         folder: the checkpoint.
@@ -88,12 +91,23 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part])
                 f"of trainer.optimizer={wrote}: set it to {wrote}, or start a new run from the "
                 "checkpoint's weights (areal-lite export)"
             )
+        _check_adapters(folder, common[name].get("lora"), part.config.lora)
         if part.average and "average" not in common[name]:
             raise ValueError(
                 f"{folder}: this checkpoint holds no average of the weights, which "
                 "algo.prox=average and algo.kl.to=average need: continue without them, or start a "
                 "new run from the checkpoint's weights (areal-lite export)"
             )
+
+
+def _check_adapters(folder: Path, wrote: dict[str, Any] | None, own: LoraConfig) -> None:
+    has = asdict(own) if own.rank else None
+    if wrote != has:
+        raise ValueError(
+            f"{folder}: this checkpoint was written with trainer.lora={wrote or 'off'} and cannot "
+            f"be continued with {has or 'off'}: set the same, or start a new run from the "
+            "checkpoint's weights (areal-lite export)"
+        )
 
 
 def restore(part: Part, state: dict[str, Any]) -> None:

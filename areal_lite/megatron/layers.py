@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -42,10 +42,12 @@ class GatedMLP(MLP):
     It is dense. Experts are Megatron's own.
     """
 
+    layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
     def __init__(self, config: TransformerConfig):
         super().__init__(
             config,
-            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            self.layers,
             ffn_hidden_size=config.ffn_hidden_size,
             tp_group=process_group(parallel_state.get_tensor_model_parallel_group()),
         )
@@ -53,6 +55,12 @@ class GatedMLP(MLP):
     def forward(self, hidden_states: Tensor, **_) -> tuple[Tensor, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         projections, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(swiglu(projections))
+
+
+def gated_mlp(fc1: type | ModuleSpec, fc2: type | ModuleSpec) -> type[GatedMLP]:
+    """Return a GatedMLP of these linear layers. Megatron builds a layer's MLP from a class."""
+    layers = MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)
+    return type(GatedMLP.__name__, (GatedMLP,), {"layers": layers})
 
 
 def swiglu(projections: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """A Hugging Face configuration -> a Megatron-core GPT model.
 
-The model is stock Megatron-core except for three parts of its layer specification: `RMSNorm`,
-`GatedMLP`, and `PackedAttention`, which also applies the rotary embedding (Megatron's own loops
-over the packed sequences). Weights are allocated but not initialized, because they come from a
-checkpoint.
+The model is stock Megatron-core except for parts of its layer specification: `RMSNorm`,
+`GatedMLP`, `PackedAttention`, which also applies the rotary embedding (Megatron's own loops
+over the packed sequences), and linear layers with adapters (lora.py) if there are any. Weights are
+allocated but not initialized, because they come from a checkpoint.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -26,11 +27,16 @@ from megatron.core.transformer.transformer_block import (
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.config.rules import check_targets
 from areal_lite.megatron.architectures import check_supported, padded_vocab, transformer_config
 from areal_lite.megatron.attention import PackedAttention
-from areal_lite.megatron.layers import GatedMLP, RMSNorm
+from areal_lite.megatron.layers import RMSNorm, gated_mlp
+from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import transformer_settings
+
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class Backbone(GPTModel):
@@ -45,9 +51,15 @@ class Backbone(GPTModel):
     def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_states
 
-    def layer(self, index: int) -> Any:
-        """Return the transformer layer `index`, counted within this chunk."""
-        return self.decoder.layers[index]
+    def global_name(self, name: str) -> str:
+        """Return the name of a parameter or module with layer and expert of the whole model."""
+        if not (found := LAYER.search(name)):
+            return name
+        layer: Any = self.decoder.layers[int(found[0])]
+        name = LAYER.sub(str(layer.layer_number - 1), name)
+        if expert := _EXPERT.search(name):
+            name = _EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+        return name
 
     def output_weight(self) -> Tensor:
         """Return the output layer's weight, [V / tp, hidden]; the embedding's where it is tied."""
@@ -61,22 +73,32 @@ class Backbone(GPTModel):
 class Chunks(torch.nn.ModuleList):
     """All chunks of this rank as one module, for checkpoints.
 
-    Their sharded tensors count layers over the whole model.
+    Their sharded tensors count layers over the whole model. Frozen parameters are left out.
     """
 
     def sharded_state_dict(self, **options) -> dict[str, dict]:
-        chunks: list[Any] = list(self)
-        return {str(i): chunk.sharded_state_dict(**options) for i, chunk in enumerate(chunks)}
+        state = {}
+        chunk: Any
+        for i, chunk in enumerate(self):
+            whole = chunk.sharded_state_dict(**options)
+            frozen = _frozen(chunk)
+            state[str(i)] = {name: x for name, x in whole.items() if name not in frozen}
+        return state
 
     def load_state_dict(self, state: dict[str, dict]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         for i, chunk in enumerate(self):
-            chunk.load_state_dict(state[str(i)])
+            chunk.load_state_dict(state[str(i)], strict=not _frozen(chunk))
+
+
+def _frozen(model: torch.nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for a model that is not supported or cannot be split in this way."""
     check_supported(hf, trainer.tensor_parallel, trainer.expert_parallel)
     has_experts = getattr(hf, "num_experts", 0) > 0
+    check_targets(trainer.lora, has_experts)
     if has_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
         raise ValueError(
             "trainer.sequence_parallel=false with trainer.tensor_parallel > 1 does not work with"
@@ -102,13 +124,17 @@ def build_chunks(
     check_layout(hf, trainer)
     config = transformer_config(hf, dtype, **transformer_settings(trainer, dtype))
     stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-    return [_build_chunk(hf, config, tie, stage) for stage in stages]
+    return [_build_chunk(hf, config, trainer.lora, tie, stage) for stage in stages]
 
 
 def _build_chunk(
-    hf: PretrainedConfig, config: TransformerConfig, tie: bool, vp_stage: int | None
+    hf: PretrainedConfig,
+    config: TransformerConfig,
+    lora: LoraConfig,
+    tie: bool,
+    vp_stage: int | None,
 ) -> Backbone:
-    layers = [_layer_spec(config)] * get_num_layers_to_build(config, vp_stage)
+    layers = [_layer_spec(config, lora)] * get_num_layers_to_build(config, vp_stage)
     # Megatron's annotation admits ModuleSpec only; its code takes both.
     block: Any = TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # pyright: ignore[reportArgumentType]
     model = Backbone(
@@ -123,10 +149,12 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _mark_split_weights(model)
+    if lora.rank:
+        freeze_base(model)
     return model
 
 
-def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
     """Return Megatron's layer with our norms, attention and dense MLP; all layers are alike."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -137,8 +165,10 @@ def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer.input_layernorm = RMSNorm
     layer.pre_mlp_layernorm = RMSNorm
     if config.num_moe_experts is None:
-        layer.mlp = GatedMLP
+        layer.mlp = gated_mlp(linear_layer("fc1", lora), linear_layer("fc2", lora))
     attention = layer.self_attention.submodules
+    attention.linear_qkv = linear_layer("qkv", lora)
+    attention.linear_proj = linear_layer("proj", lora)
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = RMSNorm

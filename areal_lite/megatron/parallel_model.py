@@ -27,6 +27,7 @@ from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens, local_length, local_tokens
 from areal_lite.megatron.head import Head, ValueLayer, language_head
 from areal_lite.megatron.hf.load import load_hf
+from areal_lite.megatron.lora import adapters
 from areal_lite.megatron.model import Backbone, Chunks, build_chunks
 from areal_lite.megatron.packing import (
     Microbatch,
@@ -49,7 +50,7 @@ class ParallelModel:
     Args:
         config: layout, device and dtype.
         model_path: a Hugging Face folder.
-        seed: of torch's generators.
+        seed: of torch's generators and of adapters.
         with_values: whether a value layer stands in place of the output layer.
 
     Raises ValueError for a model or a setting that is not supported.
@@ -75,6 +76,8 @@ class ParallelModel:
         if with_values and last.post_process:
             last.output_layer = None  # not loaded
         load_hf(self.chunks, self.source, self.hf_config)
+        for name, adapter in adapters(self.chunks):
+            adapter.initialize(seed, name)
         if with_values and last.post_process:
             last.output_layer = ValueLayer(last.config)
         self.inv_freq = inverse_frequencies(self.hf_config, self.device)

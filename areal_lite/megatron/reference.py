@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.lora import without_adapters
 from areal_lite.megatron.parallel_model import ParallelModel
+from areal_lite.megatron.policy import Policy
 from areal_lite.trajectory import TrainBatch
 
 _CACHED_TOKENS = 2**24  # 8 bytes each, for token and log-prob
@@ -45,13 +47,25 @@ class Reference(ParallelModel):
             parameter.data = waiting
 
 
+class BaseReference:
+    """The model under a policy's adapters: the policy before training. It needs no memory."""
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+
+    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
+        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
+        with without_adapters(self._policy.chunks):
+            return self._policy.logprobs(self._policy.microbatches(batch), temperature)
+
+
 class CachedReference:
     """A reference that keeps log-probs of at most `max_tokens` tokens, those used last.
 
     The ranks of a model see the same batches, so their caches are equal.
     """
 
-    def __init__(self, reference: Reference, max_tokens: int = _CACHED_TOKENS):
+    def __init__(self, reference: Reference | BaseReference, max_tokens: int = _CACHED_TOKENS):
         self._reference = reference
         self._max_tokens = max_tokens
         self._known: dict[bytes, np.ndarray] = {}  # tokens -> log-probs, the last used at the end

@@ -62,7 +62,8 @@ class TrainableModel(ParallelModel):
         self.cosine = GradientCosine(self.optimizer) if config.gradient_cosine else None
         self.average: WeightAverage | None = None
         if average_decay is not None:
-            self.average = WeightAverage(self.model.parameters(), average_decay)
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.average = WeightAverage(trained, average_decay)
 
     def step(
         self,

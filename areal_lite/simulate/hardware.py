@@ -149,7 +149,9 @@ def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
     trainer = config.trainer
     gpus = trainer.world_size // trainer.data_parallel
     arithmetic = gpus * gpu.arithmetic * simulation.arithmetic_share
-    forwards = 3 + (config.algo.prox == "recompute") + (trainer.recompute == "full")
+    # Frozen weights have no gradient, which would cost as much as a forward pass.
+    forwards = 3 - (trainer.lora.rank > 0)
+    forwards += (config.algo.prox == "recompute") + (trainer.recompute == "full")
     push_s = _BYTES * shape.parameters / (1e9 * simulation.push_gb_s)
     return TrainerSpeed(
         fixed_s=simulation.step_fixed_s,

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lite.algo.objectives.base import Objective
-from areal_lite.config import TrainConfig
+from areal_lite.config import LoraConfig, TrainConfig
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.policy import Policy
-from areal_lite.megatron.reference import CachedReference, Reference
+from areal_lite.megatron.reference import BaseReference, CachedReference, Reference
 from areal_lite.megatron.trainable import TrainableModel
 
 
@@ -22,7 +22,7 @@ class Models:
     """
 
     policy: Policy
-    reference: Reference | CachedReference | None = None
+    reference: Reference | BaseReference | CachedReference | None = None
     critic: Critic | None = None
     offload: bool = False
 
@@ -62,7 +62,10 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     if objective.needs_reference:
         # Validation refuses such an objective without a reference.
         assert algo.reference is not None
-        models.reference = Reference(trainer, Path(algo.reference))
+        if config.reference_is_base:
+            models.reference = BaseReference(policy)
+        else:
+            models.reference = Reference(replace(trainer, lora=LoraConfig()), Path(algo.reference))
         if config.buffer.replay.capacity:
             models.reference = CachedReference(models.reference)
     if objective.needs_critic:

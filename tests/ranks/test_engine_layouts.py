@@ -166,10 +166,14 @@ def optimizer_of(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def train(
-    model: torch.nn.Module, updates: range, loss_of, settings: dict, optimizer=None
+    model: torch.nn.Module,
+    updates: range,
+    loss_of,
+    settings: dict,
+    optimizer=None,
+    total: int = UPDATES + RESUMED_UPDATES,
 ) -> list[dict[str, float]]:
     optimizer = optimizer or optimizer_of(model, settings["lr"])
-    total = UPDATES + RESUMED_UPDATES
     warmup, least = settings["lr_warmup_steps"], settings["min_lr"]
     history = []
     for step in updates:

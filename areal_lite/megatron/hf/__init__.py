@@ -4,6 +4,7 @@
 * `stream`: global rank 0 receives every tensor, bucket after bucket, for exports and weight pushes.
   No rank ever holds a copy of the whole model.
 * `export`: writes the buckets as a checkpoint.
+* `adapter`: writes adapters alone, in PEFT's format.
 
 All use the tables of `architectures`. A round trip returns the same bits.
 """

@@ -1,6 +1,5 @@
 """Read a Hugging Face checkpoint into the parameters that this rank holds."""
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,23 +10,19 @@ from transformers import PretrainedConfig
 
 from areal_lite.data.model_folder import weight_files
 from areal_lite.megatron.architectures import layout
+from areal_lite.megatron.lora import is_adapter
 from areal_lite.megatron.model import Backbone
-
-LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over this rank's parameters, layers and experts counted over the whole model."""
+    """Iterate over this rank's parameters, without those of adapters.
+
+    Layers and experts are counted over the whole model.
+    """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            found = LAYER.search(name)
-            if found:
-                layer = chunk.layer(int(found[0]))
-                name = LAYER.sub(str(layer.layer_number - 1), name)
-                if expert := _EXPERT.search(name):
-                    name = _EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
-            yield name, parameter
+            if not is_adapter(name):
+                yield chunk.global_name(name), parameter
 
 
 def is_expert(name: str) -> bool:

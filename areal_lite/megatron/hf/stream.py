@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.megatron.architectures import layout
-from areal_lite.megatron.hf.load import LAYER, global_parameters, is_expert, split_rank
-from areal_lite.megatron.model import Backbone
+from areal_lite.megatron.hf.load import global_parameters, is_expert, split_rank
+from areal_lite.megatron.lora import adapters
+from areal_lite.megatron.model import LAYER, Backbone
 from areal_lite.system import heartbeat
 
 Bucket = list[tuple[str, Tensor]]
@@ -21,6 +22,8 @@ _Shard = tuple[int, int, tuple[int, ...]]
 class WeightStream:
     """Buckets of whole tensors on rank 0. All ranks construct it together.
 
+    A weight with an adapter is sent with the adapter added to it.
+
     takes_part: whether rank 0 needs anything from this rank. One replica of each parameter is
     enough, so it is False on most data- and context-parallel ranks, unless they share experts.
     """
@@ -29,6 +32,7 @@ class WeightStream:
         self.hf = hf
         parameters = sorted(global_parameters(chunks), key=_order)
         self.own = {name: p for name, p in parameters if self._sends(name)}
+        self._adapters = dict(adapters(chunks))
         mine = [(name, split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
         rank = dist.get_rank()
         self.takes_part = bool(mine) or rank == 0
@@ -77,8 +81,8 @@ class WeightStream:
         parameter: use them before the next update.
         """
         if dist.get_rank() > 0:
-            for parameter in self.own.values():
-                dist.send(parameter.detach(), 0)
+            for name in self.own:
+                dist.send(self._value(name), 0)
             return
         bucket: Bucket = []
         held = 0
@@ -94,12 +98,17 @@ class WeightStream:
             held += size
         yield bucket
 
+    def _value(self, name: str) -> Tensor:
+        """Return this rank's shard of the parameter, or of its sum with an adapter."""
+        own, adapter = self.own[name].detach(), self._adapters.get(name)
+        return adapter.merged(own) if adapter else own
+
     def _receive(self, name: str, shards: list[_Shard]) -> list[Tensor]:
         like = next(iter(self.own.values())).detach()
         tensors = []
         requests = []
         for _, sender, shape in shards:
-            tensor = self.own[name].detach() if sender == 0 else like.new_empty(shape)
+            tensor = self._value(name) if sender == 0 else like.new_empty(shape)
             if sender > 0:
                 requests.append(dist.irecv(tensor, sender))
             tensors.append(tensor)

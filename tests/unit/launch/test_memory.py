@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite import cli
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.launch import dry_run, memory
 from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
@@ -158,6 +158,38 @@ def model(tmp_path):
     hf_config("qwen3").save_pretrained(folder)
     build_char_tokenizer().save_pretrained(folder)
     return folder
+
+
+def test_memory_of_adapters_by_hand():
+    """Rank 4 on the output of attention, 64 x 64, and on the fused gate and up, 192 x 64."""
+    hf = hf_config("qwen2")
+    lora = LoraConfig(rank=4, targets=["proj", "fc1"])
+    trained = 4 * (4 * (64 + 64) + 4 * (192 + 64))
+    whole = memory.rank_memory(hf, TrainerConfig(lora=lora, data_parallel=2), 2, 0)
+    assert memory.adapter_parameters(hf, TrainerConfig(lora=lora)) == trained
+    assert whole.weights == 2 * (memory.num_parameters(hf) + trained)
+    assert whole.gradients == 4 * trained
+    assert (whole.masters, whole.moments) == (4 * trained // 2, 8 * trained // 2)
+    split = TrainerConfig(lora=lora, tensor_parallel=2, pipeline_parallel=2)
+    each = 2 * (4 * (64 + 32) + 4 * (64 + 96))
+    assert memory.rank_memory(hf, split, 2, 0).gradients == 4 * each
+
+
+def test_a_dry_run_counts_adapters_and_no_memory_for_their_base(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "algo.kl.coef=0.1"]
+    base = ["algo.reference=${model}", "trainer.lora.rank=2", "trainer.lora.targets=[proj]"]
+    assert cli.main(["train", "--dry-run", *where, *base]) == 0
+    shown = capsys.readouterr().out
+    trained = memory.adapter_parameters(
+        hf_config("qwen3"), TrainerConfig(lora=LoraConfig(rank=2, targets=["proj"]))
+    )
+    assert f"adapters of rank 2 on proj: only their {trained:,} parameters are trained" in shown
+    (gradients,) = [line for line in shown.splitlines() if line.startswith("  gradients")]
+    assert dry_run._size(4 * trained) in gradients
+    assert "  reference" not in shown
 
 
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, monkeypatch):

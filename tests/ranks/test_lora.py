@@ -1,0 +1,301 @@
+"""Adapters in parallel layouts, against adapters beside the layers of transformers, with autograd.
+
+The reference (adapted_transformers.py) runs one sequence at a time and is trained by torch.optim.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.launch.memory import adapter_parameters
+from areal_lite.megatron.hf.convert import convert
+from areal_lite.system.network import free_port
+from tests.ranks.adapted_transformers import adapt, adapted_run
+from tests.ranks.engine_worker import SETTINGS, random_batch
+from tests.ranks.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES
+from tests.ranks.lora_worker import UPDATES
+from tests.ranks.processes import run_ranks
+from tests.ranks.test_engine import (
+    largest_difference,
+    make_model,
+    reference,
+    reference_model,
+    weights_of,
+)
+from tests.ranks.test_engine_layouts import (
+    ReferenceCritic,
+    assert_curves_agree,
+    train,
+)
+
+WORKER = Path(__file__).with_name("lora_worker.py")
+ALL = {"rank": 4, "alpha": 8.0}
+ATTENTION = {"rank": 3, "alpha": 60.0, "targets": ["qkv", "proj"]}
+MLP = {"rank": 4, "alpha": 32.0, "targets": ["fc2", "fc1"]}
+# name -> (model, adapters, layout)
+ONE = {
+    "single": ("qwen3_tied", ALL, {}),
+    "recomputed": ("qwen2_untied", MLP, dict(recompute="full")),
+}
+TWO = {
+    "tensor": ("qwen3_tied", ALL, dict(tensor_parallel=2)),
+    "sequence": (
+        "qwen3_tied",
+        ALL,
+        dict(tensor_parallel=2, sequence_parallel=True, recompute="selective"),
+    ),
+    "pipeline": ("qwen2_untied", MLP, dict(pipeline_parallel=2, recompute="full")),
+    "tied_pipeline": ("qwen3_tied", ALL, dict(pipeline_parallel=2, virtual_pipeline=2)),
+    "context": ("qwen3_tied", ALL, dict(context_parallel=2)),
+    "data": ("qwen3_tied", ALL, dict(data_parallel=2)),
+    "experts": ("moe_untied", ATTENTION, dict(data_parallel=2, expert_parallel=2)),
+}
+FOUR = {
+    "tensor_interleaved": (
+        "qwen2_untied",
+        MLP,
+        dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2),
+    ),
+    "tensor_context": (
+        "qwen3_tied",
+        ALL,
+        dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+    ),
+    "data_tensor": ("qwen3_tied", ALL, dict(data_parallel=2, tensor_parallel=2)),
+}
+CASES = ONE | TWO | FOUR
+CRITICS = ("single", "sequence", "pipeline")
+# layout -> an earlier one whose checkpoint it loads; others load their own.
+RESUMES = {
+    "sequence": "tensor",
+    "tied_pipeline": "tensor",
+    "data": "tied_pipeline",
+    "data_tensor": "tensor_context",
+}
+
+
+def cases(names=CASES):
+    """Parametrize a test by layout; those of four processes are slow."""
+    slow = (pytest.mark.slow, pytest.mark.timeout(1800))
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names]
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    for name in ("qwen3_tied", "qwen2_untied", "moe_untied"):
+        make_model(name, folder / name, layers=4)
+    return folder
+
+
+def run(folder: Path, group: dict) -> dict[str, list[dict]]:
+    world = TrainerConfig(**next(iter(group.values()))[2]).world_size
+    out = folder / f"world{world}"
+    jobs = [
+        {
+            "name": name,
+            "model": str(folder / model),
+            "lora": lora,
+            "layout": layout,
+            "port": free_port(),
+            "critic": name in CRITICS,
+            "resume": str(out / RESUMES.get(name, name) / "checkpoint"),
+        }
+        for name, (model, lora, layout) in group.items()
+    ]
+    job = {"cases": jobs, "out": str(out)}
+    run_ranks(WORKER, job, out, world, timeout_s=280 if world < 4 else 1700)
+    return torch.load(out / "results.pt", weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def one(folder):
+    return run(folder, ONE)
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return run(folder, TWO)
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return run(folder, FOUR)
+
+
+@pytest.fixture
+def results(request):
+    """results(name): what each rank of a layout computed."""
+    group = {1: "one", 2: "two", 4: "four"}
+
+    def of(name: str) -> list[dict]:
+        return request.getfixturevalue(group[TrainerConfig(**CASES[name][2]).world_size])[name]
+
+    return of
+
+
+@pytest.fixture
+def exported(folder, tmp_path, results):
+    """exported(name, checkpoint): the adapters in a checkpoint, in PEFT's format."""
+
+    def of(name: str, checkpoint: str) -> dict[str, Tensor]:
+        world, out = len(results(name)), tmp_path / f"{name}-{checkpoint}"
+        source = folder / CASES[name][0]
+        convert(folder / f"world{world}" / name / checkpoint, source, out, "auto", adapter=True)
+        return load_file(out / "adapter_model.safetensors")
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """expected(name, initial): the same with transformers, from the adapters `initial`."""
+    cache: dict = {}
+
+    def of(name: str, initial: dict[str, Tensor]) -> dict:
+        model, lora, _ = CASES[name]
+        key = model, json.dumps(lora)
+        if key not in cache:
+            cache[key] = adapted_run(folder, model, LoraConfig(**lora), initial)
+        return cache[key]
+
+    return of
+
+
+@cases()
+def test_adapters_start_as_in_peft(results, exported, folder, name):
+    """A is uniform in ±1 / sqrt(in) and B is zero, the same in every layout."""
+    model, lora, _ = CASES[name]
+    initial = exported(name, "initial")
+    assert len(initial) == 2 * 4 * projections(lora)
+    for key, tensor in initial.items():
+        if "lora_B" in key:
+            assert not tensor.any()
+            continue
+        bound = tensor.shape[1] ** -0.5
+        assert tensor.shape[0] == lora["rank"]
+        assert 0.9 * bound < tensor.abs().max() <= bound
+        assert tensor.std() == pytest.approx(bound / math.sqrt(3), rel=0.2)
+    matrices = {tensor.numpy().tobytes() for key, tensor in initial.items() if "lora_A" in key}
+    assert len(matrices) == 4 * len(LoraConfig(**lora).targets)
+    if name == "sequence":
+        other = exported("single", "initial")
+        assert all(torch.equal(initial[key], other[key]) for key in other)
+
+
+def projections(lora: dict) -> int:
+    return sum({"qkv": 3, "proj": 1, "fc1": 2, "fc2": 1}[t] for t in LoraConfig(**lora).targets)
+
+
+@cases()
+def test_logprobs_match_transformers_with_adapters(results, expected, exported, name):
+    want = expected(name, exported(name, "initial"))
+    for rank in results(name):
+        assert (rank["before"] - want["before"]).abs().max() <= 5e-6
+        assert (rank["after"] - want["after"]).abs().max() <= 2e-5
+        assert (rank["after"] - rank["before"]).abs().max() > 0.05  # it has learned something
+        assert torch.equal(rank["without"], rank["before"])
+
+
+@cases()
+def test_training_matches_autograd(results, expected, exported, name):
+    want = expected(name, exported(name, "initial"))
+    assert_curves_agree(results(name)[0]["history"], want["history"])
+    assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"])
+    assert largest_difference(exported(name, "checkpoint"), want["adapters"]) <= 2e-5
+
+
+@cases()
+def test_gradients_match_autograd(results, expected, exported, name):
+    """Gradient descent moves A and B by their gradients, which Adam would rescale."""
+    initial, got = exported(name, "initial"), exported(name, "descended")
+    want = expected(name, initial)["descended"]
+    for factor in ("lora_A", "lora_B"):
+        keys = [key for key in want if factor in key]
+        moved = max((want[key] - initial[key]).abs().max() for key in keys)
+        apart = max((got[key] - want[key]).abs().max() for key in keys)
+        assert moved > 1e-4 and apart <= 1e-3 * moved
+
+
+@cases()
+def test_only_adapters_are_trained(results, folder, name):
+    model, lora, layout = CASES[name]
+    hf = AutoConfig.from_pretrained(folder / model)
+    planned = adapter_parameters(hf, TrainerConfig(**layout, lora=LoraConfig(**lora)))
+    for rank in results(name):
+        assert rank["base_is_same"] and not rank["base_has_gradients"]
+        assert rank["adapters"] == rank["gradients"] == planned
+
+
+@cases()
+def test_the_merged_model_computes_the_same(results, folder, tmp_path, name):
+    """What is pushed and exported, by the ranks and from their checkpoint."""
+    ranks = results(name)
+    case = folder / f"world{len(ranks)}" / name
+    convert(case / "checkpoint", folder / CASES[name][0], tmp_path / "out", "auto")
+    by_ranks, converted = weights_of(case / "export"), weights_of(tmp_path / "out")
+    assert largest_difference(by_ranks, converted) <= 1e-7
+    with torch.no_grad():
+        got, _ = reference(reference_model(case, "export"), random_batch(16, 98, seed=100))
+    assert (got - ranks[0]["after"]).abs().max() <= 5e-6
+
+
+@cases()
+def test_a_resumed_run_continues(results, expected, exported, name):
+    """It is bitwise the same in the same layout, and equal up to rounding in another one."""
+    for rank in results(name):
+        if name in RESUMES:
+            want = expected(name, exported(name, "initial"))
+            assert (rank["resumed"] - want["after"]).abs().max() <= 2e-5
+            assert_curves_agree(rank["resumed_further"], want["further"])
+        else:
+            assert torch.equal(rank["resumed"], rank["after"])
+            assert rank["resumed_further"] == rank["further"]
+
+
+@cases()
+def test_other_adapters_than_those_of_the_checkpoint_are_refused(results, name):
+    for rank in results(name):
+        assert "written with trainer.lora={" in rank["refused"]
+        assert "cannot be continued with {" in rank["refused"]
+
+
+@cases()
+def test_a_checkpoint_holds_no_base(results, folder, name):
+    from tests.ranks.test_checkpoint import contents
+
+    case = folder / f"world{len(results(name))}" / name
+    held = contents(case / "checkpoint")
+    assert held and all(".adapter." in key for key in held if "optimizer" not in key)
+
+
+@cases(CRITICS)
+def test_critic_with_adapters_matches_a_value_model(results, exported, folder, name):
+    """A critic trains its adapters and its value layer."""
+    model, lora, _ = CASES[name]
+    critic, initial = ReferenceCritic(folder / model), exported(name, "initial")
+    names = {key.replace(".model.model.", ".model."): tensor for key, tensor in initial.items()}
+    adapt(critic.backbone, names, lora["alpha"] / lora["rank"])
+
+    def loss(model, batch):
+        targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
+        return (model(batch) - targets).square().sum() / len(batch.tokens)
+
+    history = train(
+        critic, range(CRITIC_UPDATES), loss, SETTINGS | CRITIC, total=UPDATES + RESUMED_UPDATES
+    )
+    with torch.no_grad():
+        values = critic(random_batch(16, 98, seed=100))
+    for rank in results(name):
+        assert_curves_agree(rank["critic_history"], history)
+        assert (rank["values"] - values).abs().max() <= 1e-4
+        assert torch.equal(rank["loaded"], rank["values"])

@@ -1,0 +1,48 @@
+"""Adapters that cannot work are refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config import LoraConfig, SftConfig, TrainConfig, TrainerConfig, check_fields
+from areal_lite.config.rules import check_trainer
+from areal_lite.launch.preflight import check_config
+
+
+@pytest.mark.parametrize("targets", [[], ["qkv", "qkv"]])
+def test_targets_are_named_once(targets: list[str]) -> None:
+    trainer = TrainerConfig(lora=LoraConfig(rank=8, targets=targets))
+    with pytest.raises(
+        ValueError, match="sft.trainer.lora.targets=.* one or more layers, each once"
+    ):
+        check_trainer(trainer, "sft.trainer")
+    check_trainer(TrainerConfig(lora=LoraConfig(targets=targets)))  # there are no adapters
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (LoraConfig(rank=-1), "trainer.lora.rank=-1: must be at least 0"),
+        (LoraConfig(rank=8, alpha=0.0), "trainer.lora.alpha=0.0: must be more than 0"),
+        (LoraConfig(rank=8, targets=["q_proj"]), "choose one of qkv, proj, fc1, fc2"),
+    ],
+)
+def test_values_outside_their_bounds(lora: LoraConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_fields(TrainConfig(model="m", trainer=TrainerConfig(lora=lora)))
+
+
+@pytest.mark.parametrize("command", [TrainConfig, SftConfig])
+def test_experts_take_no_adapters(tmp_path: Path, command: type) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    described = {"model_type": "qwen3_moe", "num_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    where = {"model": str(tmp_path), "run_dir": str(tmp_path / "run")}
+    where |= {"out": str(tmp_path / "out")} if command is SftConfig else {}
+    config = command(**where, trainer=TrainerConfig(lora=LoraConfig(rank=8)))
+    config.data.source = "addition"
+    with pytest.raises(ValueError, match=r"so set trainer.lora.targets=\[qkv,proj\]"):
+        check_config(config)
+    config.trainer.lora.targets = ["qkv", "proj"]
+    check_config(config)
