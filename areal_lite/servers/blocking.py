@@ -84,9 +84,18 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
 
 def is_reachable(server: ServerInfo, timeout_s: float) -> bool:
     """Return whether the server answers GET /health within `timeout_s`, with any status."""
+    return start_reaching(server, timeout_s).result()
+
+
+def start_reaching(server: ServerInfo, timeout_s: float) -> Future[bool]:
+    """Ask what `is_reachable` returns, and return the future of the answer."""
     background = _background()
+    return background.start(_reaches(background.client, server, timeout_s))
+
+
+async def _reaches(client: SGLangClient, server: ServerInfo, timeout_s: float) -> bool:
     try:
-        background.start(background.client.check_reachable(server, timeout_s)).result()
+        await client.check_reachable(server, timeout_s)
     except ServerError as error:
         return not isinstance(error, ServerUnreachable)
     return True

@@ -30,7 +30,7 @@ import torch
 # torch documents this name but does not mark it as exported.
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from areal_lite.servers.blocking import is_reachable, server_errors, start_post
+from areal_lite.servers.blocking import server_errors, start_post, start_reaching
 from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.weight_group import (
@@ -229,15 +229,19 @@ def wait_together(
     if not pending and all(future.exception() is None for future in done):
         return
 
-    # Step 2: give up, which the other servers then answer. Ask those that have not answered yet.
+    # Step 2: give up, which the other servers then answer. Meanwhile ask those that have not
+    # answered yet: all that hang cost the servers that do not one wait of _GRACE_S together.
     reason = collective.exception() if collective.done() else None
     give_up()
+    pairs = list(zip(servers, calls, strict=True))
+    asked = {one.name: start_reaching(one, _GRACE_S) for one, call in pairs if not call.done()}
     wait([collective, *calls], _GRACE_S)
     errors = server_errors(call for call in calls if call.done())
-    late = [server for server, call in zip(servers, calls, strict=True) if not call.done()]
+    late = [server for server, call in pairs if not call.done()]
 
     # Step 3: blame.
-    culprits = _culprits(errors, late, what)
+    silent = [server for server in late if not asked[server.name].result()]
+    culprits = _culprits(errors, late, silent, what)
     if culprits:
         if reason is not None:
             log.warning("%s failed on the trainer's side too: %s", what, reason)
@@ -247,16 +251,15 @@ def wait_together(
     raise CollectiveError(f"{what}, while every server answers: {cause}") from reason
 
 
-def _culprits(errors: list[ServerError], late: list[ServerInfo], what: str) -> list[ServerError]:
+def _culprits(
+    errors: list[ServerError], late: list[ServerInfo], silent: list[ServerInfo], what: str
+) -> list[ServerError]:
     """Return the servers that gave no answer, else those that refused, else the late.
 
-    A server that only saw the collective fail is not to blame.
+    A server that only saw the collective fail is not to blame. `silent` are the late ones that do
+    not even answer a question about their health.
     """
-    unresponsive = [
-        ServerUnreachable(server, f"{what}: does not answer")
-        for server in late
-        if not is_reachable(server, _GRACE_S)
-    ]
+    unresponsive = [ServerUnreachable(server, f"{what}: does not answer") for server in silent]
     return (
         [*_unreachable(errors), *unresponsive]
         or [error for error in errors if not is_collective_error(error)]

@@ -17,6 +17,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.weight_group import CollectiveError
 from areal_lite.weights import broadcast
 from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, WeightGroup, flatten
+from areal_lite.weights.recipients import PushRecipients, PushReport
 from tests import nccl_double
 from tests.gloo_server import serve
 from tests.ranks.processes import processes as forked
@@ -100,6 +101,28 @@ def test_only_the_server_that_hangs_in_a_collective_is_to_blame(backend, hanging
         survivors = [info for i, info in enumerate(infos) if i != hanging]
         group.send(BUCKET, survivors, version="1", flush_cache=False)
         group.leave(survivors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_servers_that_hang_cost_the_others_one_time_out_together(backend) -> None:
+    """Two of four: the first attempt blames both, and the second one succeeds."""
+    with weight_servers(None, None, None, None) as (infos, processes):
+        group, attempts = BroadcastGroup(backend, 2), []
+        group.join(infos)
+        for hanging in (1, 2):
+            os.kill(processes[hanging].pid, signal.SIGSTOP)
+
+        def attempt(servers: list[ServerInfo]) -> None:
+            attempts.append([server.name for server in servers])
+            group.send(BUCKET, servers, version="1", flush_cache=False)
+
+        recipients = PushRecipients(infos, PushReport(version=1), 2)
+        started = time.monotonic()
+        recipients.run_together(attempt)
+        # The time-out of 2 s and the grace of 1 s. A second time-out would make it 5 s.
+        assert time.monotonic() - started < 4.5
+        assert attempts == [["s0", "s1", "s2", "s3"], ["s0", "s3"]]
+        group.leave(recipients.servers)
 
 
 @pytest.mark.parametrize("where", ["CONNECT", "ASYNC"])

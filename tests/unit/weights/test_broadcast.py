@@ -1,6 +1,7 @@
 """A collective and its HTTP calls end together: a failing server cannot keep the trainer in it."""
 
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 
 import pytest
 
@@ -30,7 +31,7 @@ def reachable(monkeypatch) -> set[str]:
     """The names of the servers that answer a question about their health."""
     names = set("abc")
     monkeypatch.setattr(broadcast, "_GRACE_S", 0.02)
-    monkeypatch.setattr(broadcast, "is_reachable", lambda server, timeout_s: server.name in names)
+    monkeypatch.setattr(broadcast, "start_reaching", lambda server, _: future(server.name in names))
     return names
 
 
@@ -72,6 +73,33 @@ def test_a_server_that_gives_no_answer_is_blamed_before_those_that_failed_with_i
 def test_servers_that_answer_but_do_not_finish_in_time_are_blamed() -> None:
     calls = (Future(), future(), Future())
     assert blamed(Future(), *calls, timeout_s=0.02) == [(ServerFailed, "a"), (ServerFailed, "c")]
+
+
+def test_servers_that_hang_are_asked_at_once_and_during_the_grace(monkeypatch) -> None:
+    """Else each of them would cost the others a wait of its own."""
+    events: list[str] = []
+    asked: list[Future] = []
+
+    def start_reaching(server: ServerInfo, _: float) -> Future:
+        events.append(f"asked {server.name}")
+        asked.append(Future())
+        if len(asked) == 2:
+            for one in asked:  # no answer comes before both are asked
+                one.set_result(False)
+        return asked[-1]
+
+    def watched_wait(*arguments):
+        events.append("waited")
+        return wait_for_futures(*arguments)
+
+    monkeypatch.setattr(broadcast, "start_reaching", start_reaching)
+    monkeypatch.setattr(broadcast, "wait", watched_wait)
+    calls = (Future(), future(), Future())
+    assert blamed(Future(), *calls, timeout_s=0.02) == [
+        (ServerUnreachable, "a"),
+        (ServerUnreachable, "c"),
+    ]
+    assert events == ["waited", "asked a", "asked c", "waited"]
 
 
 def consequence(name: str) -> ServerRefused:
