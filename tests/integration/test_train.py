@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 from areal_lite.diagnose.diagnosis import diagnose
 from areal_lite.diagnose.history import read_history
-from areal_lite.diagnose.sign import Severity
+from areal_lite.run_dir.store import Store
 from tests.integration.controller_run import wrong_with
 from tests.terminal import Terminal
 from tests.unit.report import dashboard
@@ -130,8 +131,8 @@ def check_common(run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5)
     assert len(run.used("1")) == 5 * 4 * 8
     states = dict(run.db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
     assert states == {"used": 20}, "admission ends with the run"
-    for (logprobs,) in run.used("logprobs"):
-        assert np.isfinite(np.frombuffer(logprobs, np.float32)).all()
+    with closing(Store(run.folder / "trajectories.sqlite", read_only=True)) as store:
+        assert all(np.isfinite(t["logprobs"]).all() for t in store.trajectories("used"))
 
 
 def test_async_in_place_push_in_flight(model, tmp_path):
@@ -285,8 +286,7 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
     assert len(run.used("1")) == 20 * 4 * 8
     found = {finding.name: finding for finding in diagnose(read_history(folder))}
     assert "restarts: 1, given up: 0" in found["failed_servers"].evidence
-    # The random model hardly ever ends a completion.
-    assert found["truncated"].severity is Severity.ALARM
+    assert "truncated" in found, "the model learns ever longer answers"
     printed = (tmp_path / "output").read_text()
     assert f"areal-lite diagnose {folder} explains" in printed
 

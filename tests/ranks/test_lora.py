@@ -51,11 +51,13 @@ TWO = {
         ALL,
         dict(tensor_parallel=2, sequence_parallel=True, recompute="selective"),
     ),
-    "pipeline": ("qwen2_untied", MLP, dict(pipeline_parallel=2, recompute="full")),
-    "tied_pipeline": ("qwen3_tied", ALL, dict(pipeline_parallel=2, virtual_pipeline=2)),
-    "context": ("qwen3_tied", ALL, dict(context_parallel=2)),
-    "data": ("qwen3_tied", ALL, dict(data_parallel=2)),
     "experts": ("moe_untied", ATTENTION, dict(data_parallel=2, expert_parallel=2)),
+}
+MORE_OF_TWO = {
+    "pipeline": ("qwen2_untied", MLP, dict(pipeline_parallel=2, recompute="full")),
+    "context": ("qwen3_tied", ALL, dict(context_parallel=2)),
+    "tied_pipeline": ("qwen3_tied", ALL, dict(pipeline_parallel=2, virtual_pipeline=2)),
+    "data": ("qwen3_tied", ALL, dict(data_parallel=2)),
 }
 FOUR = {
     "tensor_interleaved": (
@@ -70,22 +72,24 @@ FOUR = {
     ),
     "data_tensor": ("qwen3_tied", ALL, dict(data_parallel=2, tensor_parallel=2)),
 }
-CASES = ONE | TWO | FOUR
+GROUPS = {"one": ONE, "two": TWO, "more_of_two": MORE_OF_TWO, "four": FOUR}
+CASES = ONE | TWO | MORE_OF_TWO | FOUR
+SLOW = MORE_OF_TWO | FOUR
 CRITICS = ("single", "sequence", "pipeline")
 # layout -> an earlier one whose checkpoint it loads; others load their own.
 RESUMES = {
     "sequence": "tensor",
-    "tied_pipeline": "tensor",
+    "tied_pipeline": "context",
     "data": "tied_pipeline",
     "data_tensor": "tensor_context",
 }
 
 
 def cases(names=CASES):
-    """Parametrize a test by layout; those of four processes are slow."""
+    """Parametrize a test by layout; some of two processes and all of four are slow."""
     slow = (pytest.mark.slow, pytest.mark.timeout(1800))
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=slow if name in FOUR else ()) for name in names]
+        "name", [pytest.param(name, marks=slow if name in SLOW else ()) for name in names]
     )
 
 
@@ -97,9 +101,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, group: dict) -> dict[str, list[dict]]:
-    world = TrainerConfig(**next(iter(group.values()))[2]).world_size
-    out = folder / f"world{world}"
+def group_of(name: str) -> str:
+    """Return the group of layouts that run together with `name`, in a folder of this name."""
+    return next(group for group, layouts in GROUPS.items() if name in layouts)
+
+
+def run(folder: Path, group: str) -> dict[str, list[dict]]:
+    layouts = GROUPS[group]
+    world = TrainerConfig(**next(iter(layouts.values()))[2]).world_size
+    out = folder / group
     jobs = [
         {
             "name": name,
@@ -110,7 +120,7 @@ def run(folder: Path, group: dict) -> dict[str, list[dict]]:
             "critic": name in CRITICS,
             "resume": str(out / RESUMES.get(name, name) / "checkpoint"),
         }
-        for name, (model, lora, layout) in group.items()
+        for name, (model, lora, layout) in layouts.items()
     ]
     job = {"cases": jobs, "out": str(out)}
     run_ranks(WORKER, job, out, world, timeout_s=280 if world < 4 else 1700)
@@ -119,26 +129,30 @@ def run(folder: Path, group: dict) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def one(folder):
-    return run(folder, ONE)
+    return run(folder, "one")
 
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return run(folder, TWO)
+    return run(folder, "two")
+
+
+@pytest.fixture(scope="module")
+def more_of_two(folder):
+    return run(folder, "more_of_two")
 
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return run(folder, FOUR)
+    return run(folder, "four")
 
 
 @pytest.fixture
 def results(request):
     """results(name): what each rank of a layout computed."""
-    group = {1: "one", 2: "two", 4: "four"}
 
     def of(name: str) -> list[dict]:
-        return request.getfixturevalue(group[TrainerConfig(**CASES[name][2]).world_size])[name]
+        return request.getfixturevalue(group_of(name))[name]
 
     return of
 
@@ -148,9 +162,10 @@ def exported(folder, tmp_path, results):
     """exported(name, checkpoint): the adapters in a checkpoint, in PEFT's format."""
 
     def of(name: str, checkpoint: str) -> dict[str, Tensor]:
-        world, out = len(results(name)), tmp_path / f"{name}-{checkpoint}"
+        results(name)  # runs the group
+        out = tmp_path / f"{name}-{checkpoint}"
         source = folder / CASES[name][0]
-        convert(folder / f"world{world}" / name / checkpoint, source, out, "auto", adapter=True)
+        convert(folder / group_of(name) / name / checkpoint, source, out, "auto", adapter=True)
         return load_file(out / "adapter_model.safetensors")
 
     return of
@@ -240,7 +255,7 @@ def test_only_adapters_are_trained(results, folder, name):
 def test_the_merged_model_computes_the_same(results, folder, tmp_path, name):
     """What is pushed and exported, by the ranks and from their checkpoint."""
     ranks = results(name)
-    case = folder / f"world{len(ranks)}" / name
+    case = folder / group_of(name) / name
     convert(case / "checkpoint", folder / CASES[name][0], tmp_path / "out", "auto")
     by_ranks, converted = weights_of(case / "export"), weights_of(tmp_path / "out")
     assert largest_difference(by_ranks, converted) <= 1e-7
@@ -273,7 +288,8 @@ def test_other_adapters_than_those_of_the_checkpoint_are_refused(results, name):
 def test_a_checkpoint_holds_no_base(results, folder, name):
     from tests.ranks.test_checkpoint import contents
 
-    case = folder / f"world{len(results(name))}" / name
+    results(name)  # runs the group
+    case = folder / group_of(name) / name
     held = contents(case / "checkpoint")
     assert held and all(".adapter." in key for key in held if "optimizer" not in key)
 
