@@ -234,6 +234,16 @@ def summarise(arguments, results: list[dict], copy_s: float) -> list[dict]:
     ]
 
 
+def become_trainer() -> None:
+    """Set this process up as trainer rank 0, with one thread and gloo over loopback."""
+    logging.basicConfig(level=logging.WARNING)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,12 +254,7 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
-    )
+    become_trainer()
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(run(arguments, Path(folder)))
     path = Path(__file__).parent / "results" / "interrupt.json"

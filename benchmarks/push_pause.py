@@ -17,7 +17,6 @@ benchmarks/results/push_pause.json with medians over the pushes, in milliseconds
 import argparse
 import asyncio
 import json
-import logging
 import os
 import statistics
 import tempfile
@@ -37,7 +36,7 @@ from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
-from benchmarks.interrupt import PROMPT, copy_seconds, make_model
+from benchmarks.interrupt import PROMPT, become_trainer, copy_seconds, make_model
 
 SHAPES = {2: (64, 4), 100: (512, 8), 600: (1392, 8)}
 """Hidden size and layers by size in MiB."""
@@ -209,12 +208,7 @@ def main() -> None:
     parser.add_argument("--between-s", type=float, default=2.0)
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
-    )
+    become_trainer()
     rows = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:

@@ -65,7 +65,10 @@ def stored_max_staleness(run_dir: Path) -> int | None:
 
 
 def check_stored_run(config: TrainConfig) -> None:
-    """Raise ValueError if `debug_run` is no run, or has lost tokens that the steps need."""
+    """Check that `debug_run` is a run and still has the tokens that the steps need.
+
+    Raises ValueError if not.
+    """
     assert config.debug_run is not None
     run_dir = Path(config.debug_run)
     stored_max_staleness(run_dir)

@@ -1,4 +1,4 @@
-"""How the store stays within its bound: the oldest groups that nothing needs lose their tokens.
+"""The bound of the store: the oldest groups that nothing needs lose their tokens.
 
 * A group loses tokens, log-probs and texts of all its trajectories in one transaction, and its
   `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.

@@ -57,7 +57,7 @@ def _planes(items: np.ndarray) -> bytes:
 
 
 def _expand(packed: bytes, most: int) -> bytes:
-    """Expand to at most `most` bytes. Raises ValueError for more, and for what is no zlib data."""
+    """Expand zlib data to at most `most` bytes. Raises ValueError for more, and for other data."""
     expander = zlib.decompressobj()
     try:
         content = expander.decompress(packed, most + 1)

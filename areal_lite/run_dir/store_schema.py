@@ -86,7 +86,7 @@ WITH_TOKENS = "trajectories.*, tokens, logprobs, texts, sequences.checksum AS se
 """The columns of both rows of a trajectory. Those of `sequences` are NULL where it has none."""
 
 NOT_KEPT = "tokens not kept (store.max_gib)"
-"""What a reader says of a trajectory that has no row in `sequences`."""
+"""The words that readers show for a trajectory without a row in `sequences`."""
 
 
 def checksum(values: Sequence[Any]) -> int:

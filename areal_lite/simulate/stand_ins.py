@@ -93,7 +93,7 @@ class Ledger:
         """Discard the totals: a simulated run is never resumed."""
 
     def size(self, group_ids: object) -> dict[str, float]:
-        """Return no size: there is no file."""
+        """Return no sizes, because a simulation has no file."""
         return {}
 
     def counts(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {
     "eps_low": 0.2,
     "eps_high": 0.28,
 }
-"""What both sides share. A step is 64 x 8 trajectories in four updates, at a constant rate."""
+"""The settings of both sides. A step is 64 x 8 trajectories in four updates, at a constant rate."""
 
 
 def trl_python(work: Path) -> Path:

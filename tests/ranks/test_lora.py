@@ -253,7 +253,7 @@ def test_only_adapters_are_trained(results, folder, name):
 
 @cases()
 def test_the_merged_model_computes_the_same(results, folder, tmp_path, name):
-    """What is pushed and exported, by the ranks and from their checkpoint."""
+    """The merged weights are those that the ranks push and export, also from their checkpoint."""
     ranks = results(name)
     case = folder / group_of(name) / name
     convert(case / "checkpoint", folder / CASES[name][0], tmp_path / "out", "auto")

@@ -170,7 +170,7 @@ def test_a_damaged_group_that_waits_is_dropped_and_drawn_again(good, tmp_path, c
 
 
 def test_a_checksum_does_not_replace_the_invariants(good, tmp_path):
-    """Whoever wrote the row: versions that go backwards are not trained on."""
+    """A row with a right checksum is refused, too, if its versions go backwards."""
     shutil.copy(good, path := tmp_path / "s.sqlite")
     wrong = trajectory(5, 0)
     wrong.versions[-1] = 0
@@ -208,7 +208,7 @@ def replace(store: Store, other: Trajectory, **sequence: bytes) -> None:
     ids=["short", "long", "bomb", "cut off", "foreign", "empty"],
 )
 def test_a_column_that_does_not_unfold_to_its_tokens_is_damage(good, tmp_path, caplog, column):
-    """Whoever wrote the row. A bomb is not unfolded beyond the length of the trajectory."""
+    """A bomb with a right checksum is not expanded beyond the length of its trajectory."""
     shutil.copy(good, path := tmp_path / "s.sqlite")
     store = Store(path)
     replace(store, trajectory(5, 0), logprobs=column)

@@ -43,7 +43,7 @@ def retained(run_dir: Path, store: Store, max_gib: float | None, queue=None, run
 
     async def run() -> dict[str, float]:
         thread = StoreThread(store)
-        retention = Retention(config, thread, dispatcher, batches)  # type: ignore[arg-type]
+        retention = Retention(config, thread, dispatcher, batches)
         retention.on_step([39])
         task = asyncio.create_task(retention.run())
         while not batches.store_size:
