@@ -29,7 +29,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.system.cuda import check_cuda, gpu_memory
 from areal_lite.system.gpus import visible_gpus
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 SERVER_ARGS: dict[str, str | bool] = {}  # no server is started here
 NEEDED = (
@@ -114,7 +114,8 @@ def random_batch(lengths: np.ndarray, vocab: int) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=np.zeros(count, np.float32),
         group_ids=np.arange(count),
-        sample_indices=np.zeros(count, np.int32),
+        sample_indices=np.arange(count, dtype=np.int32),
+        trace_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
         kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

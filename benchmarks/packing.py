@@ -30,7 +30,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.packing import Microbatch, make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 RESULTS = Path(__file__).with_name("results") / "packing.json"
 

@@ -27,7 +27,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 RESULTS = Path(__file__).with_name("results") / "train_step.json"
 Step = Callable[[], float]
@@ -44,7 +44,8 @@ def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=np.zeros(count, np.float32),
         group_ids=np.arange(count),
-        sample_indices=np.zeros(count, np.int32),
+        sample_indices=np.arange(count, dtype=np.int32),
+        trace_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
         kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

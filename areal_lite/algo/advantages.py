@@ -4,6 +4,9 @@ A group is the set of trajectories that carry one id, in any order and however m
 Rewards are shaped first (algo/shaping.py). Statistics of the whole batch are `Moments`; the caller
 passes the function that sums over ranks.
 
+An episode counts once in means and deviations, however many trajectories (traces) it has: each has
+an equal share of it as its weight. A trace with a reward of its own is compared with the same mean.
+
 Symbols: n trajectories, t tokens. The tokens of a trajectory stand side by side, in order.
 """
 
@@ -13,33 +16,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lite.algo.sequences import discounted_sum
+from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sample deviation (n - 1) over the whole batch; all 0 without values."""
+    """Count, mean and sample deviation (n - 1) over the whole batch; all 0 without values.
+
+    With weights, the count is their sum.
+    """
 
     count: float
     mean: float
     std: float
 
 
+def shares(values: Tensor, episode_ids: Tensor) -> Tensor:
+    """Compute 1 / (number of traces) of each trajectory's episode, in the dtype of `values`: [n].
+
+    episode_ids: int64 [n], from 0
+    """
+    return 1 / torch.bincount(episode_ids)[episode_ids].to(values.dtype)
+
+
 def moments(
     values: Tensor,
     mask: Tensor | None = None,
     *,
+    weights: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda partial: partial,
 ) -> Moments:
     """Compute the moments of the unmasked values of all ranks, in float64. Every rank calls it.
 
     `reduce` sums a tensor over ranks. The variance takes a second pass, because the difference of
     two large sums would lose a small variance.
+
+    weights: float, of each value; 1 by default
     """
-    values = (values if mask is None else values[mask]).double()
-    count, total = reduce(torch.stack([values.new_tensor(len(values)), values.sum()])).tolist()
+    values = values.double()
+    weights = torch.ones_like(values) if weights is None else weights.double()
+    if mask is not None:
+        values, weights = values[mask], weights[mask]
+    count, total = reduce(torch.stack([weights.sum(), (weights * values).sum()])).tolist()
     mean = total / count if count else 0.0
-    variance = float(reduce(((values - mean) ** 2).sum())) / max(count - 1, 1)
+    variance = float(reduce((weights * (values - mean) ** 2).sum())) / max(count - 1, 1)
     std = variance**0.5
     # A smaller deviation is the rounding error of the mean of equal values.
     return Moments(count, mean, std if std > 1e-12 * abs(mean) else 0.0)
@@ -57,6 +77,7 @@ def grpo(
     rewards: Tensor,
     group_ids: Tensor,
     *,
+    episode_ids: Tensor | None = None,
     divide_by_std: bool = True,
     eps: float = 1e-6,
     leave_one_out: bool = False,
@@ -68,22 +89,20 @@ def grpo(
 
     GRPO: (r_i - mean_g) / (std_g + eps) (arXiv 2402.03300, section 4.1.2).
     Dr. GRPO, without `divide_by_std`: r_i - mean_g (arXiv 2503.20783, section 3.2).
-    The standard deviation is the sample's (n - 1). A group of one, or of equal rewards, has
-    advantage 0.
+    The deviation is the sample's (n - 1). A group of one, or of equal rewards, has advantage 0.
 
     Args:
         group_ids: int [n]
-        leave_one_out: take the mean of the others as baseline, which multiplies r_i - mean by
-            n / (n - 1)
-        batch_mean: `moments(rewards)`, to take the mean of the batch instead of the group; equal
-            rewards in a group then give a signal
-        batch_std: `moments(rewards)`, to take the deviation of the batch instead of the group
-            (arXiv 2508.08221 combines it with the group's mean)
+        episode_ids: int64 [n], from 0, shared by traces; by default each is an episode of its own
+        leave_one_out: take the mean of the other episodes as baseline
+        batch_mean: `moments` of the batch, for its mean; a group of equal rewards then has a signal
+        batch_std: the same, for its deviation (with the group's mean in arXiv 2508.08221)
         squared_norms: float [n], to take the baseline of `optimal_baseline` instead of the mean
     """
     _, group = torch.unique(group_ids, return_inverse=True)
-    count = torch.bincount(group).to(rewards.dtype)
-    centred = _centred(rewards, group, count)
+    weights = torch.ones_like(rewards) if episode_ids is None else shares(rewards, episode_ids)
+    count = rewards.new_zeros(count_ids(group)).index_add(0, group, weights)
+    centred = _centred(rewards, weights, group, count)
     advantages = centred
     size = count[group]
     if batch_mean is not None:
@@ -92,32 +111,41 @@ def grpo(
     if squared_norms is not None:
         advantages = centred - optimal_baseline(centred, group, squared_norms)
     if leave_one_out:
-        advantages = advantages * size / (size - 1).clamp(min=1)
+        # mean - mean of the others = (mean of the episode - mean) / (episodes - 1)
+        advantages = advantages + episode_mean(advantages, episode_ids) / (size - 1).clamp(min=1)
     if not divide_by_std:
         return advantages
     if batch_std is not None:
         return advantages / (batch_std.std + eps) if batch_std.std else torch.zeros_like(advantages)
-    return advantages / (_deviation(centred, group, count)[group] + eps)
+    return advantages / (_deviation(centred, weights, group, count)[group] + eps)
 
 
-def _deviation(centred: Tensor, group: Tensor, count: Tensor) -> Tensor:
+def episode_mean(values: Tensor, episode_ids: Tensor | None) -> Tensor:
+    """Average the values of each trajectory's episode: float [n] -> float [n]."""
+    if episode_ids is None:
+        return values
+    return group_mean(values, torch.ones_like(values, dtype=torch.bool), episode_ids)
+
+
+def _deviation(centred: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> Tensor:
     """Compute the sample deviation of each group, float [groups], from centred rewards [n]."""
-    squares = torch.zeros_like(count).index_add_(0, group, centred**2)
+    squares = torch.zeros_like(count).index_add_(0, group, weights * centred**2)
     return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
-def _centred(rewards: Tensor, group: Tensor, count: Tensor) -> Tensor:
+def _centred(rewards: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> Tensor:
     """Subtract the mean of each group, exactly 0 where a group's rewards are equal: float [n].
 
     Equal rewards can differ from their rounded mean by an ulp. Division by a tiny deviation would
     turn that into a signal.
 
     Args:
+        weights: float [n], the share of each trajectory in its episode
         group: int64 [n], from 0
-        count: float [groups], the size of each group
+        count: float [groups], the episodes of each group
     """
     zeros = torch.zeros_like(count)
-    mean = zeros.index_add(0, group, rewards) / count
+    mean = zeros.index_add(0, group, weights * rewards) / count
     lowest = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
     return torch.where((highest > lowest)[group], rewards - mean[group], 0.0)
@@ -136,17 +164,19 @@ def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) 
     baseline is 0 in a group whose q are all 0.
     """
     _, group = torch.unique(group_ids, return_inverse=True)
-    sums = rewards.new_zeros(2, int(group.max()) + 1 if len(group) else 0)
+    sums = rewards.new_zeros(2, count_ids(group))
     total, norm = sums.index_add_(1, group, torch.stack([squared_norms * rewards, squared_norms]))
     return torch.where(norm > 0, total / norm, torch.zeros_like(norm))[group]
 
 
-def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def rloo(rewards: Tensor, group_ids: Tensor, *, episode_ids: Tensor | None = None) -> Tensor:
     """Compute REINFORCE leave-one-out advantages: r_i - mean of the rest of its group.
 
-    Source: arXiv 2402.14740. The advantage is 0 in a group of one.
+    Source: arXiv 2402.14740. The advantage is 0 in a group of one. `episode_ids` as in `grpo`.
     """
-    return grpo(rewards, group_ids, divide_by_std=False, leave_one_out=True)
+    return grpo(
+        rewards, group_ids, episode_ids=episode_ids, divide_by_std=False, leave_one_out=True
+    )
 
 
 def reinforce_plus_plus(

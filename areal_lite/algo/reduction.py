@@ -6,9 +6,12 @@
     constant    weight = m / (S L)    L: a constant length, such as max_new_tokens
                                       (Dr. GRPO, arXiv 2503.20783, listing 1)
 
+A sequence is all that the policy wrote in an episode. An episode of several traces is one sequence
+here, whose tokens may be in several microbatches: `lengths` then has its n_i.
+
 N and S count over all ranks and microbatches: sum `reduction_count` over them and pass the sum as
-`denominator`. Shares then add up, however sequences were packed. With `sequence` a microbatch holds
-whole sequences. A rejected token stays in the count (algo/correction.py).
+`denominator`. Shares then add up, however sequences were packed. A rejected token stays in the
+count (algo/correction.py).
 """
 
 import torch
@@ -34,6 +37,7 @@ def reduction_weights(
     mode: str,
     denominator: float,
     length: float | None = None,
+    lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Compute the weight of each token, float [t], 0 where masked.
@@ -43,6 +47,7 @@ def reduction_weights(
         sequence_ids: int [t]
         denominator: the global sum of `reduction_count`; 0 is taken as 1
         length: L of `constant`, in tokens
+        lengths: int [n], n_i of `sequence`; by default those of whole sequences here
 
     Raises ValueError for an unknown mode, and for `constant` without a length.
     """
@@ -53,7 +58,8 @@ def reduction_weights(
             raise ValueError("length is missing; reduction 'constant' needs one, in tokens")
         return weights / length
     if mode == "sequence":
-        return weights / sequence_length(mask, sequence_ids).clamp(min=1)[sequence_ids]
+        lengths = sequence_length(mask, sequence_ids) if lengths is None else lengths
+        return weights / lengths.clamp(min=1)[sequence_ids]
     return weights
 
 

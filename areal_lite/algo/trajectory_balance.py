@@ -20,6 +20,8 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
 * A group is the completions that carry one id and have an unmasked token. A completion that is
   alone in its group has loss 0.
 * The objective is about whole completions. A mask that hides a part of one changes the objective.
+  A completion is all that the policy wrote in an episode, whose traces may be in several
+  microbatches.
 """
 
 import torch
@@ -61,6 +63,7 @@ def trajectory_balance_loss(
     beta: float,
     denominator: float,
     log_z: Tensor | None = None,
+    whole: tuple[Tensor, Tensor] | None = None,
 ) -> LossOutput:
     """Compute sum_k (logZ + d_k)^2 / denominator. Metrics are sums over sequences.
 
@@ -75,22 +78,21 @@ def trajectory_balance_loss(
             (`reduction_count(mode="sequence")`); every completion then counts the same, also in a
             group that has lost some
         log_z: float [n], from `log_partition`; computed here by default, which needs whole groups
+        whole: `log_ratios` and unmasked tokens, [n] each, of completions that are only partly here;
+            the parts of a completion, and their gradients, add up to those of its square
 
     Raises ValueError unless beta > 0.
     """
     if beta <= 0:
         raise ValueError(f"algo.tb_beta is {beta} at this step: choose a positive value")
-    log_ratio, present = log_ratios(logprobs, reference, mask, sequence_ids, num=len(rewards))
+    here, present = log_ratios(logprobs, reference, mask, sequence_ids, num=len(rewards))
     if log_z is None:
-        log_z = log_partition(log_ratio, present, rewards, group_ids, beta=beta)
-    residual = torch.where(
-        present, log_z.detach() + log_ratio - rewards / beta, torch.zeros_like(log_ratio)
-    )
-    zeros = torch.zeros_like(log_z)
-    metrics = {
-        "log_z": torch.where(present, log_z, zeros).sum(),
-        "sequences": present.sum(),
-    }
-    return LossOutput(
-        (residual**2).sum() / denominator, {name: value.float() for name, value in metrics.items()}
-    )
+        log_z = log_partition(here, present, rewards, group_ids, beta=beta)
+    length = sequence_length(mask, sequence_ids, num=len(rewards))
+    log_ratio, whole_length = (here, length) if whole is None else whole
+    residual = torch.where(present, log_z + log_ratio - rewards / beta, 0.0).detach()
+    share = length / whole_length.clamp(min=1)
+    # The value of the part, and the gradient of the whole by what is here.
+    squares = share * residual**2 + 2 * residual * (here - here.detach())
+    metrics = {"log_z": (share * log_z).sum().float(), "sequences": share.sum().float()}
+    return LossOutput(squares.sum() / denominator, metrics)

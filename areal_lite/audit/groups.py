@@ -16,6 +16,12 @@ from areal_lite.trajectory import GroupState
 STATES = list(GroupState)
 _CHUNK = 8192
 _NONE = -1
+_EPISODES = {
+    "SELECT group_id FROM groups JOIN trajectories USING (group_id) WHERE trace_index = 0 "
+    "GROUP BY group_id HAVING count(*) > size": "groups with more episodes than were asked for",
+    "SELECT DISTINCT group_id FROM trajectories GROUP BY group_id, sample_index "
+    "HAVING max(trace_index) >= count(*)": "groups with an episode that lacks a trace",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +116,8 @@ def check_groups(
     none_may((dropped | filtered) & ~groups.reason, "groups left out without a reason")
     none_may(np.isnan(groups.ended_at) != flying, "groups whose end and state do not agree")
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")
-    none_may(groups.trajectories > groups.size, "groups with more trajectories than were asked for")
+    for query, what in _EPISODES.items():
+        check.none_of((group for (group,) in db.execute(query)), what)
     expected = np.maximum(groups.trajectories, 0)
     none_may(found < expected, "groups that lack trajectories")
     none_may(found > expected, "groups with more trajectories than they count")
@@ -192,7 +199,7 @@ def _check_draws(groups: Groups, records: Records, db: sqlite3.Connection) -> Ch
     ((draws, steps),) = query("SELECT count(*), coalesce(max(step), -1) + 1 FROM draws")
     sizes = sorted({start.batch_groups for start in records.starts})
     check = Check(
-        name="batches", looked_at=f"{steps:,} steps drew {draws:,} trajectories from the buffer"
+        name="batches", looked_at=f"{steps:,} steps drew {draws:,} episodes from the buffer"
     )
     per_step = dict(query("SELECT step, count(DISTINCT draw) FROM draws GROUP BY step"))
     wrong = [step for step in range(steps) if per_step.get(step) not in sizes]
@@ -206,7 +213,7 @@ def _check_draws(groups: Groups, records: Records, db: sqlite3.Connection) -> Ch
         "SELECT DISTINCT group_id FROM draws GROUP BY step, draw, group_id, sample_index "
         "HAVING count(*) > 1"
     )
-    check.none_of((i for (i,) in twice), "groups with a trajectory that was drawn twice at once")
+    check.none_of((i for (i,) in twice), "groups with an episode that was drawn twice at once")
     mixed = query(
         "SELECT DISTINCT d.step + 1 FROM draws d JOIN groups USING (group_id) "
         "GROUP BY d.step, d.draw HAVING count(DISTINCT prompt_id) > 1"

@@ -6,14 +6,13 @@ import sqlite3
 
 from areal_lite.audit.check import Check
 from areal_lite.run_dir.store_rows import check_sums, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, WITH_TOKENS
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.trajectory import trace_name
 
 
 def check_rows(db: sqlite3.Connection) -> Check:
     """Read the whole store, one trajectory at a time."""
-    cursor = db.execute(
-        f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} ORDER BY group_id, sample_index"
-    )
+    cursor = db.execute(f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} ORDER BY {TRACE}")
     names = [column[0] for column in cursor.description]
     damaged: list[str] = []
     total = without = 0
@@ -24,7 +23,8 @@ def check_rows(db: sqlite3.Connection) -> Check:
         try:
             check_sums(row) if row["tokens"] is None else from_row(row, "")
         except ValueError:
-            damaged.append(f"{row['group_id']}/{row['sample_index']}")
+            name = trace_name(row["sample_index"], row["trace_index"])
+            damaged.append(f"{row['group_id']}/{name}")
     check = Check(
         name="tokens",
         looked_at=f"{total:,} trajectories: checksums, log-probs, versions"

@@ -32,6 +32,7 @@ class StepSums:
         self._may_mask = any(s.overdue == "mask" and s.window is None for s in starts)
         self._newest_allowed = _versions_of_servers(records.metrics)
         self.trajectories = np.zeros(0, np.int64)
+        self.episodes = np.zeros(0)
         self.tokens = np.zeros(0, np.int64)
         self.rewards = np.zeros(0)
         # By bound.
@@ -51,8 +52,10 @@ class StepSums:
         n = len(self.tokens)
         step = chunk.step[used]
         self.trajectories += np.bincount(step, minlength=n)
+        share = 1 / chunk.columns["traces"][used]
+        self.episodes += np.bincount(step, share, n)
         rewards = np.nan_to_num(chunk.columns["reward"][used])
-        self.rewards += np.bincount(step, rewards, n)
+        self.rewards += np.bincount(step, share * rewards, n)
         of_used = used[chunk.owner]
         owner, version = chunk.owner[of_used], chunk.version[of_used]
         length = (chunk.end - chunk.start)[of_used]
@@ -70,7 +73,8 @@ class StepSums:
         self._too_new.update(chunk.group[owner[version > self._allowed(step)]].tolist())
 
     def _grow(self, steps: int) -> None:
-        for name in ("trajectories", "tokens", "rewards", "within", "staleness", "stalest"):
+        sums = ("trajectories", "episodes", "tokens", "rewards", "within", "staleness", "stalest")
+        for name in sums:
             old = getattr(self, name)
             if (missing := steps - old.shape[-1]) > 0:
                 widths = [(0, 0)] * (old.ndim - 1) + [(0, missing)]
@@ -162,10 +166,12 @@ def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
     found = []
     for i in range(len(sums.bounds)):
         tokens, within = int(sums.tokens[step]), int(sums.within[i][step])
+        episodes = max(1.0, sums.episodes[step])
         made: dict[str, float] = {
             "trajectories": int(sums.trajectories[step]),
             "tokens": tokens,
-            "reward_mean": sums.rewards[step] / max(1, sums.trajectories[step]),
+            "traces_mean": sums.trajectories[step] / episodes,
+            "reward_mean": sums.rewards[step] / episodes,
             "staleness_mean": sums.staleness[i][step] / within if within else 0.0,
             "staleness_max": int(sums.stalest[i][step]),
         }

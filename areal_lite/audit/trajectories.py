@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from areal_lite.audit.check import Check
+from areal_lite.trajectory import trace_name
 
 # Trajectories that are read at once.
 _CHUNK = 8192
@@ -18,6 +19,12 @@ _CHUNK = 8192
 _COLUMNS = {
     "group": ("t.group_id", np.int64),
     "sample": ("t.sample_index", np.int64),
+    "trace": ("t.trace_index", np.int64),
+    "traces": (
+        "(SELECT count(*) FROM trajectories e"
+        " WHERE e.group_id = t.group_id AND e.sample_index = t.sample_index)",
+        np.int64,
+    ),
     "reward": ("t.reward", np.float64),
     "prompt": ("t.n_prompt", np.int64),
     "tokens": ("t.n_tokens", np.int64),
@@ -29,11 +36,12 @@ _COLUMNS = {
 }
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
 
-EACH = """trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.group_id, t.sample_index"""
+EACH = """trajectories t LEFT JOIN groups g USING (group_id)
+          ORDER BY t.group_id, t.sample_index, t.trace_index"""
 """Every trajectory once. Its step is that of its group."""
 
 DRAWN = """draws g JOIN trajectories t USING (group_id, sample_index)
-           ORDER BY g.step, g.draw, g.position"""
+           ORDER BY g.step, g.draw, g.position, t.trace_index"""
 """Every trajectory as often as it was drawn from a replay buffer, with the step of the draw."""
 
 
@@ -113,10 +121,8 @@ class Shapes:
         self._orphans.update(chunk.group[~known].tolist())
         self._total += len(chunk.group)
         for what, wrong in _violations(chunk).items():
-            ids = [
-                f"{group}/{sample}"
-                for group, sample in zip(chunk.group[wrong], chunk.columns["sample"][wrong])
-            ]
+            columns = (chunk.columns[name][wrong] for name in ("group", "sample", "trace"))
+            ids = [f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)]
             self._wrong.setdefault(what, []).extend(ids)
         used = chunk.step >= 0
         self._used.append(np.stack([fingerprints(chunk), chunk.group])[:, used])

@@ -17,10 +17,10 @@ def batch_stats(
     * `length_*`: sampled tokens of a trajectory.
     * `*_share`: shares of trajectories, except `uniform_groups_share`, the share of groups whose
       rewards are all equal: such a group has no advantage to learn from.
-    * `reward_std`: over all trajectories.
+    * `reward_*`: over episodes. `traces_mean`: trajectories of an episode.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = np.array([t.reward for t in trajectories], np.float64)
+    rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
     starts = np.concatenate(([0], np.cumsum([len(t.tokens) for t in trajectories])))[:-1]
     versions = np.concatenate([t.versions for t in trajectories])
     sampled = versions >= 0
@@ -47,6 +47,7 @@ def batch_stats(
         "length_max": int(lengths.max()),
         "truncated_share": float(np.mean(truncated)),
         "trajectories": len(trajectories),
+        "traces_mean": len(trajectories) / len(rewards),
         "tokens": int(lengths.sum()),
         "nonfinite_tokens": int(np.count_nonzero(~np.isfinite(logprobs))),
     }

@@ -34,7 +34,7 @@ from areal_lite.controller.messages import (
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.system import heartbeat
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 R = TypeVar("R", bound=Response)
 Frames = list[memoryview]

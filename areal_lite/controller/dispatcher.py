@@ -58,7 +58,7 @@ class Dispatcher:
 
     `counts`, of the whole run: `groups`, `workflow_failures`, `reward_failures`, `failed_rollouts`,
     `empty_groups`, `dropped_groups`. `filtered` counts the filtered groups of the whole run by
-    reason. `in_flight` counts trajectories, `running` has the ids of the running groups.
+    reason. `in_flight` counts episodes, `running` has the ids of the running groups.
     """
 
     def __init__(
@@ -231,14 +231,13 @@ class Dispatcher:
             group_id=submission.group_id,
             prompt_id=prompt.prompt_id,
             size=len(results),
-            trajectories=[rollout.trajectory for rollout in rollouts],
+            trajectories=[trace for rollout in rollouts for trace in rollout.traces],
             prompt_index=submission.prompt_index,
         )
-        texts: list[tuple[str | None, str | None]] = [(None, None)] * len(rollouts)
+        texts: list[tuple[str | None, str | None]] = [(None, None)] * len(group.trajectories)
         if self._config.rollout.record_text:
-            texts = [(prompt.text, rollout.text) for rollout in rollouts]
-        rewards = [rollout.trajectory.reward or 0.0 for rollout in rollouts]
-        if self._solve_rates.record(submission.prompt_index, rewards):
+            texts = [text for rollout in rollouts for text in rollout.texts]
+        if self._solve_rates.record(submission.prompt_index, group.rewards):
             self._sampler.retire(submission.prompt_index)
         if reason := first_reason(self._filters, group):
             await self._end(group, texts, reason, GroupState.FILTERED)

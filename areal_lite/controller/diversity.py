@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from areal_lite.trajectory import Trajectory
+from areal_lite.trajectory import Trajectory, episode_reward
 
 
-def diversity(prompts: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
+def diversity(prompts: Iterable[Sequence[Sequence[Trajectory]]]) -> dict[str, float]:
     """Measure diversity, as means over prompts; 0 without prompts.
 
     Args:
-        prompts: the scored trajectories of each prompt.
+        prompts: the scored episodes of each prompt. Their traces are one completion.
 
     Returns:
         `distinct_share`: different completions as a share of all completions.
@@ -22,9 +22,12 @@ def diversity(prompts: Iterable[Sequence[Trajectory]]) -> dict[str, float]:
     """
     shares: list[float] = []
     correct: list[int] = []
-    for trajectories in prompts:
-        completions = {t.tokens.tobytes(): (t.reward or 0.0) > 0 for t in trajectories}
-        shares.append(len(completions) / len(trajectories))
+    for episodes in prompts:
+        completions = {
+            tuple(t.tokens.tobytes() for t in traces): episode_reward(traces) > 0
+            for traces in episodes
+        }
+        shares.append(len(completions) / len(episodes))
         correct.append(sum(completions.values()))
     return {
         "distinct_share": float(np.mean(shares or 0)),

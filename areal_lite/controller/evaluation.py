@@ -19,7 +19,7 @@ from areal_lite.rollout.runner import run_workflow
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
-from areal_lite.trajectory import Trajectory
+from areal_lite.trajectory import Trajectory, episode_reward
 
 
 class EvalRecord(EvalScores):
@@ -142,17 +142,19 @@ class _Scorer:
         versions: frozenset[int] = frozenset()
         try:
             async with self._limit:
-                trajectory = await self._play(prompt, index, sample)
-            versions = frozenset(trajectory.versions[trajectory.loss_mask].tolist())
-            if trajectory.reward is not None:
-                return _Result(trajectory.reward, versions)
-            last_turn = trajectory.tokens[sampled_turns(trajectory)[-1]]
+                traces = await self._play(prompt, index, sample)
+            sampled = [trace.versions[trace.loss_mask] for trace in traces]
+            versions = frozenset(np.concatenate(sampled).tolist())
+            last = traces[-1]
+            if last.reward is not None:
+                return _Result(episode_reward(traces), versions)
+            last_turn = last.tokens[sampled_turns(last)[-1]]
             text = self._tokenizer.decode(last_turn)
             return _Result(await self._rewards.score(text, prompt.answer), versions)
         except (WorkflowFailed, RewardError):
             return _Result(None, versions)
 
-    async def _play(self, prompt: Prompt, index: int, sample: int) -> Trajectory:
+    async def _play(self, prompt: Prompt, index: int, sample: int) -> list[Trajectory]:
         params = self._params if sample else replace(self._params, temperature=0.0)
         rid = f"{self._name}-{index}-{sample}"
         server = await self._fleet.reserve(1)

@@ -1,7 +1,7 @@
 """Plays the rollouts of one group: reserve a server -> play -> score.
 
 * All rollouts of a group start on one server, which then shares the prompt's KV cache.
-* A trajectory is scored when it is finished; it does not wait for its group.
+* An episode is scored when it is finished; it does not wait for its group.
 * Every rollout ends as a `Rollout` or a `RolloutFailure`. Any other error is a bug and is raised.
 """
 
@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.dependencies import Dependencies
@@ -28,15 +30,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A scored trajectory, and the text after its prompt."""
+    """The scored traces of an episode, with the text before and after the first sampled token."""
 
-    trajectory: Trajectory
-    text: str
+    traces: list[Trajectory]
+    texts: list[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
-    """The reason why a rollout has no scored trajectory."""
+    """The reason why a rollout has no scored traces."""
 
     reason: Literal["workflow", "reward"]
     detail: str
@@ -94,7 +96,8 @@ class GroupPlayer:
         for session, result in zip(sessions, results):
             session.release()
             if isinstance(result, Rollout):
-                result.trajectory.server = session.server.name
+                for trace in result.traces:
+                    trace.server = session.server.name
         return results
 
     async def _reserve(self, group_id: int) -> list[RolloutSession]:
@@ -106,9 +109,9 @@ class GroupPlayer:
         ]
 
     async def _play(
-        self, episode: Episode, running: Awaitable[Trajectory]
+        self, episode: Episode, running: Awaitable[list[Trajectory]]
     ) -> Rollout | RolloutFailure:
-        """Wait for one trajectory and score it."""
+        """Wait for the traces of one episode and score them."""
         try:
             return await self._score(episode, await running)
         except WorkflowFailed as error:
@@ -116,21 +119,31 @@ class GroupPlayer:
         finally:
             self._on_end()
 
-    async def _score(self, episode: Episode, trajectory: Trajectory) -> Rollout | RolloutFailure:
-        """Give the trajectory a reward, unless its workflow gave one."""
-        decode = self._tokenizer.decode
-        turns = sampled_turns(trajectory)
-        text = decode(trajectory.tokens[turns[0].start :])
-        if trajectory.reward is None:
-            last_turn = text if len(turns) == 1 else decode(trajectory.tokens[turns[-1]])
+    async def _score(self, episode: Episode, traces: list[Trajectory]) -> Rollout | RolloutFailure:
+        """Give all traces the reward of the last answer, unless their workflow gave rewards."""
+        texts = [self._texts(episode.prompt, trace) for trace in traces]
+        if traces[-1].reward is None:
+            turns = sampled_turns(traces[-1])
+            answer = texts[-1][1]
+            if len(turns) > 1:
+                answer = self._tokenizer.decode(traces[-1].tokens[turns[-1]])
             try:
-                trajectory.reward = await self._rewards.score(last_turn, episode.prompt.answer)
+                reward = await self._rewards.score(answer, episode.prompt.answer)
             except RewardError as error:
                 failure = self._failure("reward", episode, f"no reward: {error}")
                 if self._drop_unscored:
                     return failure
-                trajectory.reward = 0.0
-        return Rollout(trajectory, text)
+                reward = 0.0
+            for trace in traces:
+                trace.reward = reward
+        return Rollout(traces, texts)
+
+    def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
+        """Return the text before the first sampled token of a trace, and the text from there on."""
+        decode = self._tokenizer.decode
+        before, after = np.split(trace.tokens, [int(trace.loss_mask.argmax())])
+        # The prompt's own text has the special tokens of the chat template.
+        return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
 
     def _failure(
         self, reason: Literal["workflow", "reward"], episode: Episode, detail: str

@@ -40,7 +40,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areal_lite.trajectory import Group, TrainBatch
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Group
 
 # In versions: more steps than any run has.
 _NO_BOUND = 2**30
@@ -56,7 +57,7 @@ class BatchAssignment:
         masked_tokens: number of overdue tokens that were masked.
         group_ids: the groups that the step uses up.
         passed: number of groups, up to this batch, that passed the oldest group that still runs.
-        draws: replay: group id and sample index of each trajectory, by group of the batch.
+        draws: replay: group id and sample index of each episode, by group of the batch.
     """
 
     groups: list[Group]

@@ -43,7 +43,7 @@ def batch_info(
     """Describe a batch for a trainer at `version` and, with cumulative counts, the run."""
     return {
         **batch_stats(assignment.groups, version, max_staleness),
-        **diversity(group.trajectories for group in assignment.groups),
+        **diversity(group.episodes for group in assignment.groups),
         **(_replay_stats(queue) if isinstance(queue, ReplayBuffer) else {}),
         "masked_tokens": assignment.masked_tokens,
         "passed_groups": assignment.passed,

@@ -34,8 +34,9 @@ _UNLIKELY = -20.0
 _LEAST_PROMPTS = 20
 _MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
 _SAMPLES = """
-SELECT n_tokens, tokens, logprobs FROM trajectories JOIN sequences USING (group_id, sample_index)
-WHERE group_id = ? ORDER BY sample_index
+SELECT n_tokens, tokens, logprobs FROM trajectories
+JOIN sequences USING (group_id, sample_index, trace_index)
+WHERE group_id = ? ORDER BY sample_index, trace_index
 """
 _ORDER = "SELECT prompt_id FROM groups WHERE state = 'used' ORDER BY group_id"
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

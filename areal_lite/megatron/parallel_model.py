@@ -37,7 +37,7 @@ from areal_lite.megatron.packing import (
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
 from areal_lite.system import heartbeat
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 # Called on the last pipeline stage with the results of the head, float32 [t], and the microbatch.
 # With gradients it returns (loss, number of tokens, what to collect), as Megatron expects.

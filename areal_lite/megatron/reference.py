@@ -13,7 +13,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.lora import without_adapters
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.megatron.policy import Policy
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 _CACHED_TOKENS = 2**24  # 8 bytes each, for token and log-prob
 

@@ -23,7 +23,8 @@ from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart import addition
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.processes import die_with_parent
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 # Reinforcement learning must not meet problems whose wrong answers were demonstrated.

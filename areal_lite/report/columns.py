@@ -23,25 +23,28 @@ from areal_lite.run_dir.store_schema import SCHEMA
 _CHUNK = 8192
 
 _TRAJECTORIES = """
-SELECT group_id, sample_index, reward, finish_reason = 'length', n_prompt, n_tokens,
+SELECT group_id, sample_index, trace_index, reward, finish_reason = 'length', n_prompt, n_tokens,
        started_at, finished_at, server, segments
-FROM trajectories ORDER BY group_id, sample_index
+FROM trajectories ORDER BY group_id, sample_index, trace_index
 """
 _GROUPS = """
 SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at, prompt_index, drawn,
        coalesce(kept_bytes > 0, 0)
 FROM groups ORDER BY group_id
 """
-_DTYPES = (np.int64, np.int32, np.float64, np.bool_, np.int32, np.int32, np.float64, np.float64)
+_DTYPES = (
+    *(np.int64, np.int32, np.int32, np.float64, np.bool_, np.int32, np.int32),
+    *(np.float64, np.float64),
+)
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The trajectories of a store, in the order of group and sample index: n of them.
+    """The trajectories of a store, in the order of group, sample and trace index: n of them.
 
     Args:
-        group, sample: int [n], group id and sample index.
+        group, sample, trace: int [n], group id, sample index and trace index.
         reward: float64 [n], NaN without one.
         truncated: bool [n].
         prompt, tokens: int32 [n], tokens of the prompt and of everything.
@@ -59,6 +62,7 @@ class Columns:
 
     group: np.ndarray
     sample: np.ndarray
+    trace: np.ndarray
     reward: np.ndarray
     truncated: np.ndarray
     prompt: np.ndarray
@@ -121,9 +125,9 @@ def read_columns(path: Path) -> Columns:
     servers, server = np.unique(np.array(names, np.str_), return_inverse=True)
     owner, version, length = segments
     return Columns(
-        **dict(zip(("group", "sample", "reward", "truncated", "prompt", "tokens"), parts)),
-        started=parts[6],
-        finished=parts[7],
+        **dict(zip(("group", "sample", "trace", "reward", "truncated", "prompt", "tokens"), parts)),
+        started=parts[7],
+        finished=parts[8],
         server=server.astype(np.int32),
         servers=servers.tolist(),
         step=used.astype(np.int32),
@@ -169,14 +173,14 @@ def _read_trajectories(
     while rows := cursor.fetchmany(_CHUNK):
         columns = list(zip(*rows))
         chunks.append([np.array(c, dtype) for c, dtype in zip(columns, _DTYPES)])
-        decoded: list[Any] = _SEGMENTS.decode(f"[{','.join(columns[9])}]")
+        decoded: list[Any] = _SEGMENTS.decode(f"[{','.join(columns[10])}]")
         flat = [
             (len(servers) + row, version, end - start)
             for row, found in enumerate(decoded)
             for version, start, end in found
         ]
         segments.append(np.array(flat, np.int64).reshape(-1, 3))
-        servers.extend(columns[8])
+        servers.extend(columns[9])
     parts = [
         np.concatenate([chunk[i] for chunk in chunks]) if chunks else np.empty(0, dtype)
         for i, dtype in enumerate(_DTYPES)

@@ -17,7 +17,8 @@ from areal_lite.report.run_data import read_run_config
 from areal_lite.report.text import short, visible
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store_rows import decoded
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, WITH_TOKENS
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.trajectory import trace_name
 
 _COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
@@ -44,7 +45,7 @@ def matching(run_dir: Path, filters: InspectConfig) -> tuple[int, Iterator[dict[
         with open_store(run_dir / STORE_FILE) as db:
             cursor = db.execute(
                 f"SELECT {WITH_TOKENS}, state, step, prompt_id {source} "
-                "ORDER BY group_id, sample_index LIMIT :limit",
+                f"ORDER BY {TRACE} LIMIT :limit",
                 values,
             )
             names = [column[0] for column in cursor.description]
@@ -83,7 +84,8 @@ def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableT
         f"{row['n_tokens'] - row['n_prompt']} tokens · ended by {row['finish_reason']} after "
         f"{row['finished_at'] - row['started_at']:.2f} s{server} · prompt {row['prompt_id']}"
     )
-    title = Text(f"\ngroup {row['group_id']}, sample {row['sample_index']}", style="bold")
+    name = trace_name(row["sample_index"], row["trace_index"])
+    title = Text(f"\ngroup {row['group_id']}, sample {name}", style="bold")
     title.append(visible(facts), style="not bold")
     if texts is None:
         found = [_label(*segment) for segment in row["segments"]]

@@ -18,6 +18,7 @@ from areal_lite.report.columns import Columns, open_store
 from areal_lite.report.pieces import token_texts
 from areal_lite.run_dir.store_rows import decoded
 from areal_lite.run_dir.store_schema import TOKENS, WITH_TOKENS
+from areal_lite.trajectory import trace_name
 
 MAX_GROUPS = 45
 MAX_TOKENS = 150_000
@@ -28,7 +29,8 @@ CHOICE = (
     "The groups are chosen from up to 15 steps that are evenly spaced over the run: the group "
     "with the lowest mean reward, the one with the highest, and the one whose importance weights "
     "were recorded. The page has at most "
-    f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples of a group and {_LONGEST:,} tokens of a sample."
+    f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples of a group and {_LONGEST:,} tokens of a sample. "
+    "Sample 3.1 is trace 1 of the episode whose trace 0 is sample 3."
 )
 
 
@@ -87,7 +89,7 @@ def read_groups(
     Args:
         store: the store.
         groups: group ids.
-        prox: by group and sample index, the proximal log-probs of the sampled tokens.
+        prox: by group and trace, the proximal log-probs of the sampled tokens.
         decode: see `token_texts`.
         max_staleness: tokens that are staler are masked; None for no bound.
     """
@@ -117,7 +119,7 @@ def _rows(db: sqlite3.Connection, group: int) -> Iterator[dict[str, Any]]:
     """Yield the first trajectories of a group that have their tokens, as `decoded` rows."""
     cursor = db.execute(
         f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} "
-        "WHERE group_id = ? AND tokens IS NOT NULL ORDER BY sample_index LIMIT ?",
+        "WHERE group_id = ? AND tokens IS NOT NULL ORDER BY sample_index, trace_index LIMIT ?",
         (group, _MEMBERS),
     )
     names = [column[0] for column in cursor.description]
@@ -133,13 +135,14 @@ def _sample(
     max_staleness: int | None,
 ) -> dict[str, Any]:
     ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
-    weights = _weights(prox.get(str(row["sample_index"])), logprobs, versions)
+    name = trace_name(row["sample_index"], row["trace_index"])
+    weights = _weights(prox.get(name), logprobs, versions)
     overdue = [
         v >= 0 and step is not None and max_staleness is not None and step - v > max_staleness
         for v in versions.tolist()
     ]
     return {
-        "sample": row["sample_index"],
+        "sample": name,
         "reward": row["reward"],
         "finish": row["finish_reason"],
         "server": row["server"],

@@ -19,6 +19,7 @@ from areal_lite.report.measures import trainer_spans
 from areal_lite.report.run_data import read_run
 from areal_lite.report.windows import pack, pushes_of, segment_spans
 from areal_lite.system.files import to_plain
+from areal_lite.trajectory import trace_name
 
 _TRAINER = 1
 
@@ -81,7 +82,8 @@ def _server(
             "sampled_tokens": int(columns.sampled[request]),
             "step": int(columns.step[request]) + 1 or None,
         }
-        title = f"group {columns.group[request]}, sample {columns.sample[request]}"
+        name = trace_name(int(columns.sample[request]), int(columns.trace[request]))
+        title = f"group {columns.group[request]}, sample {name}"
         yield _slice(title, pid, row, start - origin, end - origin, args)
         for version, begin, stop in segment_spans(start, end, columns.segments(request), paused):
             yield _slice(f"version {version}", pid, row, begin - origin, stop - origin, {})

@@ -11,6 +11,7 @@ import numpy as np
 
 from areal_lite.report.columns import Columns
 from areal_lite.report.measures import trainer_spans
+from areal_lite.trajectory import trace_name
 
 Pauses = dict[int, tuple[float, float]]
 """By version, the wall-clock start of the pause of its push, and its seconds."""
@@ -101,7 +102,7 @@ def _bars(
                 "server": columns.servers[columns.server[index]] or "servers",
                 "row": row,
                 "group": int(columns.group[index]),
-                "sample": int(columns.sample[index]),
+                "sample": trace_name(int(columns.sample[index]), int(columns.trace[index])),
                 "reward": float(columns.reward[index]),
                 "tokens": int(columns.sampled[index]),
                 "step": int(columns.step[index]) + 1,

@@ -1,7 +1,7 @@
 """The input and the result of a workflow.
 
-A workflow turns a prompt into a trajectory. It is an async function, or a class whose
-instances are called as one:
+A workflow turns a prompt into a trajectory, or into a list of several: the traces of an episode. It
+is an async function, or a class whose instances are called as one:
 
     async def exact_match(episode: Episode) -> Trajectory:
         transcript = Transcript(episode)  # begins with the prompt's tokens
@@ -14,7 +14,7 @@ See docs/workflows.md.
 
 Invariants:
   * tokens in, tokens out: nothing that the policy sampled is ever tokenized again;
-  * an exception in a workflow costs one trajectory, not the run;
+  * an exception in a workflow costs one episode, not the run;
   * the reward function is called only if the workflow set no reward.
 """
 
@@ -29,7 +29,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.trajectory import Trajectory
 
-# (episode) -> Trajectory; if marked as grouped, (episodes) -> list[Trajectory | None].
+# (episode) -> Trajectory or list of them; if marked as grouped, (episodes) -> list of such results.
 Workflow = Callable[..., Awaitable[Any]]
 
 
@@ -61,8 +61,8 @@ class Episode:
 def grouped(workflow: Workflow) -> Workflow:
     """Mark a function that is called once per group; a class sets `grouped = True` instead.
 
-    It is called as `workflow(episodes: list[Episode])` and returns one trajectory per episode, None
-    for a failed one.
+    It is called as `workflow(episodes: list[Episode])` and returns one result per episode, None for
+    a failed one.
     """
     vars(workflow)["grouped"] = True
     return workflow

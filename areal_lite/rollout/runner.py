@@ -54,8 +54,8 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
             await close()
 
 
-def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[Trajectory]]:
-    """Start a workflow on a group; return an awaitable of a checked trajectory for each episode.
+def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[list[Trajectory]]]:
+    """Start a workflow on a group; return an awaitable of the checked traces of each episode.
 
     It raises WorkflowFailed.
     """
@@ -63,27 +63,40 @@ def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[
         return [_checked(episode, workflow(episode)) for episode in episodes]
     group = asyncio.ensure_future(workflow(episodes))
 
-    async def trajectory(index: int) -> Trajectory:
-        trajectories = await group
-        if len(trajectories) != len(episodes):
+    async def result(index: int) -> Any:
+        results = await group
+        if len(results) != len(episodes):
             raise ValueError(
-                f"a grouped workflow returned {len(trajectories)} trajectories"
-                f" for {len(episodes)} episodes"
+                f"a grouped workflow returned {len(results)} results for {len(episodes)} episodes"
             )
-        return trajectories[index]
+        return results[index]
 
-    return [_checked(episode, trajectory(index)) for index, episode in enumerate(episodes)]
+    return [_checked(episode, result(index)) for index, episode in enumerate(episodes)]
 
 
-async def _checked(episode: Episode, running: Awaitable[Trajectory]) -> Trajectory:
+async def _checked(episode: Episode, running: Awaitable[Any]) -> list[Trajectory]:
+    """Return the traces of an episode, numbered."""
     try:
-        trajectory = await running
-        _check(episode, trajectory)
+        result = await running
+        traces = result if isinstance(result, list) else [result]
+        for number, trace in enumerate(traces):
+            _check(episode, trace)
+            trace.trace_index = number
+        _check_together(traces)
     except Exception as error:  # a user's code may raise anything
         raise WorkflowFailed(
             f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
         ) from error
-    return trajectory
+    return traces
+
+
+def _check_together(traces: list[Trajectory]) -> None:
+    if not traces:
+        raise ValueError("the workflow returned an empty list: return at least one Trajectory")
+    if [trace.trace_index for trace in traces] != list(range(len(traces))):
+        raise ValueError("the workflow returned the same Trajectory twice")
+    if len({trace.reward is None for trace in traces}) == 2:
+        raise ValueError("the workflow set a reward for some traces only: set all, or none")
 
 
 def _check(episode: Episode, trajectory: Any) -> None:

@@ -11,7 +11,7 @@ from areal_lite.trajectory import Trajectory
 
 
 class Transcript:
-    """The token sequence of one episode.
+    """A token sequence of an episode, which becomes a trace of it.
 
     Sampled tokens are trained on, added tokens (of the environment) are not. `finish_reason` is
     that of the last completion, or `length` once added tokens did not fit.

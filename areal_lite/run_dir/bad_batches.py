@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from areal_lite.system.files import write_atomically
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 
 def save_batch(batch: TrainBatch, path: Path) -> None:

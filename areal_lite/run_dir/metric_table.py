@@ -23,8 +23,8 @@ STEP_KEYS = (
 
 GROUPS = {
     "reward": {
-        "reward_mean": "mean reward of the step's trajectories",
-        "reward_std": "standard deviation of the rewards of all trajectories",
+        "reward_mean": "mean reward of the step's episodes",
+        "reward_std": "standard deviation of the rewards of all episodes",
         "uniform_groups_share": "share of groups whose rewards are all equal",
         "distinct_share": "different completions of a prompt, as a share of all",
         "distinct_correct": "different completions of a prompt with a positive reward",
@@ -98,6 +98,7 @@ GROUPS = {
         "length_max": "sampled tokens of the longest trajectory",
         "truncated_share": "share of trajectories that reached the limit of new tokens",
         "trajectories": "trajectories of the batch",
+        "traces_mean": "mean number of trajectories of an episode",
         "queue_depth": "groups that are left in the queue after the batch was taken",
         "in_flight": "trajectories that are being generated",
         "concurrency_limit": "trajectories that may be generated at a time",

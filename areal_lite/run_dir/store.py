@@ -6,12 +6,12 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
   of GroupState: in_flight -> finished -> used, or to filtered or dropped.
 * Only `recover` moves a group back: when a run resumes, a group that a lost step used is finished
   again, dropped, or in flight again.
-* A finished, used or filtered group has `num_trajectories` rows in `trajectories`: its rollouts
-  that did not fail.
+* A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
+  its episodes that did not fail, each numbered from 0.
 * Tokens, log-probs and texts of prompt and completion are in `sequences`, compressed
   (store_packing.py). `kept_bytes` of a group is their size. When the file reaches its bound
   (`store.max_gib`), old groups lose them and have `kept_bytes` 0 (store_bound.py).
-* `draws` has the trajectories of each batch that was drawn from a replay buffer. `totals` has the
+* `draws` has the episodes of each batch that was drawn from a replay buffer. `totals` has the
   counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
 * Each row of `groups` and `trajectories` has a checksum (store_schema.py). A damaged group that
   waits is dropped when a run resumes. Other damage is a ValueError that names the file.
@@ -93,7 +93,7 @@ class Store(BoundedStore):
             group_id: counts from 0.
             prompt_id, prompt_index: the prompt, and its position in the data set.
             drawn: PromptSampler.drawn after it gave `prompt_index`.
-            size: number of trajectories that are about to be generated.
+            size: number of episodes that are about to be played.
             now: wall-clock seconds.
         """
         values = (group_id, prompt_id, prompt_index, drawn, size, float(now))
@@ -159,7 +159,7 @@ class Store(BoundedStore):
     ) -> None:
         """Move groups from finished to used at `step`. Raises RuntimeError if one is not.
 
-        `draws` of a replay buffer: (group id, sample index) of each trajectory of each drawn group.
+        `draws` of a replay buffer: (group id, sample index) of each episode of each drawn group.
         """
         done = self._execute(
             "UPDATE groups SET state = 'used', step = ? "

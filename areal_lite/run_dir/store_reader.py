@@ -8,7 +8,7 @@ import msgspec
 
 from areal_lite.run_dir.store_file import REMEDY, StoreFile
 from areal_lite.run_dir.store_rows import decoded, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, WITH_TOKENS
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
@@ -20,10 +20,14 @@ class StoreReader(StoreFile):
     """The queries of a store, for one thread at a time."""
 
     def rewards(self) -> Iterator[tuple[int, list[float]]]:
-        """Yield prompt index and rewards of each group that was not dropped, in finishing order."""
+        """Yield the prompt index of each group that was not dropped, in finishing order.
+
+        With it come the rewards of its episodes: the means of those of their traces.
+        """
         for index, rewards in self._query(
-            "SELECT prompt_index, json_group_array(reward) "
-            "FROM groups JOIN trajectories USING (group_id) WHERE state != 'dropped' "
+            "SELECT prompt_index, json_group_array(mean) FROM groups JOIN "
+            "(SELECT group_id, avg(reward) AS mean FROM trajectories "
+            " GROUP BY group_id, sample_index) USING (group_id) WHERE state != 'dropped' "
             "GROUP BY group_id ORDER BY groups.finished_at, group_id"
         ):
             yield index, msgspec.json.decode(rewards)
@@ -61,8 +65,9 @@ class StoreReader(StoreFile):
             SELECT coalesce(sum(reason LIKE 'overdue%'), 0),
                    coalesce(sum(reason LIKE 'empty:%'), 0),
                    coalesce(sum(CASE WHEN reason LIKE 'empty:%' THEN size
-                                     ELSE size - num_trajectories END), 0)
-            FROM groups
+                                     WHEN num_trajectories IS NOT NULL THEN size - episodes END), 0)
+            FROM groups LEFT JOIN (SELECT group_id, count(*) AS episodes FROM trajectories
+                                   WHERE trace_index = 0 GROUP BY group_id) USING (group_id)
         """
         names = ("dropped_groups", "empty_groups", "failed_rollouts")
         return dict(zip(names, next(self._query(query))))
@@ -85,7 +90,7 @@ class StoreReader(StoreFile):
         yield from self._rows("SELECT * FROM groups ORDER BY group_id")
 
     def trajectories(self, state: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield each trajectory by group and sample index, of groups in `state` or of all.
+        """Yield each trajectory by group, sample and trace, of groups in `state` or of all.
 
         A trajectory is a dict as `decoded` returns it, with its group's state, step and prompt_id.
         """
@@ -93,7 +98,7 @@ class StoreReader(StoreFile):
         for row in self._rows(
             f"SELECT {WITH_TOKENS}, state, step, prompt_id "
             f"FROM trajectories {TOKENS} JOIN groups USING (group_id) {where} "
-            "ORDER BY group_id, sample_index",
+            f"ORDER BY {TRACE}",
             values,
         ):
             yield decoded(row)
@@ -122,22 +127,23 @@ class StoreReader(StoreFile):
         where = "state = 'used' AND step = ? ORDER BY group_id"
         return [group for group, _ in self._select(where, (step,))]
 
-    def drawn(self, step: int) -> list[list[Trajectory]]:
-        """Return the trajectories of each group that `step` drew from the replay buffer, in order.
+    def drawn(self, step: int) -> list[list[list[Trajectory]]]:
+        """Return the episodes of each group that `step` drew from the replay buffer, in order.
 
         Raises DamagedGroup, and ValueError if their tokens are not kept.
         """
-        drawn: dict[int, list[Trajectory]] = {}
+        drawn: dict[int, dict[int, list[Trajectory]]] = {}
         for row in self._rows(
-            f"SELECT {WITH_TOKENS}, draw, prompt_id, state, kept_bytes "
+            f"SELECT {WITH_TOKENS}, draw, position, prompt_id, state, kept_bytes "
             f"FROM draws JOIN trajectories USING (group_id, sample_index) {TOKENS} "
-            "JOIN groups USING (group_id) WHERE draws.step = ? ORDER BY draw, position",
+            "JOIN groups USING (group_id) WHERE draws.step = ? "
+            "ORDER BY draw, position, trace_index",
             (step,),
         ):
             self._check_kept(row)
             trajectory = self._trajectory(row, row["prompt_id"])
-            drawn.setdefault(row["draw"], []).append(trajectory)
-        return list(drawn.values())
+            drawn.setdefault(row["draw"], {}).setdefault(row["position"], []).append(trajectory)
+        return [list(episodes.values()) for episodes in drawn.values()]
 
     def last_step_without_tokens(self, steps: int) -> int | None:
         """Return the last of the first `steps` steps whose tokens are not all kept, or None."""
@@ -162,7 +168,7 @@ class StoreReader(StoreFile):
         rows = list(
             self._rows(
                 f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} WHERE group_id = ? "
-                "ORDER BY sample_index",
+                "ORDER BY sample_index, trace_index",
                 (row["group_id"],),
             )
         )

@@ -18,10 +18,10 @@ from areal_lite.run_dir.store_packing import (
     unpack_texts,
 )
 from areal_lite.run_dir.store_schema import checksum
-from areal_lite.trajectory import Trajectory
+from areal_lite.trajectory import Trajectory, trace_name
 
 _SEGMENTS = msgspec.json.Decoder(list[tuple[int, int, int]])
-_SEQUENCE = ("group_id", "sample_index", "tokens", "logprobs", "texts")
+_SEQUENCE = ("group_id", "sample_index", "trace_index", "tokens", "logprobs", "texts")
 
 
 class Rows(NamedTuple):
@@ -43,6 +43,7 @@ def to_rows(t: Trajectory, prompt: str | None, completion: str | None) -> Rows:
     facts = (
         t.group_id,
         t.sample_index,
+        t.trace_index,
         # SQLite has no negative zero.
         None if t.reward is None else float(t.reward) + 0.0,
         t.finish_reason,
@@ -60,7 +61,7 @@ def to_rows(t: Trajectory, prompt: str | None, completion: str | None) -> Rows:
     )
     tokens, logprobs = pack_tokens(t.tokens), pack_logprobs(t.behavior_logprobs)
     texts = pack_texts(prompt, completion)
-    sequence = (t.group_id, t.sample_index, tokens, logprobs, texts)
+    sequence = (t.group_id, t.sample_index, t.trace_index, tokens, logprobs, texts)
     return Rows(
         facts=(*facts, checksum(facts)),
         sequence=(*sequence, checksum(sequence)),
@@ -113,6 +114,7 @@ def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
         group_id=row["group_id"],
         prompt_id=prompt_id,
         sample_index=row["sample_index"],
+        trace_index=row["trace_index"],
         tokens=whole["tokens"],
         loss_mask=whole["versions"] >= 0,
         behavior_logprobs=whole["logprobs"],
@@ -131,4 +133,4 @@ def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    return f"trajectory {row['group_id']}/{row['sample_index']}"
+    return f"trajectory {row['group_id']}/{trace_name(row['sample_index'], row['trace_index'])}"

@@ -36,6 +36,7 @@ CREATE INDEX groups_with_tokens ON groups (finished_at) WHERE kept_bytes > 0;
 CREATE TABLE trajectories (
     group_id INTEGER NOT NULL REFERENCES groups,
     sample_index INTEGER NOT NULL,
+    trace_index INTEGER NOT NULL,
     reward REAL,
     finish_reason TEXT NOT NULL,
     n_prompt INTEGER NOT NULL,
@@ -50,16 +51,17 @@ CREATE TABLE trajectories (
     server TEXT NOT NULL,
     segments TEXT NOT NULL,
     checksum INTEGER NOT NULL,
-    PRIMARY KEY (group_id, sample_index)
+    PRIMARY KEY (group_id, sample_index, trace_index)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE sequences (
     group_id INTEGER NOT NULL,
     sample_index INTEGER NOT NULL,
+    trace_index INTEGER NOT NULL,
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
     texts BLOB,
     checksum INTEGER NOT NULL,
-    PRIMARY KEY (group_id, sample_index)
+    PRIMARY KEY (group_id, sample_index, trace_index)
 ) STRICT;
 CREATE TABLE draws (
     step INTEGER NOT NULL,
@@ -79,7 +81,10 @@ CREATE TABLE totals (
 ADMISSION = ("group_id", "prompt_id", "prompt_index", "drawn", "size", "admitted_at")
 """The columns of `groups` that never change. The checksum is over these."""
 
-TOKENS = "LEFT JOIN sequences USING (group_id, sample_index)"
+TRACE = "group_id, sample_index, trace_index"
+"""The columns that name a trajectory, in the order of traces."""
+
+TOKENS = f"LEFT JOIN sequences USING ({TRACE})"
 """Joins the tokens to `trajectories`."""
 
 WITH_TOKENS = "trajectories.*, tokens, logprobs, texts, sequences.checksum AS sequence_checksum"

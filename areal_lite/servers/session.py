@@ -13,7 +13,7 @@ from areal_lite.servers.registry import ServerInfo
 
 
 class RolloutSession:
-    """One trajectory on the servers.
+    """One episode on the servers.
 
     Its turns go to the server that holds their prefix, as long as that server is ready. A session
     starts with a reservation on `server`. Its attribute `server` is the server of its last

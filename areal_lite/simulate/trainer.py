@@ -23,8 +23,9 @@ from areal_lite.controller.messages import (
     StepDone,
 )
 from areal_lite.simulate.servers import SimulatedServers
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
-from areal_lite.trajectory import InterruptMode, TrainBatch
+from areal_lite.trajectory import InterruptMode
 
 # Virtual seconds after which a batch will never come. Health checks never let time stand still.
 _PATIENCE_S = 24 * 3600.0

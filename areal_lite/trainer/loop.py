@@ -27,12 +27,12 @@ from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import stop_requested
 from areal_lite.system import heartbeat
 from areal_lite.system.processes import die_with_parent
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.reporter import make_reporter, patience_s
 from areal_lite.trainer.step import policy_step
-from areal_lite.trajectory import TrainBatch
 from areal_lite.weights.push import make_pusher
 from areal_lite.weights.recipients import PushReport
 

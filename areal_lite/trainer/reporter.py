@@ -21,8 +21,9 @@ from areal_lite.run_dir.resume import clear_stop_request
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.files import write_json
 from areal_lite.system.threads import start_daemon
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
-from areal_lite.trajectory import TrainBatch
+from areal_lite.trajectory import trace_name
 from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import PushReport
 
@@ -49,7 +50,7 @@ def make_reporter(
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
     """Return the proximal log-probs of the first group of `batch`, for a look at its weights.
 
-    `prox` are nats of the sampled tokens, per sample index; the longest samples may be missing.
+    `prox` are nats of the sampled tokens, by `trace_name`; the longest trajectories may be missing.
 
     Args:
         step: the step that trains on `batch`, from 0.
@@ -63,7 +64,8 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
     for sequence in fitting:
         tokens = batch.token_indices(np.array([sequence]))
         sampled = tokens[batch.versions[tokens] >= 0]
-        logprobs[int(batch.sample_indices[sequence])] = np.round(prox[sampled].astype(float), 5)
+        indices = batch.sample_indices[sequence], batch.trace_indices[sequence]
+        logprobs[trace_name(*map(int, indices))] = np.round(prox[sampled].astype(float), 5)
     return {"step": step, "group_id": int(batch.group_ids[0]), "prox": logprobs}
 
 

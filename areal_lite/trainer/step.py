@@ -25,9 +25,9 @@ from areal_lite.config import TrainConfig
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.models import Models
 from areal_lite.trainer.step_metrics import critic_metrics, policy_metrics
-from areal_lite.trajectory import TrainBatch
 
 
 @dataclass
@@ -111,6 +111,7 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
         prox=torch.zeros_like(behavior),
         rewards=on_device(batch.rewards),
         group_ids=on_device(batch.group_ids),
+        episode_ids=on_device(batch.episode_ids),
         truncated=on_device(batch.truncated),
     )
 

@@ -26,7 +26,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.servers.blocking import start_post
 from areal_lite.servers.client import ServerError
 from areal_lite.servers.registry import ServerInfo, announced_servers
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 NUM_SCORED = 4
 # A busy server may have more important work.

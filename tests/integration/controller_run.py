@@ -14,7 +14,7 @@ from areal_lite.controller.messages import PushTargets
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 from tests.fake_sglang import completion
 
 ROOT = Path(__file__).parents[2]

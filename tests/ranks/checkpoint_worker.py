@@ -22,7 +22,7 @@ from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.run_dir.resume import latest_checkpoint
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import random_batch
 
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
@@ -269,7 +269,8 @@ def one_sequence(length: int) -> TrainBatch:
         versions=np.zeros(length, np.int32),
         rewards=np.ones(1, np.float32),
         group_ids=np.zeros(1, np.int64),
-        sample_indices=np.zeros(1, np.int32),
+        sample_indices=np.arange(1, dtype=np.int32),
+        trace_indices=np.zeros(1, np.int32),
         truncated=np.zeros(1, bool),
         kv_versions=np.zeros(1, np.int32),
         cu_seqlens=np.array([0, length], np.int64),

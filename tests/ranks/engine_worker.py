@@ -16,7 +16,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 TEMPERATURE = 0.9
 # The large epsilon keeps Adam from blowing up rounding errors of gradients that are almost zero.
@@ -44,7 +44,8 @@ def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=rng.normal(size=num_sequences).astype(np.float32),
         group_ids=np.arange(num_sequences, dtype=np.int64),
-        sample_indices=np.zeros(num_sequences, np.int32),
+        sample_indices=np.arange(num_sequences, dtype=np.int32),
+        trace_indices=np.zeros(num_sequences, np.int32),
         truncated=np.zeros(num_sequences, bool),
         kv_versions=np.zeros(num_sequences, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

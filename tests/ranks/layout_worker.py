@@ -20,7 +20,7 @@ from areal_lite.megatron.parallel import init_distributed, shutdown
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.megatron.policy import Policy
 from areal_lite.megatron.reference import Reference
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
 
 UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 20, 5, 2

@@ -30,10 +30,11 @@ from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.make_model import run as make_model
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.models import Models, build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import policy_step
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.trajectory import Trajectory
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -103,7 +103,7 @@ def play(tokenizer: Tokenizer, workflow, script: list[str]):
     async def main():
         prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
         async with playing(tokenizer, prompt, script) as (episodes, _, _):
-            (trajectory,) = await asyncio.gather(*run_workflow(workflow, episodes))
+            ((trajectory,),) = await asyncio.gather(*run_workflow(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from areal_lite.config import RolloutConfig
 from areal_lite.config.fields import settings_of
-from areal_lite.trajectory import InterruptMode, Segment, TrainBatch, Trajectory
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Group, InterruptMode, Segment, Trajectory
 
 
 def trajectory(
@@ -46,6 +47,19 @@ trajectories = st.builds(
     st.integers(0, 3),
     st.sampled_from(["stop", "length"]),
 )
+
+
+def test_the_traces_of_an_episode_stay_together():
+    names = [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2), (3, 0)]
+    made = [trajectory(sample_index=s, trace_index=t, reward=float(t)) for s, t in names]
+    group = Group(group_id=1, prompt_id="p", size=4, trajectories=made)
+    assert [len(traces) for traces in group.episodes] == [2, 3, 1]
+    assert group.rewards == [0.5, 1.0, 0.0]
+    assert [t.name for t in made] == ["1/0", "1/0.1", "1/2", "1/2.1", "1/2.2", "1/3"]
+    others = [trajectory(group_id=0, sample_index=2), trajectory(group_id=2, sample_index=0)]
+    batch = TrainBatch.from_trajectories([others[1], *made[::-1], others[0]])
+    assert batch.episode_ids.tolist() == [4, 3, 2, 2, 2, 1, 1, 0]
+    assert batch.trace_indices.tolist() == [0, 0, 2, 1, 0, 1, 0, 0]
 
 
 def test_segments_are_the_runs_of_one_version():

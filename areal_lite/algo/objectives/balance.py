@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from areal_lite.algo.advantages import episode_mean
 from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.metrics import mismatch
 from areal_lite.algo.objectives.base import (
@@ -23,6 +24,7 @@ from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajec
 class BalanceObjective:
     """Trajectory Balance with a beta that moves in a straight line and then stays.
 
+    A completion is all that the policy wrote in an episode, with the mean reward of its traces.
     beta is `beta_start` at version 0 and `beta_end` from version `beta_steps` on.
     """
 
@@ -66,13 +68,15 @@ class BalanceObjective:
             current_logprobs()[token_index],
             tokens.reference,
             tokens.mask,
-            tokens.sequence_ids,
+            tokens.token_episodes,
             num=len(batch.rewards),
         )
+        rewards, group_ids = _by_episode(batch)
         beta = self.beta(batch.version)
         return Minibatch(
             denominator=denominator(batch, token_index, mode="sequence", reduce=reduce),
-            log_z=log_partition(ratios, present, batch.rewards, batch.group_ids, beta=beta),
+            log_z=log_partition(ratios, present, rewards, group_ids, beta=beta),
+            completions=(ratios, batch.episode_lengths),
         )
 
     def loss(
@@ -84,16 +88,18 @@ class BalanceObjective:
         entropy: Tensor,
     ) -> LossOutput:
         tokens = batch.at(token_index)
+        rewards, group_ids = _by_episode(batch)
         output = trajectory_balance_loss(
             logprobs,
             tokens.reference,
             tokens.mask,
-            tokens.sequence_ids,
-            tokens.rewards,
-            tokens.group_ids,
+            tokens.token_episodes,
+            rewards,
+            group_ids,
             beta=self.beta(batch.version),
             denominator=minibatch.denominator,
             log_z=minibatch.log_z,
+            whole=minibatch.completions,
         )
         metrics = {
             **output.metrics,
@@ -101,3 +107,11 @@ class BalanceObjective:
             **token_metrics(tokens, logprobs, entropy, to=("reference",)),
         }
         return LossOutput(output.loss, metrics)
+
+
+def _by_episode(batch: FlatBatch) -> tuple[Tensor, Tensor]:
+    """Return the mean reward and the group of each episode, [n]. There may be fewer episodes."""
+    rewards, group_ids = torch.zeros_like(batch.rewards), batch.group_ids.clone()
+    rewards[batch.episode_ids] = episode_mean(batch.rewards, batch.episode_ids)
+    group_ids[batch.episode_ids] = batch.group_ids
+    return rewards, group_ids

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.reduction import reduction_count
+from areal_lite.algo.sequences import sequence_length
 
 # Sums a tensor over the data-parallel ranks. Every rank calls it.
 Reduce = Callable[[Tensor], Tensor]
@@ -76,8 +77,20 @@ class FlatBatch:
     """float32 [n]."""
     group_ids: Tensor
     """int64 [n]: sequences of one prompt share an id."""
+    episode_ids: Tensor
+    """int64 [n]: the index, from 0, of the sequence's episode, of which it is a trace."""
     truncated: Tensor
     """bool [n]: the sequence ended at the token limit."""
+
+    @property
+    def token_episodes(self) -> Tensor:
+        """Return the index of each token's episode, int64 [T]."""
+        return self.episode_ids[self.sequence_ids]
+
+    @property
+    def episode_lengths(self) -> Tensor:
+        """Count the unmasked tokens of each episode, over all of its traces: int64 [n]."""
+        return sequence_length(self.mask, self.token_episodes, num=len(self.rewards))
 
     def at(self, token_index: Tensor) -> FlatBatch:
         """Select tokens. Per-sequence tensors stay whole, so that sequence ids stay valid."""
@@ -92,7 +105,9 @@ class Minibatch:
     """Totals of one optimizer update, for the losses of its microbatches."""
 
     denominator: float
-    """Tokens or sequences over all ranks, as the reduction counts them; at least 1."""
+    """Tokens or episodes over all ranks, as the reduction counts them; at least 1."""
+    episode_lengths: Tensor | None = None
+    """int64 [n]: the unmasked tokens of each episode, over all of its traces."""
     rejection_limit: Tensor | None = None
     """A scalar: the largest distance that algo/rejection.py accepts at level `batch`."""
     staleness_share: Tensor | None = None
@@ -100,7 +115,9 @@ class Minibatch:
     group_log_q: Tensor | None = None
     """float64 [n]: what `gepo_loss` divides each sequence's probability by."""
     log_z: Tensor | None = None
-    """float [n]: Trajectory Balance's log-partition of each sequence's group."""
+    """float [n]: Trajectory Balance's log-partition of each episode's group."""
+    completions: tuple[Tensor, Tensor] | None = None
+    """float [n], int64 [n]: Trajectory Balance's log-ratio and unmasked tokens of each episode."""
 
 
 class Objective(Protocol):
@@ -188,8 +205,8 @@ class Objective(Protocol):
 
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
-    """Count the tokens or sequences of an update over all ranks, as `mode` does; at least 1."""
-    count = reduction_count(batch.mask[token_index], batch.sequence_ids[token_index], mode=mode)
+    """Count the tokens or episodes of an update over all ranks, as `mode` does; at least 1."""
+    count = reduction_count(batch.mask[token_index], batch.token_episodes[token_index], mode=mode)
     device = token_index.device
     total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))
     return max(1.0, float(total))

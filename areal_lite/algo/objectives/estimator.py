@@ -15,7 +15,9 @@ class AdvantageEstimator:
     """The advantages of shaped rewards, and with `gae` the critic's targets."""
 
     estimator: str = "grpo"
-    """One advantage per sequence (`grpo`, `rloo`) or token (`reinforce_pp`, `gae`); `off`: 0."""
+    """One advantage per sequence (`grpo`, `rloo`) or token (`reinforce_pp`, `gae`); `off`: 0.
+
+    A trace of an episode is a sequence. Means and deviations of rewards count its episode once."""
     mean: str = "group"
     """grpo: baseline over the `group` or the `batch`, or the `optimal` one of the group."""
     std: str = "group"
@@ -49,9 +51,7 @@ class AdvantageEstimator:
         match self.estimator:
             case "grpo" | "rloo":
                 penalized = kl.sequence_rewards(rewards, batch)
-                by_sequence = self._relative_to_group(
-                    penalized, batch.group_ids, reduce, squared_norms
-                )
+                by_sequence = self._relative_to_group(penalized, batch, reduce, squared_norms)
                 batch.advantages = by_sequence[sequence_ids]
             case "reinforce_pp":
                 batch.advantages = advantages.reinforce_plus_plus(
@@ -80,14 +80,17 @@ class AdvantageEstimator:
             batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
 
     def _relative_to_group(
-        self, rewards: Tensor, group_ids: Tensor, reduce: Reduce, squared_norms: Tensor | None
+        self, rewards: Tensor, batch: FlatBatch, reduce: Reduce, squared_norms: Tensor | None
     ) -> Tensor:
+        group_ids, episode_ids = batch.group_ids, batch.episode_ids
         if self.estimator == "rloo":
-            return advantages.rloo(rewards, group_ids)
-        whole_batch = advantages.moments(rewards, reduce=reduce)
+            return advantages.rloo(rewards, group_ids, episode_ids=episode_ids)
+        weights = advantages.shares(rewards, episode_ids)
+        whole_batch = advantages.moments(rewards, weights=weights, reduce=reduce)
         return advantages.grpo(
             rewards,
             group_ids,
+            episode_ids=episode_ids,
             divide_by_std=self.std != "off",
             leave_one_out=self.leave_one_out,
             batch_mean=whole_batch if self.mean == "batch" else None,

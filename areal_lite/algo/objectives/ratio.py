@@ -131,6 +131,7 @@ class RatioObjective:
         tokens = _without_mismatch(tokens, share)
         return Minibatch(
             denominator=denominator(batch, token_index, mode=self.reduction, reduce=reduce),
+            episode_lengths=batch.episode_lengths,
             staleness_share=share,
             rejection_limit=self._rejection_limit(tokens, reduce),
             group_log_q=self._group_log_q(tokens),
@@ -150,10 +151,11 @@ class RatioObjective:
         corrected = self._behavior_weight(tokens, accepted_tokens) if self.kl.in_loss else None
         weights = reduction_weights(
             tokens.mask,
-            tokens.sequence_ids,
+            tokens.token_episodes,
             mode=self.reduction,
             denominator=minibatch.denominator,
             length=self.length,
+            lengths=minibatch.episode_lengths,
         )
         inputs = LossInputs(
             logprobs=logprobs,
@@ -193,7 +195,7 @@ class RatioObjective:
         ids, num = batch.sequence_ids, len(batch.rewards)
         norms = sequence_sum(weight**2, kept, ids, num=num)
         if self.reduction == "sequence":
-            norms = norms / sequence_length(batch.mask, ids, num=num).clamp(min=1) ** 2
+            norms = norms / batch.episode_lengths.clamp(min=1)[batch.episode_ids] ** 2
         return norms.to(batch.rewards.dtype)
 
     def _set_prox(self, batch: FlatBatch, token_index: Tensor, logprobs: Tensor) -> None:

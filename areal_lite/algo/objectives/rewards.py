@@ -66,18 +66,19 @@ class KLTerm:
         return self.coef != 0 and self.into == "reward"
 
     def sequence_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
-        """Subtract each sequence's penalty from its reward: float [n] -> float [n]."""
+        """Subtract the penalty of the whole episode from each sequence's reward: float [n]."""
         if not self.in_reward:
             return rewards
-        return shaping.kl_in_reward(
-            rewards,
+        penalties = shaping.kl_in_reward(
+            torch.zeros_like(rewards),
             batch.prox,
             batch.reference,
             batch.mask,
-            batch.sequence_ids,
+            batch.token_episodes,
             beta=self.coef,
             estimator=self.estimator,
         )
+        return rewards + penalties[batch.episode_ids]
 
     def token_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
         """Place rewards at last tokens and penalties at all: float [n] -> float [T]."""

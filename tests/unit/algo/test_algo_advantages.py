@@ -15,6 +15,7 @@ from areal_lite.algo.advantages import (
     optimal_baseline,
     reinforce_plus_plus,
     rloo,
+    shares,
     whiten,
 )
 from areal_lite.algo.correction import finite_mask
@@ -119,6 +120,61 @@ def test_grpo_with_statistics_of_the_batch(groups, seed, batch_mean, divide):
     torch.testing.assert_close(
         got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-9, atol=1e-12
     )
+
+
+groups_of_episodes = st.lists(
+    st.lists(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=5), min_size=1),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(groups_of_episodes, seeds, st.booleans(), st.booleans(), st.sampled_from(["group", "batch"]))
+def test_an_episode_counts_once_however_many_traces_it_has(groups, seed, loo, divide, over):
+    rewards, ids, order = scattered([[r for e in g for r in e] for g in groups], seed)
+    sizes = torch.tensor([len(e) for g in groups for e in g])
+    episode_ids = torch.repeat_interleave(torch.arange(len(sizes)), sizes)[order]
+    expected = []
+    for g in groups:
+        pool = g if over == "group" else [e for other in groups for e in other]
+        means = [sum(e) / len(e) for e in pool]
+        mean = sum(means) / len(means)
+        spread = sum(sum((r - mean) ** 2 for r in e) / len(e) for e in pool)
+        deviation = math.sqrt(spread / max(len(pool) - 1, 1))
+        for e in g:
+            others = [m for m, other in zip(means, pool) if other is not e]
+            baseline = sum(others) / len(others) if loo and others else mean
+            constant = len({r for other in pool for r in other}) == 1
+            expected += [0.0 if constant else (r - baseline) for r in e]
+            if divide and not constant:
+                expected[-len(e) :] = [a / (deviation + 1e-6) for a in expected[-len(e) :]]
+    whole = moments(rewards, weights=shares(rewards, episode_ids))
+    assert whole.count == pytest.approx(len(sizes))
+    got = grpo(
+        rewards,
+        ids,
+        episode_ids=episode_ids,
+        divide_by_std=divide,
+        leave_one_out=loo,
+        batch_mean=whole if over == "batch" else None,
+        batch_std=whole if over == "batch" else None,
+    )
+    torch.testing.assert_close(
+        got, torch.tensor(expected, dtype=torch.float64)[order], rtol=1e-8, atol=1e-9
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards_of_groups, seeds, st.booleans())
+def test_traces_that_share_a_reward_have_the_advantage_of_their_episode(groups, seed, loo):
+    rewards, ids, _ = scattered(groups, seed)
+    generator = torch.Generator().manual_seed(seed)
+    traces = torch.randint(1, 6, (len(rewards),), generator=generator)
+    episode_ids = torch.repeat_interleave(torch.arange(len(rewards)), traces)
+    got = grpo(rewards[episode_ids], ids[episode_ids], episode_ids=episode_ids, leave_one_out=loo)
+    alone = grpo(rewards, ids, leave_one_out=loo)
+    torch.testing.assert_close(got, alone[episode_ids], rtol=1e-9, atol=1e-12)
 
 
 def test_moments_over_ranks_are_those_of_the_whole():

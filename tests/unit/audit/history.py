@@ -118,11 +118,15 @@ class History:
             group_id=group_id,
             prompt_id=f"p{self.prompts[group_id]}",
             size=SIZE,
-            trajectories=[self.trajectory(group_id, index) for index in range(number)],
+            trajectories=[
+                replace(self.trajectory(group_id, index), trace_index=trace)
+                for index in range(number)
+                for trace in range(self.random.choice([1, 1, 3]))
+            ],
             prompt_index=self.prompts[group_id],
         )
         reason = "why" if state == GroupState.FILTERED else None
-        texts: list[tuple[str | None, str | None]] = [("p", "c")] * number
+        texts: list[tuple[str | None, str | None]] = [("p", "c")] * len(group.trajectories)
         self.store.begin()
         self.store.finish(group, texts, reason, self.tick(), state)
         self.store.commit()

@@ -39,16 +39,26 @@ class FakeFleet:
 
 
 class FakeWorkflow:
-    """Plays no server: after a random time it fails, or makes a trajectory without a reward."""
+    """Plays no server: after a random time it fails, or makes up to three traces.
+
+    They have a reward each, or none has.
+    """
 
     def __init__(self, rng: random.Random):
         self.rng = rng
 
-    async def __call__(self, episode) -> Trajectory:
+    async def __call__(self, episode) -> Trajectory | list[Trajectory]:
         await asyncio.sleep(self.rng.random() / 500)
         if self.rng.random() < 0.4:
             raise ValueError("the tool broke")
+        if self.rng.random() < 0.5:
+            return self.trace(episode, None)
+        rewards = [0.0, 0.0, 1.0] if self.rng.random() < 0.5 else [None, None]
+        return [self.trace(episode, reward) for reward in rewards]
+
+    def trace(self, episode, reward: float | None) -> Trajectory:
         return Trajectory(
+            reward=reward,
             group_id=episode.group_id,
             prompt_id=episode.prompt.prompt_id,
             sample_index=episode.sample_index,
@@ -137,6 +147,8 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
     assert counts["filtered"] + counts["dropped"] == gate.rejected
     assert sum(counts.values()) == dispatcher.counts["groups"]
     assert fleet.load == 0, "a reservation leaked"
+    failures = await thread.submit(Store.failures)
+    assert failures["failed_rollouts"] == dispatcher.counts["failed_rollouts"] > 0
     await thread.close()
     return Store(path, read_only=True)
 
@@ -146,12 +158,15 @@ def test_every_submitted_group_ends_exactly_once(tmp_path, monkeypatch, seed: in
     store = asyncio.run(run(tmp_path / "store.sqlite", seed, monkeypatch))
     groups = {row["group_id"]: row for row in store.groups()}
     assert sorted(groups) == list(range(len(groups)))
-    kept = Counter(t["group_id"] for t in store.trajectories())
+    traces = list(store.trajectories())
+    kept = Counter(t["group_id"] for t in traces)
+    episodes = Counter(group for group, _ in {(t["group_id"], t["sample_index"]) for t in traces})
+    assert {1, 2} == set(episodes.values()) and {1, 3} < set(kept.values())
     for group_id, row in groups.items():
         assert row["state"] in ("used", "filtered", "dropped")
         if row["state"] != "dropped":
             assert kept[group_id] == row["num_trajectories"] > 0
-        if row["state"] == "used" and kept[group_id] < SIZE:
+        if row["state"] == "used" and episodes[group_id] < SIZE:
             assert "rollouts failed" in row["reason"]
     assert {t["server"] for t in store.trajectories()} == {SERVER.name}
     store.close()

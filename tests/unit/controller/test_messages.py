@@ -36,7 +36,8 @@ from areal_lite.controller.messages import (
     process_namespace,
 )
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Trajectory
 
 SERVER = ServerInfo(name="s0", url="http://x", api_key="key", tensor_parallel=2, pid=7)
 

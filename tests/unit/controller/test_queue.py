@@ -122,9 +122,14 @@ def test_stats() -> None:
         "length_max": 4,
         "truncated_share": 0.5,
         "trajectories": 4,
+        "traces_mean": 1.0,
         "tokens": 9,
         "nonfinite_tokens": 1,
     }
+    groups[0].trajectories[1].sample_index, groups[0].trajectories[1].trace_index = 0, 1
+    stats = batch_stats(groups, 5, max_staleness=3)
+    assert (stats["traces_mean"], stats["trajectories"]) == (pytest.approx(4 / 3), 4)
+    assert stats["reward_mean"] == pytest.approx(np.mean([0.5, 0, 0])), "an episode counts once"
     overdue = batch_stats(groups, 5, max_staleness=1)
     assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
         "tokens that are too old are not trained on"

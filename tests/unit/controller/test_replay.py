@@ -44,12 +44,19 @@ def group(group_id: int, prompt: str, *members: tuple[int, float]) -> Group:
     return Group(group_id=group_id, prompt_id=prompt, size=len(members), trajectories=trajectories)
 
 
+def with_traces(group: Group) -> Group:
+    """Give the last episode of a group a second trace, which begins with another prompt."""
+    last = group.trajectories[-1]
+    group.trajectories.append(replace(last, trace_index=1, tokens=last.tokens + 50))
+    return group
+
+
 def buffer(size: int = 2, seed: int = 1, **config) -> ReplayBuffer:
     return ReplayBuffer(replace(ReplayConfig(capacity=4), **config), size, seed)
 
 
 def held(replay: ReplayBuffer) -> dict[str, list[int]]:
-    return {ts[0].prompt_id: [int(t.tokens[-1]) for t in ts] for ts in replay}
+    return {es[0][0].prompt_id: [int(e[-1].tokens[-1]) for e in es] for es in replay}
 
 
 def test_it_keeps_the_newest_distinct_trajectories() -> None:
@@ -57,13 +64,21 @@ def test_it_keeps_the_newest_distinct_trajectories() -> None:
     replay.put(group(0, "a", (1, 0), (2, 0), (1, 1)))
     assert held(replay) == {"a": [2, 1]}
     replay.put(group(1, "a", (2, 0), (3, 0)))
-    assert held(replay) == {"a": [1, 2, 3]} and [t.group_id for t in next(iter(replay))] == [
-        0,
-        1,
-        1,
-    ]
+    assert held(replay) == {"a": [1, 2, 3]}
+    assert [traces[0].group_id for traces in next(iter(replay))] == [0, 1, 1]
     replay.put(group(2, "a", (4, 0), (5, 0)))
     assert held(replay) == {"a": [2, 3, 4, 5]} and replay.num_trajectories == 4
+
+
+def test_an_episode_is_held_and_drawn_with_all_of_its_traces() -> None:
+    replay = buffer(recency_probability=1.0)
+    replay.put(with_traces(group(0, "a", (1, 0), (2, 1))))
+    replay.put(group(1, "a", (2, 1)))  # the first trace alone is another episode
+    assert [len(traces) for traces in next(iter(replay))] == [1, 2, 1]
+    assert replay.num_trajectories == 4
+    drawn = replay.take(1, 0, 1)
+    names = [(t.sample_index, t.trace_index) for t in drawn.groups[0].trajectories]
+    assert names == [(0, 0), (0, 1), (1, 0)] and drawn.draws == [[(0, 1), (1, 0)]]
 
 
 def test_prompts_beyond_the_limit_leave_in_the_order_of_their_last_addition() -> None:
@@ -102,7 +117,7 @@ def test_a_recent_draw_has_the_newest_trajectories_of_the_last_prompts() -> None
         for g in deal.groups
         for i, t in enumerate(g.trajectories)
     )
-    assert next(iter(replay))[0].group_id == 0, "what is kept does not change"
+    assert next(iter(replay))[0][0].group_id == 0, "what is kept does not change"
 
 
 def test_a_draw_mixes_groups_and_versions_and_names_no_prompt_twice() -> None:
@@ -158,12 +173,14 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
         group(number, f"p{number % 3}", (number, number % 2), (100 + number, 0))
         for number in range(9)
     ]
+    for g in groups[::2]:
+        with_traces(g)
     for g in groups:
         store.admit(g.group_id, g.prompt_id, 0, 1, 2, 0.0)
     for order, number in enumerate([0, 2, 1, 3, 5, 4, 6, 8]):  # number 7 never finishes
         store.finish(
             groups[number],
-            [(None, None)] * 2,
+            [(None, None)] * len(groups[number].trajectories),
             None,
             float(order),
             "filtered" if number == 8 else "finished",
@@ -172,7 +189,7 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
             replay.put(groups[number])
     first = replay.take(2, 0, 1)
     store.use(first.group_ids, 0, first.draws)
-    assert [t.group_id for ts in store.drawn(0) for t in ts] == [
+    assert [traces[0].group_id for episodes in store.drawn(0) for traces in episodes] == [
         group_id for members in first.draws for group_id, _ in members
     ]
     rebuilt = buffer(recency_probability=0.5)
@@ -199,7 +216,7 @@ def test_drawing_is_a_function_of_seed_version_and_content(tmp_path) -> None:
 
 def test_diversity() -> None:
     groups = [group(0, "a", (1, 1), (1, 1), (2, 1), (3, 0)), group(1, "b", (1, 0), (1, 0))]
-    assert diversity(g.trajectories for g in groups) == {
+    assert diversity(g.episodes for g in groups) == {
         "distinct_share": pytest.approx((3 / 4 + 1 / 2) / 2),
         "distinct_correct": 1.0,
     }

@@ -101,6 +101,6 @@ def test_a_replay_buffer_knows_its_groups() -> None:
         one = group(number)
         one.prompt_id = f"p{number % 3}"
         replay.put(one)
-        held = {t.group_id for trajectories in replay for t in trajectories}
+        held = {traces[0].group_id for episodes in replay for traces in episodes}
         assert replay.group_ids == held
     assert len(replay.group_ids) < 5

@@ -12,7 +12,7 @@ from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy, obsolete
 from areal_lite.run_dir.bad_batches import load_batch, save_batch
 from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 
 def checkpoint(folder: Path) -> Path:
@@ -131,6 +131,7 @@ def test_a_saved_batch_comes_back(tmp_path):
         rewards=np.array([1.0, np.nan], np.float32),
         group_ids=np.array([7, 7], np.int64),
         sample_indices=np.array([0, 1], np.int32),
+        trace_indices=np.zeros(2, np.int32),
         truncated=np.array([True, False]),
         kv_versions=np.array([3, 4], np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

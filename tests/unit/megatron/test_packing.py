@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_lite.megatron.attention import MIN_FILL, PaddedBlocks
 from areal_lite.megatron.packing import attention_crossover, make_microbatches, pack
-from areal_lite.trajectory import TrainBatch
+from areal_lite.train_batch import TrainBatch
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 CROSSOVERS = st.sampled_from((5.0, 60.0, float("inf")))
@@ -23,7 +23,8 @@ def batch_of(lengths: list[int]) -> TrainBatch:
         versions=np.zeros(total, np.int32),
         rewards=np.zeros(count, np.float32),
         group_ids=np.zeros(count, np.int64),
-        sample_indices=np.zeros(count, np.int32),
+        sample_indices=np.arange(count, dtype=np.int32),
+        trace_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
         kv_versions=np.zeros(count, np.int32),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.megatron.reference import CachedReference
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Trajectory
 
 
 class Counting:

@@ -73,7 +73,7 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
             started(workflow, None),
             playing(tokenizer, prompt, script, max_new_tokens=2000) as (episodes, _, _),
         ):
-            (trajectory,) = await asyncio.gather(*run_workflow(workflow, episodes))
+            ((trajectory,),) = await asyncio.gather(*run_workflow(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -368,7 +369,8 @@ def test_a_group_works_together(tokenizer) -> None:
         async with playing(
             tokenizer, chat_prompt(tokenizer), ["one", "uno"], ["two", "due"], ["three", "tre"]
         ) as (episodes, client, _):
-            trajectories = await asyncio.gather(*run_workflow(Together(), episodes))
+            results = await asyncio.gather(*run_workflow(Together(), episodes))
+            trajectories = [trajectory for (trajectory,) in results]
             assert [t.sample_index for t in trajectories] == [0, 1, 2]
             texts = [text_of(tokenizer, t.tokens) for t in trajectories]
             others = "Others answered:\n\ntwo\n\nthree\n\nAnswer again."
@@ -407,6 +409,19 @@ def test_every_error_of_a_workflow_is_a_workflow_failure(tokenizer) -> None:
         trajectory.reward = math.inf
         return trajectory
 
+    async def no_trace(episode):
+        return []
+
+    async def twice(episode):
+        return [await single_turn(episode)] * 2
+
+    async def half_scored(episode):
+        trajectory = await single_turn(episode)
+        return [trajectory, replace(trajectory, reward=1.0)]
+
+    async def with_text(episode):
+        return [await single_turn(episode), "text"]
+
     @grouped
     async def too_few(episodes):
         return []
@@ -420,7 +435,7 @@ def test_every_error_of_a_workflow_is_a_workflow_failure(tokenizer) -> None:
             results = await asyncio.gather(
                 *run_workflow(workflow, episodes), return_exceptions=True
             )
-            assert all(isinstance(r, (Trajectory, WorkflowFailed)) for r in results)
+            assert all(isinstance(r, (list, WorkflowFailed)) for r in results)
             return [str(r) if isinstance(r, WorkflowFailed) else "fine" for r in results]
 
     async def main() -> None:
@@ -432,9 +447,44 @@ def test_every_error_of_a_workflow_is_a_workflow_failure(tokenizer) -> None:
         assert "not sample a single token" in (await outcomes(silent))[0]
         assert "0/1 for 0/0" in (await outcomes(swapped))[0]
         assert "set the reward inf" in (await outcomes(infinite))[0]
-        assert "0 trajectories for 2 episodes" in (await outcomes(too_few))[1]
+        assert "0 results for 2 episodes" in (await outcomes(too_few))[1]
+        assert "an empty list" in (await outcomes(no_trace))[0]
+        assert "the same Trajectory twice" in (await outcomes(twice))[0]
+        assert "a reward for some traces only" in (await outcomes(half_scored))[0]
+        assert "'text', not a Trajectory" in (await outcomes(with_text))[1]
         first, second = await outcomes(one_lost)
         assert first == "fine" and "None, not a Trajectory" in second
+
+    asyncio.run(main())
+
+
+def test_the_traces_of_an_episode_are_numbered_in_their_order(tokenizer) -> None:
+    """A workflow that writes a summary, and goes on from it alone."""
+
+    async def compacts(episode):
+        first, summary = Transcript(episode), None
+        summary = await first.sample_text()
+        request = [{"role": "user", "content": f"Known: {summary}"}]
+        second = Transcript(episode, episode.tokenizer.chat(request))
+        await second.sample_text()
+        return [first.trajectory(0.25), second.trajectory(1.0)]
+
+    async def main() -> None:
+        async with playing(tokenizer, chat_prompt(tokenizer), ["s0", "a0"], ["s1", "a1"]) as (
+            episodes,
+            client,
+            _,
+        ):
+            results = await asyncio.gather(*run_workflow(compacts, episodes))
+        for number, traces in enumerate(results):
+            assert [t.name for t in traces] == [f"0/{number}", f"0/{number}.1"]
+            assert [t.reward for t in traces] == [0.25, 1.0]
+            own = [
+                seen for seen in client.seen if seen[2] in [t.tokens[-3:].tolist() for t in traces]
+            ]
+            for trace, (_, before, answer) in zip(traces, own, strict=True):
+                assert trace.tokens.tolist() == before + answer
+                assert trace.num_sampled == len(answer)
 
     asyncio.run(main())
 

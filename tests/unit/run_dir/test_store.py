@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,7 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     expected = dict(
         group_id=3,
         sample_index=0,
+        trace_index=0,
         reward=0.5,
         finish_reason="stop",
         n_prompt=2,
@@ -111,6 +113,35 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     with pytest.raises(ValueError, match="t.sqlite: attempt to write a readonly database"):
         reader.admit(4, "p", 0, 1, 2, 0.0)
     reader.close()
+
+
+def test_the_traces_of_an_episode(store: Store) -> None:
+    """Each has rows of its own, and the episode counts once."""
+    whole = group(2, members=3)
+    whole.trajectories = [
+        replace(trajectory(2, 0, 2), reward=1.0),
+        replace(trajectory(2, 0, 5), trace_index=1, reward=0.5),
+        replace(trajectory(2, 0, 4), trace_index=2, reward=0.0),
+        trajectory(2, 2),  # sample 1 has failed
+    ]
+    store.admit(2, "p2", 7, 1, 3, 9.0)
+    store.finish(whole, [(f"q{i}", f"a{i}") for i in range(4)], "1 rollouts failed: why", 12.0)
+    (read,) = store.waiting_groups()
+    assert [t.name for t in read.trajectories] == ["2/0", "2/0.1", "2/0.2", "2/2"]
+    assert [len(traces) for traces in read.episodes] == [3, 1] and read.rewards == [0.5, 0.5]
+    for one, other in zip(read.trajectories, whole.trajectories, strict=True):
+        for name in ("tokens", "behavior_logprobs", "versions", "loss_mask"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert (one.reward, one.trace_index) == (other.reward, other.trace_index)
+    assert [row["completion"] for row in store.trajectories()] == ["a0", "a1", "a2", "a3"]
+    assert list(store.rewards()) == [(7, [0.5, 0.5])]
+    assert store.failures()["failed_rollouts"] == 1 and store.missing_trajectories() == 0
+    store.use([2], 0, draws=[[(2, 2), (2, 0)]])
+    ((second, first),) = store.drawn(0)
+    assert [t.name for t in [*second, *first]] == ["2/2", "2/0", "2/0.1", "2/0.2"]
+    store._db.execute("UPDATE trajectories SET trace_index = 9 WHERE trace_index = 1")
+    with pytest.raises(ValueError, match="trajectory 2/0.9 is damaged"):
+        store.used_groups(0)
 
 
 def test_states(store: Store) -> None:

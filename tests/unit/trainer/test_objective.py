@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -28,41 +29,52 @@ from areal_lite.config import (
 from areal_lite.config.compose import compose_config
 from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.objective import RATIO_LOSSES, build_objective
 from areal_lite.trainer.step import flat_batch
 from areal_lite.trainer.step_metrics import critic_metrics
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.trajectory import Trajectory
 
 VERSION = 5
 
 
 def make_batch(seed: int, groups: int = 4, size: int = 3) -> TrainBatch:
-    """Make ragged groups, some incomplete, with truncated, overdue and non-finite tokens."""
+    """Make ragged groups, some incomplete, with truncated, overdue and non-finite tokens.
+
+    Episodes have up to three traces, which share a reward or have their own.
+    """
     rng = np.random.default_rng(seed)
     trajectories = []
-    for group in range(groups):
-        for sample_index in range(int(rng.integers(1, size + 1))):
-            prompt, length = int(rng.integers(1, 4)), int(rng.integers(1, 7))
-            sampled = np.repeat([False, True], [prompt, length])
-            logprobs = np.where(sampled, -np.abs(rng.normal(1, 0.5, prompt + length)), 0).astype(
-                np.float32
-            )
-            if rng.random() < 0.2:
-                logprobs[-1] = np.nan
-            tokens = rng.integers(2, 9, prompt + length).astype(np.int32)
-            versions = np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1)
-            trajectory = Trajectory(
-                group_id=10 * group,
-                prompt_id=str(group),
-                sample_index=sample_index,
-                tokens=tokens,
-                loss_mask=sampled,
-                behavior_logprobs=logprobs,
-                versions=versions.astype(np.int32),
-                finish_reason=str(rng.choice(["stop", "length"])),
-                reward=float(rng.choice([0.0, 0.5, 1.0])),
-            )
-            trajectories.append(trajectory.check())
+    episodes = [
+        (group, sample_index, trace_index, shared)
+        for group in range(groups)
+        for sample_index in range(int(rng.integers(1, size + 1)))
+        for shared in [rng.choice([0.0, 0.5, 1.0, np.nan])]
+        for trace_index in range(int(rng.integers(1, 4)))
+    ]
+    for group, sample_index, trace_index, shared in episodes:
+        prompt, length = int(rng.integers(1, 4)), int(rng.integers(1, 7))
+        sampled = np.repeat([False, True], [prompt, length])
+        logprobs = np.where(sampled, -np.abs(rng.normal(1, 0.5, prompt + length)), 0).astype(
+            np.float32
+        )
+        if rng.random() < 0.2:
+            logprobs[-1] = np.nan
+        tokens = rng.integers(2, 9, prompt + length).astype(np.int32)
+        versions = np.where(sampled, np.sort(rng.integers(1, 6, prompt + length)), -1)
+        trajectory = Trajectory(
+            group_id=10 * group,
+            prompt_id=str(group),
+            sample_index=sample_index,
+            trace_index=trace_index,
+            tokens=tokens,
+            loss_mask=sampled,
+            behavior_logprobs=logprobs,
+            versions=versions.astype(np.int32),
+            finish_reason=str(rng.choice(["stop", "length"])),
+            reward=float(rng.choice([0.0, 0.5, 1.0]) if np.isnan(shared) else shared),
+        )
+        trajectories.append(trajectory.check())
     batch = TrainBatch.from_trajectories(
         [trajectories[i] for i in rng.permutation(len(trajectories))]
     )
@@ -117,6 +129,14 @@ def loss_in_parts(
     return total, metrics
 
 
+def traces_of_episodes(batch: TrainBatch) -> dict[tuple[int, int], list[int]]:
+    """Return by group id and sample index the sequences of each episode."""
+    episodes: dict[tuple[int, int], list[int]] = {}
+    for s, key in enumerate(zip(batch.group_ids.tolist(), batch.sample_indices.tolist())):
+        episodes.setdefault(key, []).append(s)
+    return episodes
+
+
 def clip(x, low, high):
     return min(max(x, low), high)
 
@@ -155,11 +175,13 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
     rejected = plain_rejected(t, proximal, algo.rejection)
     other = {"reference": ref, "proximal": prox, "behavior": behave, "average": average}
     tokens = sum(map(len, sequences.values()))
+    episode = dict(enumerate(t.episode_ids.tolist()))
+    written = Counter(episode[s] for s, places in sequences.items() for _ in places)
     group_q: dict[int, list[float]] = {}
     for s, places in sequences.items():
         mean = sum(behave[i] for i in places) / len(places)
         group_q.setdefault(t.group_ids[s].item(), []).append(math.exp(mean))
-    for places in sequences.values():
+    for s, places in sequences.items():
         n, left = len(places), [i for i in places if i not in rejected]
         target = lp if algo.loss == "reinforce" else prox
 
@@ -181,8 +203,8 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
         for i in places:
             share = {
                 "token": 1 / tokens,
-                "sequence": 1 / n / len(sequences),
-                "constant": 1 / max_new_tokens / len(sequences),
+                "sequence": 1 / written[episode[s]] / len(written),
+                "constant": 1 / max_new_tokens / len(written),
             }[algo.reduction]
             anchor = prox if algo.decoupled else behave
             w = weight(i) if algo.decoupled or algo.loss == "reinforce" else float(i in left)
@@ -298,16 +320,15 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
     t, logprobs, entropy = tensors_of(batch, config, seed)
     got, _ = loss_in_parts(t, batch, logprobs, entropy, config, budget)
     residuals: dict[int, list[float]] = {}
-    for s in range(batch.num_sequences):
-        own = (
-            t.sequence_ids == s
-        ) & t.sampled  # overdue tokens and those without a behavior log-prob are part of it
+    episodes = traces_of_episodes(batch)
+    for (group, _), traces in episodes.items():
+        # Overdue tokens and those without a behavior log-prob are part of it.
+        own = sum(t.sequence_ids == s for s in traces).bool() & t.sampled
         log_ratio = float((logprobs.detach() - t.reference)[own].sum())
-        residuals.setdefault(int(batch.group_ids[s]), []).append(
-            log_ratio - float(batch.rewards[s]) / 0.3
-        )
+        reward = np.mean(batch.rewards[traces], dtype=np.float64)
+        residuals.setdefault(group, []).append(log_ratio - reward / 0.3)
     squares = sum((d - np.mean(group)) ** 2 for group in residuals.values() for d in group)
-    assert float(got.detach()) == pytest.approx(squares / batch.num_sequences, rel=1e-5)
+    assert float(got.detach()) == pytest.approx(squares / len(episodes), rel=1e-5)
 
 
 def test_beta_falls_in_a_straight_line_and_stays():
@@ -376,18 +397,26 @@ def test_the_optimal_baseline_has_the_weights_of_the_loss(reduction, level):
         product = math.prod(ratio[i] for i in own)
         weights = [min(ratio[i] if level == "token" else product, 1.4) for i in own]
         norm = sum(w * w for w in weights)
-        norms.append(norm / max(len(own), 1) ** 2 if reduction == "sequence" else norm)
+        written = int((t.mask & (t.episode_ids[t.sequence_ids] == t.episode_ids[s])).sum())
+        norms.append(norm / max(written, 1) ** 2 if reduction == "sequence" else norm)
     for s in range(batch.num_sequences):
         group = [i for i, g in enumerate(batch.group_ids) if g == batch.group_ids[s]]
         total = sum(norms[i] for i in group)
-        rewards = [float(batch.rewards[i]) for i in group]
         baseline = (
             sum(norms[i] * float(batch.rewards[i]) for i in group) / total
             if total
-            else (sum(rewards) / len(rewards))
+            else mean_of_episodes(batch, batch.rewards, batch.group_ids[s])
         )
         for value in t.advantages[t.sequence_ids == s]:
             assert float(value) == pytest.approx(float(batch.rewards[s]) - baseline, abs=1e-6)
+
+
+def mean_of_episodes(batch: TrainBatch, rewards, group: int) -> float:
+    """Average the rewards of a group of `batch`, each episode by the mean of its traces."""
+    episodes = traces_of_episodes(batch).items()
+    return float(
+        np.mean([np.mean([rewards[s] for s in e]) for (g, _), e in episodes if g == group])
+    )
 
 
 def test_kl_in_the_reward_of_groups():
@@ -398,15 +427,16 @@ def test_kl_in_the_reward_of_groups():
     batch = make_batch(4)
     t, _, _ = tensors_of(batch, config, 2)
     build_objective(config).set_targets(t, summed)
+    of_token, divergence = t.episode_ids[t.sequence_ids], t.prox - t.reference
     reward = [
         float(batch.rewards[s])
-        - 0.1 * float((t.prox - t.reference)[(t.sequence_ids == s) & t.mask].sum())
+        - 0.1 * float(divergence[(of_token == t.episode_ids[s]) & t.mask].sum())
         for s in range(batch.num_sequences)
     ]
     for s in range(batch.num_sequences):
-        group = [r for r, g in zip(reward, batch.group_ids) if g == batch.group_ids[s]]
+        mean = mean_of_episodes(batch, reward, batch.group_ids[s])
         for value in t.advantages[t.sequence_ids == s]:
-            assert float(value) == pytest.approx(reward[s] - np.mean(group), abs=1e-9)
+            assert float(value) == pytest.approx(reward[s] - mean, abs=1e-9)
 
 
 @pytest.mark.parametrize("estimator", ["off", "grpo", "gae"])

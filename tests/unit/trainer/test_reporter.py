@@ -1,6 +1,7 @@
 """The records of rank 0 that need no process: log-probs of one group, and evaluations."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.metrics import append_event, read_events
+from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.reporter import RankZeroReporter, proximal_record
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.trajectory import Trajectory
 
 
 def trajectory(group_id: int, sample_index: int, sampled: int) -> Trajectory:
@@ -36,9 +38,16 @@ def test_the_sampled_tokens_of_the_first_group_are_recorded() -> None:
     prox = -np.arange(len(batch.tokens), dtype=np.float32) / 8
     record = proximal_record(5, batch, prox)
     assert (record["step"], record["group_id"]) == (5, 7)
-    assert record["prox"][1] == pytest.approx(prox[[2, 3, 5]])
-    assert record["prox"][0] == pytest.approx(prox[[13, 15]])
-    assert set(record["prox"]) == {0, 1}
+    assert record["prox"]["1"] == pytest.approx(prox[[2, 3, 5]])
+    assert record["prox"]["0"] == pytest.approx(prox[[13, 15]])
+    assert set(record["prox"]) == {"0", "1"}
+
+
+def test_the_traces_of_an_episode_are_recorded_apart() -> None:
+    second = replace(trajectory(7, 1, 2), trace_index=1)
+    batch = TrainBatch.from_trajectories([trajectory(7, 1, 3), second])
+    record = proximal_record(5, batch, np.arange(len(batch.tokens), dtype=np.float32))
+    assert {name: len(prox) for name, prox in record["prox"].items()} == {"1.1": 2, "1": 3}
 
 
 def test_the_longest_samples_of_a_large_group_are_left_out() -> None:
@@ -46,7 +55,7 @@ def test_the_longest_samples_of_a_large_group_are_left_out() -> None:
         [trajectory(7, index, sampled) for index, sampled in enumerate((6000, 3000, 4000, 9000))]
     )
     record = proximal_record(0, batch, np.zeros(len(batch.tokens), np.float32))
-    assert list(record["prox"]) == [1, 2]
+    assert list(record["prox"]) == ["1", "2"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from areal_lite.trajectory import TrainBatch, Trajectory
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Trajectory
 from areal_lite.weights.agreement import difference_of_fresh
 
 

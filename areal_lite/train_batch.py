@@ -1,0 +1,165 @@
+"""Batches of trajectories as flat arrays, which travel from the controller to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from areal_lite.trajectory import FinishReason, Trajectory
+
+_TOKEN_ARRAYS = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "behavior_logprobs": np.float32,
+    "versions": np.int32,
+}
+_SEQUENCE_ARRAYS = {
+    "rewards": np.float32,
+    "group_ids": np.int64,
+    "sample_indices": np.int32,
+    "trace_indices": np.int32,
+    "truncated": np.bool_,
+    "kv_versions": np.int32,
+}
+_ARRAYS = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainBatch:
+    """Trajectories laid end to end: n sequences with T tokens in all.
+
+    Args:
+        tokens: int32 [T].
+        loss_mask: bool [T], true where a token takes part in the loss.
+        behavior_logprobs: float32 [T], finite.
+        versions: int32 [T].
+        rewards: float32 [n], NaN without a reward.
+        group_ids: int64 [n].
+        sample_indices, trace_indices: int32 [n].
+        truncated: bool [n], true for finish reason `length`.
+        kv_versions: int32 [n], as in Trajectory.
+        cu_seqlens: int64 [n + 1]; sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    behavior_logprobs: np.ndarray
+    versions: np.ndarray
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    sample_indices: np.ndarray
+    trace_indices: np.ndarray
+    truncated: np.ndarray
+    kv_versions: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
+        """Lay trajectories end to end.
+
+        A token whose log-prob is not finite gets mask false and log-prob 0 here.
+        """
+        if not trajectories:
+            raise ValueError("a batch needs at least one trajectory")
+        lengths = [len(t.tokens) for t in trajectories]
+        rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
+        logprobs = np.concatenate([t.behavior_logprobs for t in trajectories]).astype(np.float32)
+        finite = np.isfinite(logprobs)
+        return cls(
+            tokens=np.concatenate([t.tokens for t in trajectories]).astype(np.int32),
+            loss_mask=np.concatenate([t.loss_mask for t in trajectories]).astype(bool) & finite,
+            behavior_logprobs=np.where(finite, logprobs, np.float32(0)),
+            versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
+            rewards=np.array(rewards, np.float32),
+            group_ids=np.array([t.group_id for t in trajectories], np.int64),
+            sample_indices=np.array([t.sample_index for t in trajectories], np.int32),
+            trace_indices=np.array([t.trace_index for t in trajectories], np.int32),
+            truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories]),
+            kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
+            cu_seqlens=_cumulative(lengths),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Return n."""
+        return len(self.rewards)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each sequence, int64 [n]."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def sequence_ids(self) -> np.ndarray:
+        """Return the index of each token's sequence, int64 [T]."""
+        return np.repeat(np.arange(self.num_sequences), self.lengths)
+
+    @property
+    def episode_ids(self) -> np.ndarray:
+        """Return the index of each sequence's episode, int64 [n]: of one group and sample index."""
+        pairs = np.stack([self.group_ids, self.sample_indices])
+        return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
+
+    def token_indices(self, sequences: np.ndarray) -> np.ndarray:
+        """Return the indices of the tokens of `sequences`, in the given order, int64."""
+        lengths = self.lengths[sequences]
+        ends = np.cumsum(lengths)
+        shifts = self.cu_seqlens[sequences] - (ends - lengths)
+        return np.arange(ends[-1] if len(ends) else 0) + np.repeat(shifts, lengths)
+
+    def minibatches(self, num: int) -> list[np.ndarray]:
+        """Split into `num` minibatches of equally many whole groups; return sequence indices.
+
+        Groups keep the order in which they first appear. Raises ValueError if they cannot be split
+        equally.
+        """
+        _, first, inverse = np.unique(self.group_ids, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first))[inverse]
+        groups = len(first)
+        if groups % num:
+            raise ValueError(f"{groups} groups cannot be split into {num} minibatches")
+        return [np.flatnonzero(order // (groups // num) == m) for m in range(num)]
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> TrainBatch:
+        """Return the batch of the sequences `indices`, in that order."""
+        indices = np.asarray(indices, np.int64)
+        token_indices = self.token_indices(indices)
+        return TrainBatch(
+            **{name: getattr(self, name)[token_indices] for name in _TOKEN_ARRAYS},
+            **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},
+            cu_seqlens=_cumulative(self.lengths[indices]),
+        )
+
+    def to_frames(self) -> list[bytes | memoryview]:
+        """Encode for a socket, without pickle.
+
+        The first frame is a msgpack header of names and lengths. Each further frame is the raw
+        little-endian buffer of one array.
+        """
+        arrays = [getattr(self, name) for name in _ARRAYS]
+        header = msgspec.msgpack.encode([[n, len(a)] for n, a in zip(_ARRAYS, arrays)])
+        buffers = [np.ascontiguousarray(a).data.cast("B") if len(a) else b"" for a in arrays]
+        return [header, *buffers]
+
+    @classmethod
+    def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
+        """Decode what `to_frames` encoded. Raises ValueError for frames that are not a batch."""
+        header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, int]])
+        if [name for name, _ in header] != list(_ARRAYS) or len(frames) != len(_ARRAYS) + 1:
+            raise ValueError(f"not a batch: {header} in {len(frames)} frames")
+        arrays = {}
+        for (name, length), frame in zip(header, frames[1:]):
+            array = np.frombuffer(frame, _ARRAYS[name])
+            if len(array) != length:
+                raise ValueError(f"not a batch: {name} has {len(array)} elements, not {length}")
+            # Copied because a socket's buffer is read-only and may be reused.
+            arrays[name] = array.copy()
+        return cls(**arrays)
+
+
+def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return [0, l0, l0 + l1, ...], int64."""
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
