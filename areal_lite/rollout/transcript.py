@@ -17,7 +17,7 @@ class Transcript:
     that of the last completion, or `length` once added tokens did not fit.
     """
 
-    def __init__(self, episode: Episode, tokens: Sequence[int] | None = None):
+    def __init__(self, episode: Episode, tokens: Sequence[int] | np.ndarray | None = None):
         """Begin with `tokens`, or with the episode's prompt if None."""
         self.episode = episode
         self.finish_reason = "abort"
@@ -35,6 +35,15 @@ class Transcript:
     @property
     def remaining_tokens(self) -> int:
         return self._limit - len(self.tokens)
+
+    def fork(self, length: int) -> "Transcript":
+        """Return a transcript that begins with the first `length` tokens, as its prompt.
+
+        It ends at the same number of tokens as this one.
+        """
+        fork = Transcript(self.episode, self.tokens[:length])
+        fork._limit = self._limit
+        return fork
 
     async def sample(
         self, max_new_tokens: int | None = None, stop: Sequence[str] = ()
@@ -120,7 +129,7 @@ class Transcript:
             kv_version=min((chunk.kv_version for chunk in sampled), default=-1),
         )
 
-    def _append(self, tokens: Sequence[int]) -> None:
+    def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append environment tokens: version -1, log-prob 0."""
         count = len(tokens)
         self._chunks.append(

@@ -1,7 +1,7 @@
 """An agent of your own: any code that talks to a model through the OpenAI API.
 
-It knows nothing of training. Its API key belongs to one episode, and all that it asks under this
-key becomes one trajectory.
+It knows nothing of training. Its API key belongs to one episode, and each conversation under this
+key becomes a trajectory.
 """
 
 import functools
@@ -28,6 +28,6 @@ async def agent(base_url: str, api_key: str, prompt: Prompt) -> float:
         message = completion.choices[0].message
         if (message.content or "").rpartition("#")[2].strip() == prompt.answer:
             return reward
-        # A conversation only grows: what was said before must stay as it was.
+        # What was said before stays as it was, so this is the same conversation.
         messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "\n"}]
     return 0.0

@@ -43,7 +43,7 @@ class Agent:
 
 @contextlib.asynccontextmanager
 async def serving(folder, texts: int = 4, budget: int = 1000) -> AsyncIterator[tuple]:
-    """Yield an endpoint, an agent and its conversation."""
+    """Yield an endpoint, an agent and its conversations."""
     tokenizer = save_chat_tokenizer(folder)
     server = OpenAIEndpoint()
     await server.start()
@@ -52,15 +52,15 @@ async def serving(folder, texts: int = 4, budget: int = 1000) -> AsyncIterator[t
         aiohttp.ClientSession() as session,
         playing(tokenizer, chat_prompt(tokenizer), script, max_new_tokens=budget) as (episodes, *_),
     ):
-        with server.conversation(episodes[0]) as (key, conversation):
-            yield server, Agent(session, server.base_url, key), conversation
+        with server.conversations(episodes[0]) as (key, conversations):
+            yield server, Agent(session, server.base_url, key), conversations
     await server.close()
 
 
 def with_agent(folder, test: Callable, **settings) -> None:
     async def main() -> None:
-        async with serving(folder, **settings) as (server, agent, conversation):
-            await test(server, agent, conversation)
+        async with serving(folder, **settings) as (server, agent, conversations):
+            await test(server, agent, conversations)
 
     uvloop.run(main())
 
@@ -122,7 +122,7 @@ WRONG = {
 
 
 def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) -> None:
-    async def test(server, agent: Agent, conversation) -> None:
+    async def test(server, agent: Agent, conversations) -> None:
         for case, request in WRONG.items():
             raw = request if isinstance(request, str | bytes) else json.dumps(request)
             status, text = await agent.post(raw)
@@ -138,7 +138,7 @@ def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) ->
 
 
 def test_values_as_deep_as_the_decoder_takes(tmp_path) -> None:
-    async def test(server, agent: Agent, conversation) -> None:
+    async def test(server, agent: Agent, conversations) -> None:
         for depth in (200, 500, 800, 900, 950, 980, 990, 1000, 1100):
             nested = "[" * depth + "]" * depth
             for key in ("logit_bias", "n", "stop", "max_tokens", "temperature", "tools", "x"):
@@ -155,8 +155,8 @@ def test_values_as_deep_as_the_decoder_takes(tmp_path) -> None:
 
 
 def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
-    async def test(server, agent: Agent, conversation) -> None:
-        conversation.episode.tokenizer._chat_template = "{{ 1 // 0 }}"
+    async def test(server, agent: Agent, conversations) -> None:
+        conversations.episode.tokenizer._chat_template = "{{ 1 // 0 }}"
         status, text = await agent.post(json.dumps(chat()))
         assert status == 400 and "ZeroDivisionError" in text
 
@@ -166,7 +166,7 @@ def test_a_template_that_fails_costs_its_episode_only(tmp_path) -> None:
 def test_a_long_text_holds_up_nothing(tmp_path) -> None:
     """It is refused without encoding where it cannot fit, and encoded in a thread where it can."""
 
-    async def test(server, agent: Agent, conversation) -> None:
+    async def test(server, agent: Agent, conversations) -> None:
         lag = LoopLag()
         watching = asyncio.create_task(lag.watch())
         messages = chat("a" * 1_000_000)["messages"]
@@ -175,13 +175,13 @@ def test_a_long_text_holds_up_nothing(tmp_path) -> None:
         messages += [json.loads(text)["choices"][0]["message"], *chat("b" * 1_000_000)["messages"]]
         started = time.monotonic()
         status, text = await agent.post(json.dumps({"messages": messages}))
-        assert status == 400 and "context_length_exceeded" in text and conversation.truncated
+        assert status == 400 and "context_length_exceeded" in text and conversations.truncated
         assert time.monotonic() - started < 2
         assert lag.take_p99() < 1
         watching.cancel()
         status, text = await agent.post(b" " * (4 << 20))
         assert status == 413 and "request_too_large" in text
-        assert conversation.trajectory(0.0).finish_reason == "length"
+        assert [t.finish_reason for t in conversations.traces(0.0)] == ["length"]
 
     with_agent(tmp_path, test)
 
@@ -250,7 +250,7 @@ def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monke
     monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.5,))
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (60, 60))
 
-    async def test(server, agent: Agent, conversation) -> None:
+    async def test(server, agent: Agent, conversations) -> None:
         url = urlsplit(server.base_url)
         where = (url.hostname, url.port)
 
@@ -293,11 +293,11 @@ def fuzz(folder, cases: int, seed: int) -> None:
         {**assistant([CALL]), "tools": tools, "logit_bias": {}, "user": "me"},
     ]
 
-    async def test(server, agent: Agent, conversation) -> None:
+    async def test(server, agent: Agent, conversations) -> None:
         statuses = {200: 0, 400: 0}
         for _ in range(cases):
             # Each request begins an episode of its own.
-            conversation.__init__(conversation.episode)
+            conversations.__init__(conversations.episode, 16)
             started = time.monotonic()
             status, text = await agent.post(
                 mutated(rng, json.dumps(rng.choice(honest)).encode(), WORDS)

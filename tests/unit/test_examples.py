@@ -149,10 +149,10 @@ def test_the_agent_asks_once_more_after_a_wrong_answer(
         await endpoint.start()
         prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
         async with playing(tokenizer, prompt, script) as (episodes, client, _):
-            with endpoint.conversation(episodes[0]) as (key, conversation):
+            with endpoint.conversations(episodes[0]) as (key, conversations):
                 assert await agent(endpoint.base_url, key, prompt) == reward
             assert len(client.seen) == len(script)
-            assert conversation.trajectory(reward).reward == reward
+            assert [trace.reward for trace in conversations.traces(reward)] == [reward]
         await endpoint.close()
 
     asyncio.run(main())

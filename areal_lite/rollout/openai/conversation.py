@@ -1,155 +1,112 @@
-"""One conversation: the chat completion requests of an episode, recorded token by token.
-
-Rules:
-  * a request's messages begin with all messages of the conversation so far, the policy's answers as
-    they were given (apart from white space around them), and add at least one;
-  * messages that are known stand for the recorded tokens: only new messages are tokenized;
-  * a request that begins differently (an edited history, a second conversation, another sample of
-    an answer) is refused: the policy must have seen the tokens of an episode in one order;
-  * a retry of the last request gets the same answer.
-"""
+"""One conversation of an episode, recorded token by token: it becomes a trace."""
 
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from areal_lite.data.tokenizer import Message
+from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai.messages import (
-    RequestRefused,
-    answer_message,
-    check_settings,
-    parse_messages,
-    parse_stop,
-    parse_tools,
-    same_messages,
-)
+from areal_lite.rollout.openai.messages import answer_message, same_messages
 from areal_lite.rollout.transcript import Transcript
-from areal_lite.servers.client import ServerRefused
-from areal_lite.trajectory import Trajectory
 
 MODEL = "policy"
 
 
 class Conversation:
-    """The requests and answers of one episode; `truncated` if one exceeded its token budget."""
+    """Requests that begin with all messages before them, the policy's answers included.
 
-    def __init__(self, episode: Episode):
-        self.episode = episode
-        self.truncated = False
-        self._transcript: Transcript | None = None
-        self._messages: list[Message] = []  # so far, with the policy's answers
-        self._tools: list[dict[str, Any]] = []
-        self._response: dict[str, Any] = {}
-        self._failure: str | None = None
-        self._lock = asyncio.Lock()
+    Args:
+        messages: those that it begins with, which its transcript has.
+        tools: the tools of every request.
+        transcript: the tokens of `messages`; None if there are none.
+    """
 
-    async def chat(self, body: dict[str, Any], is_retry: bool) -> dict[str, Any]:
-        """Answer one request. Raises RequestRefused."""
-        async with self._lock:
-            messages = parse_messages(body.get("messages"))
-            if is_retry and self._messages and same_messages(messages, self._messages[:-1]):
-                return self._response
-            if self._failure:
-                raise RequestRefused(self._failure, "episode_failed")
-            check_settings(body, self.episode.params.temperature)
-            new = self._new_messages(messages)
-            tools = parse_tools(body.get("tools"))
-            if self._messages and tools != self._tools:
-                raise RequestRefused("tools must be the same in every request of an episode")
-            stop = parse_stop(body.get("stop"))
-            max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-            try:
-                transcript = await self._extend(new, tools)
-                self._response = await _respond(transcript, max_tokens, stop, bool(tools))
-            except (ValueError, RecursionError, ServerRefused) as error:
-                # The chat template or a server refuses, or a call is nested too deeply.
-                self._failure = f"the episode cannot continue: {error}"
-                raise RequestRefused(self._failure, "episode_failed") from error
-            self._messages = [*messages, self._response["choices"][0]["message"]]
-            self._tools = tools
-            return self._response
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: list[dict[str, Any]],
+        transcript: Transcript | None = None,
+    ):
+        self.messages = list(messages)
+        self.tools = tools
+        self.transcript = transcript
+        # The messages of the last request, and the task that answers it.
+        self.asked: list[Message] = []
+        self.answer: asyncio.Task[dict[str, Any]] | None = None
+        # The number of messages and of tokens at the end of each answer.
+        self._ends: list[tuple[int, int]] = []
 
-    def trajectory(self, reward: float | None) -> Trajectory:
-        """Return the trajectory. Raises ValueError if there was no request."""
-        if self._transcript is None:
-            raise ValueError("the agent asked the policy nothing")
-        if self.truncated:
-            self._transcript.finish_reason = "length"
-        return self._transcript.trajectory(reward)
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a request waits for its answer."""
+        return self.answer is not None and not self.answer.done()
 
-    def _new_messages(self, messages: list[Message]) -> list[Message]:
-        known = len(self._messages)
-        for index, (given, recorded) in enumerate(zip(messages, self._messages)):
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._ends)
+
+    def known(self, messages: list[Message]) -> int:
+        """Return how many messages, up to an answer, `messages` has in common with this one.
+
+        At least one of `messages` is new.
+        """
+        equal = 0
+        for given, recorded in zip(messages[:-1], self.messages):
             if not same_messages([given], [recorded]):
-                raise RequestRefused(
-                    f"messages[{index}] is not what this episode's conversation has there:"
-                    " an episode is one conversation",
-                    "conversation_diverged",
-                )
-        if len(messages) <= known:
-            raise RequestRefused(
-                f"the conversation has {known} messages already,"
-                f" and none of the {len(messages)} given is new",
-                "conversation_diverged",
-            )
-        return messages[known:]
+                break
+            equal += 1
+        return max((count for count, _ in self._ends if count <= equal), default=0)
 
-    async def _extend(self, new: list[Message], tools: list[dict[str, Any]]) -> Transcript:
-        """Begin the transcript, or add messages to it.
+    def fork(self, known: int) -> "Conversation":
+        """Return another conversation that begins with the first `known` messages, as tokens."""
+        assert self.transcript is not None
+        transcript = self.transcript.fork(dict(self._ends)[known])
+        return Conversation(self.messages[:known], self.tools, transcript)
+
+    async def add(self, new: list[Message], episode: Episode) -> bool:
+        """Add messages to the transcript, or return False if they do not fit.
 
         Threads render and encode: a long text must not hold up everything else.
         """
-        tokenizer = self.episode.tokenizer
-        if self._transcript is None:
-            tokens = await asyncio.to_thread(tokenizer.chat, new, tools)
-            self._transcript = Transcript(self.episode, tokens)
-        elif not await self._add(self._transcript, new):
-            self.truncated = True
-            raise RequestRefused(
-                "the token budget of the episode (rollout.max_new_tokens) is used up",
-                "context_length_exceeded",
-            )
-        return self._transcript
-
-    async def _add(self, transcript: Transcript, new: list[Message]) -> bool:
-        """Add messages, or return False if they do not fit."""
-        tokenizer = self.episode.tokenizer
+        tokenizer: Tokenizer = episode.tokenizer
+        if self.transcript is None:
+            tokens = await asyncio.to_thread(tokenizer.chat, new, self.tools)
+            self.transcript = Transcript(episode, tokens)
+            return True
         text = await asyncio.to_thread(tokenizer.render_after_answer, new)
-        if not transcript.may_fit(text):
+        if not self.transcript.may_fit(text):
             return False
         tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
-        return transcript.add_tokens(tokens)
+        return self.transcript.add_tokens(tokens)
 
-
-async def _respond(
-    transcript: Transcript, max_tokens: int | None, stop: list[str], has_tools: bool
-) -> dict[str, Any]:
-    """Sample an answer as a `chat.completion` object."""
-    before = len(transcript.tokens)
-    text = await transcript.sample_text(max_tokens, stop)
-    after = len(transcript.tokens)
-    text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
-    message = answer_message(text, has_tools)
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "finish_reason": "tool_calls"
-                if "tool_calls" in message
-                else transcript.finish_reason,
-                "logprobs": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": before,
-            "completion_tokens": after - before,
-            "total_tokens": after,
-        },
-    }
+    async def respond(self, max_tokens: int | None, stop: list[str]) -> dict[str, Any]:
+        """Sample an answer to what was asked, and return it as a `chat.completion` object."""
+        assert self.transcript is not None
+        before = len(self.transcript.tokens)
+        text = await self.transcript.sample_text(max_tokens, stop)
+        after = len(self.transcript.tokens)
+        text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
+        message = answer_message(text, bool(self.tools))
+        self.messages = [*self.asked, message]
+        self._ends.append((len(self.messages), after))
+        has_calls = "tool_calls" in message
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "tool_calls" if has_calls else self.transcript.finish_reason,
+            "logprobs": None,
+        }
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": before,
+                "completion_tokens": after - before,
+                "total_tokens": after,
+            },
+        }

@@ -1,7 +1,7 @@
 """An OpenAI-compatible HTTP endpoint in front of the policy, in the controller's process.
 
 * `POST /v1/chat/completions` and `GET /v1/models`;
-* the requests under an episode's API key are one conversation (conversation.py has its rules);
+* the requests under an episode's API key are its conversations (conversations.py has the rules);
 * sampling is the rollout's: `temperature`, if given, must be rollout.temperature, `top_p` 1,
   penalties 0, `n` 1. A greedy evaluation ignores `temperature`;
 * `max_tokens`, `max_completion_tokens`, `stop` and `tools` work; any other setting that would
@@ -17,7 +17,8 @@ from aiohttp import web
 
 from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.openai.connections import Connections
-from areal_lite.rollout.openai.conversation import MODEL, Conversation
+from areal_lite.rollout.openai.conversation import MODEL
+from areal_lite.rollout.openai.conversations import Conversations
 from areal_lite.rollout.openai.messages import RequestRefused, parse_body
 
 # A request has the whole conversation, as JSON and with the names of its fields.
@@ -33,7 +34,7 @@ class OpenAIEndpoint:
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self._host = host
         self._port = port
-        self._conversations: dict[str, Conversation] = {}
+        self._episodes: dict[str, Conversations] = {}
         self._connections: Connections | None = None
         self.base_url = ""
 
@@ -52,28 +53,30 @@ class OpenAIEndpoint:
             await self._connections.close()
 
     @contextlib.contextmanager
-    def conversation(self, episode: Episode) -> Iterator[tuple[str, Conversation]]:
-        """Open a conversation under a new API key, which is valid inside the block."""
+    def conversations(
+        self, episode: Episode, max_traces: int = 16
+    ) -> Iterator[tuple[str, Conversations]]:
+        """Record an episode under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
-        conversation = self._conversations[key] = Conversation(episode)
+        conversations = self._episodes[key] = Conversations(episode, max_traces)
         try:
-            yield key, conversation
+            yield key, conversations
         finally:
-            del self._conversations[key]
+            del self._episodes[key]
 
-    def _conversation_of(self, request: web.Request) -> Conversation | None:
+    def _episode_of(self, request: web.Request) -> Conversations | None:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._conversations.get(key)
+        return self._episodes.get(key)
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._conversation_of(request) is None:
+        if self._episode_of(request) is None:
             return _error(401, "no episode has this API key", "invalid_api_key")
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request) -> web.Response:
-        conversation = self._conversation_of(request)
-        if conversation is None:
+        conversations = self._episode_of(request)
+        if conversations is None:
             return _error(401, "no episode has this API key (it may be over)", "invalid_api_key")
         # OpenAI's clients count their retries of a request in this header.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -81,7 +84,7 @@ class OpenAIEndpoint:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 raw = await request.read()
             _check_charset(request)
-            return web.json_response(await conversation.chat(parse_body(raw), is_retry))
+            return web.json_response(await conversations.chat(parse_body(raw), is_retry))
         except TimeoutError:
             return _error(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
         except web.HTTPRequestEntityTooLarge as error:

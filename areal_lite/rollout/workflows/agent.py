@@ -17,18 +17,25 @@ from areal_lite.trajectory import Trajectory
 class Agent:
     """A workflow that runs `async def agent(base_url, api_key, prompt) -> float | None`.
 
-    The API key belongs to the episode: all requests under it are one conversation, which becomes
-    one trajectory. The agent returns a reward, or None to have the reward function score the last
-    answer. An agent that raises or takes longer than `timeout_s` per episode loses its trajectory.
-    If its token budget was used up, it leaves a truncated trajectory instead.
+    The API key belongs to the episode. The requests under it are one conversation or up to
+    `max_traces`, each of which becomes a trace. The agent returns a reward, or None to have the
+    reward function score the last answer. An agent that raises or takes longer than `timeout_s` per
+    episode loses it. If a budget was used up, it leaves the traces that it has instead.
 
     The endpoint listens on `host:port`. Port 0 picks a free one, and
     `<run_dir>/openai_endpoint.json` says which.
     """
 
     def __init__(
-        self, agent: str, timeout_s: float = 1800.0, host: str = "127.0.0.1", port: int = 0
+        self,
+        agent: str,
+        timeout_s: float = 1800.0,
+        max_traces: int = 16,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ):
+        if max_traces < 1:
+            raise ValueError(f"max_traces={max_traces} must be at least 1")
         self._agent = load_object("rollout.workflow_args.agent", agent)
         if not inspect.iscoroutinefunction(self._agent):
             raise ValueError(
@@ -36,6 +43,7 @@ class Agent:
                 " Wrap it in asyncio.to_thread"
             )
         self._timeout_s = timeout_s
+        self._max_traces = max_traces
         self._endpoint = OpenAIEndpoint(host, port)
         self._announcement: Path | None = None
 
@@ -56,14 +64,14 @@ class Agent:
             self._announcement.unlink(missing_ok=True)
         await self._endpoint.close()
 
-    async def __call__(self, episode: Episode) -> Trajectory:
-        with self._endpoint.conversation(episode) as (api_key, conversation):
+    async def __call__(self, episode: Episode) -> list[Trajectory]:
+        with self._endpoint.conversations(episode, self._max_traces) as (api_key, conversations):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     reward = await self._agent(self._endpoint.base_url, api_key, episode.prompt)
             except Exception:
-                # An agent may raise when we refuse a request because the token budget is used up.
-                if not conversation.truncated:
+                # An agent may raise when we refuse a request because a budget is used up.
+                if not conversations.truncated:
                     raise
                 reward = None
-        return conversation.trajectory(None if reward is None else float(reward))
+        return conversations.traces(None if reward is None else float(reward))

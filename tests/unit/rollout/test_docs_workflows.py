@@ -151,9 +151,10 @@ def test_an_agent(tokenizer) -> None:
         await endpoint.start()
         prompt = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
         async with playing(tokenizer, prompt, ["5", "No: 4"]) as (episodes, _, _):
-            with endpoint.conversation(episodes[0]) as (key, conversation):
+            with endpoint.conversations(episodes[0]) as (key, conversations):
                 assert await agent(endpoint.base_url, key, prompt) is None
-            text = tokenizer.decode(conversation.trajectory(None).tokens)
+            (trajectory,) = conversations.traces(None)
+            text = tokenizer.decode(trajectory.tokens)
             assert text == "user\n2+2?\nassistant\n5\nuser\nAre you sure?\nassistant\nNo: 4"
         await endpoint.close()
 

@@ -1,0 +1,132 @@
+"""The conversations of one episode: which of them a request continues, and when one begins.
+
+Rules:
+  * a request continues the conversation that it begins with: its messages are those so far, the
+    policy's answers as they were given (apart from white space around them), and new ones;
+  * any other request begins a conversation, which becomes a trace of its own. Shortened and edited
+    histories, sub-agents, further samples of an answer and requests to a conversation that is
+    waiting for an answer do so;
+  * where it has messages up to some answer in common with a conversation, it begins with their
+    tokens. They are its prompt: the policy is trained on them where it wrote them;
+  * messages that are known stand for the recorded tokens: only new messages are tokenized;
+  * a retry of the last request of a conversation gets the same answer.
+"""
+
+import asyncio
+from typing import Any
+
+from areal_lite.data.tokenizer import Message
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.openai.conversation import Conversation
+from areal_lite.rollout.openai.messages import (
+    RequestRefused,
+    check_settings,
+    parse_messages,
+    parse_stop,
+    parse_tools,
+    same_messages,
+)
+from areal_lite.servers.client import ServerRefused
+from areal_lite.trajectory import Trajectory
+
+
+class Conversations:
+    """The requests and answers of one episode.
+
+    `truncated` tells that a request was refused because a budget is used up: that of tokens of a
+    trace, or `max_traces`.
+    """
+
+    def __init__(self, episode: Episode, max_traces: int):
+        self.episode = episode
+        self.truncated = False
+        self._max_traces = max_traces
+        # The one that was answered last comes last.
+        self._conversations: list[Conversation] = []
+        self._failure: str | None = None
+
+    async def chat(self, body: dict[str, Any], is_retry: bool) -> dict[str, Any]:
+        """Answer one request. Raises RequestRefused."""
+        messages = parse_messages(body.get("messages"))
+        if is_retry and (answer := self._asked_before(messages)):
+            return await asyncio.shield(answer)
+        if self._failure:
+            raise RequestRefused(self._failure, "episode_failed")
+        check_settings(body, self.episode.params.temperature)
+        tools, stop = parse_tools(body.get("tools")), parse_stop(body.get("stop"))
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        conversation = self._continued(messages, tools)
+        new = messages[len(conversation.messages) :]
+        conversation.asked = messages
+        conversation.answer = asyncio.create_task(self._answer(conversation, new, max_tokens, stop))
+        return await asyncio.shield(conversation.answer)
+
+    def traces(self, reward: float | None) -> list[Trajectory]:
+        """Return the traces in the order of their last answers.
+
+        Raises ValueError if there is none.
+        """
+        traces = [
+            conversation.transcript.trajectory(reward)
+            for conversation in self._conversations
+            if conversation.transcript is not None and conversation.has_answers
+        ]
+        if not traces:
+            raise ValueError("the policy has answered nothing that the agent asked")
+        return traces
+
+    def _asked_before(self, messages: list[Message]) -> asyncio.Task[dict[str, Any]] | None:
+        """Return the answer to a last request with these messages, which may be running."""
+        asked = (c for c in reversed(self._conversations) if same_messages(messages, c.asked))
+        return next((conversation.answer for conversation in asked), None)
+
+    def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
+        """Return the conversation that a request continues, or a new one for it.
+
+        Its messages are the longest known beginning of `messages`.
+        """
+        known, continues, number = 0, False, -1
+        for index, conversation in enumerate(self._conversations):
+            if conversation.tools == tools:
+                common = conversation.known(messages)
+                is_whole = common == len(conversation.messages) and not conversation.is_busy
+                known, continues, number = max(
+                    (known, continues, number), (common, is_whole and common > 0, index)
+                )
+        if continues:
+            return self._conversations[number]
+        open_conversations = [c for c in self._conversations if c.is_busy or c.has_answers]
+        if len(open_conversations) >= self._max_traces:
+            self.truncated = True
+            raise RequestRefused(
+                f"this request begins another conversation, and the episode has "
+                f"{self._max_traces} (rollout.workflow_args.max_traces)",
+                "too_many_traces",
+            )
+        new = self._conversations[number].fork(known) if known else Conversation([], tools)
+        self._conversations.append(new)
+        return new
+
+    async def _answer(
+        self,
+        conversation: Conversation,
+        new: list[Message],
+        max_tokens: int | None,
+        stop: list[str],
+    ) -> dict[str, Any]:
+        """Add the new messages of a request, and sample the answer."""
+        try:
+            if not await conversation.add(new, self.episode):
+                self.truncated = True
+                raise RequestRefused(
+                    "the token budget of this conversation (rollout.max_new_tokens) is used up",
+                    "context_length_exceeded",
+                )
+            response = await conversation.respond(max_tokens, stop)
+        except (ValueError, RecursionError, ServerRefused) as error:
+            # The chat template or a server refuses, or a call is nested too deeply.
+            self._failure = f"the episode cannot continue: {error}"
+            raise RequestRefused(self._failure, "episode_failed") from error
+        self._conversations.remove(conversation)
+        self._conversations.append(conversation)
+        return response
