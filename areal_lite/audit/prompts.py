@@ -9,13 +9,15 @@ has a prompt that was put back: each dropped group puts its prompt back once. He
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 
 from areal_lite.audit.check import Check
 from areal_lite.audit.groups import Groups
 from areal_lite.audit.records import Records
-from areal_lite.data.sampler import PromptSampler
+from areal_lite.audit.settings import Settings
+from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.trajectory import GroupState
 
 # A prompt that was put back is the next one to be handed out. While its drop is committed, others
@@ -34,23 +36,22 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
     put_back = np.bincount(place[dropped], minlength=len(prompts))
     pending = np.maximum(put_back - again, 0)
     skipped = np.setdiff1d(np.arange(1, total + 1), groups.drawn[fresh])
-    size = _num_prompts(db)
+    sampler = PromptSampler(*_orders(records.config, db))
     check = Check(
         name="prompts",
-        looked_at=f"{total:,} drawn{_epochs(total, size)}: {np.count_nonzero(~dropped):,} groups "
-        f"have them, {int(pending.sum()):,} to be handed out again, {len(skipped):,} retired",
+        looked_at=f"{total:,} drawn{_epochs(sampler, total)}: "
+        f"{np.count_nonzero(~dropped):,} groups have them, "
+        f"{int(pending.sum()):,} to be handed out again, {len(skipped):,} retired",
     )
     back = groups.ids[groups.drawn < before].tolist()
     check.none_of(back, "groups that were admitted with fewer draws than the one before")
     check.none_of(
         prompts[again > put_back].tolist(), "prompts that were handed out again without a drop"
     )
-    seed = records.config.data_seed
-    sampler = PromptSampler(size, seed, records.config.data_shuffle)
     expected = sampler.indices_at(groups.drawn[fresh] - 1)
     check.none_of(
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
-        f"groups whose prompt is not the next one of data.seed={seed}",
+        f"groups whose prompt is not the next one of data.seed={records.config.data_seed}",
     )
     left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _retired(records, db))
     check.none_of(left_out.tolist(), "prompts that were left out and are not retired")
@@ -60,16 +61,26 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
     return check
 
 
-def _epochs(total: int, size: int | None) -> str:
-    if size is None:
-        return ""
-    return f" ({total // size:,} epochs of {size:,} and {total % size:,})"
+def _epochs(sampler: PromptSampler, total: int) -> str:
+    """Say how often each source with an end was passed through after `total` draws."""
+    passed = []
+    for source, draws in zip(sampler.sources, sampler.draws_by_source(total)):
+        if size := source.num_prompts:
+            of = f" {source.name}" if source.name else ""
+            passed.append(f"{draws // size:,} epochs of {size:,}{of} and {draws % size:,}")
+    return f" ({'; '.join(passed)})" if passed else ""
 
 
-def _num_prompts(db: sqlite3.Connection) -> int | None:
-    """Return the size of the data set; None if it has no end."""
-    row = db.execute("SELECT value FROM totals WHERE name = 'prompts'").fetchone()
-    return row[0] if row else None
+def _orders(settings: Settings, db: sqlite3.Connection) -> list[SourceOrder]:
+    """Return how the prompts of each source were drawn."""
+    sizes = dict(db.execute("SELECT name, value FROM totals WHERE name LIKE 'prompts%'"))
+    orders = []
+    for name, own in (settings.data_sources or {"": {}}).items():
+        seed = own.get("seed", settings.data_seed)
+        shuffle = own.get("shuffle", settings.data_shuffle)
+        order = SourceOrder(None, seed, shuffle, own.get("weight", 1), name)
+        orders.append(replace(order, num_prompts=sizes.get(order.total_name)))
+    return orders
 
 
 def _retired(records: Records, db: sqlite3.Connection) -> np.ndarray:

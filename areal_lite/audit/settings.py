@@ -31,6 +31,7 @@ class Settings:
     eval_every: int
     data_seed: int
     data_shuffle: bool
+    data_sources: dict[str, dict[str, Any]]
 
 
 _KEYS = {
@@ -45,6 +46,7 @@ _KEYS = {
     "eval_every": "eval.every",
     "data_seed": "data.seed",
     "data_shuffle": "data.shuffle",
+    "data_sources": "data.sources",
 }
 
 

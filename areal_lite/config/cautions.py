@@ -9,6 +9,7 @@ from typing import NamedTuple
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig
 from areal_lite.config.data import RewardConfig
+from areal_lite.config.sources import source_configs
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 
@@ -29,7 +30,7 @@ def cautions(config: TrainConfig) -> list[str]:
         _idle_average(config.algo),
         _idle_mismatch(config),
         _too_stale(config),
-        _other_reward(config),
+        *map(_other_reward, source_configs(config).values()),
     ]
     return [caution for caution in found if caution]
 

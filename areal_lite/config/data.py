@@ -1,6 +1,7 @@
 """Settings of the prompts, of their rewards and of the held-out problems."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
 
@@ -36,6 +37,12 @@ class DataConfig:
     shuffle: bool = setting(True, "Draw the prompts in a new random order in each epoch.")
     seed: int = setting(
         1, "Seed of that order, and of generated problems.", minimum=0, maximum=MAX_SEED
+    )
+    sources: dict[str, Any] = setting(
+        {},
+        "Several sources by name: data.sources.NAME.KEY=VALUE. KEY is one of data; weight, the "
+        "relative frequency of its prompts (1 to 1000); reward.KEY; workflow or workflow_args. "
+        "Without it, a key is as in data, reward and rollout.",
     )
 
 

@@ -24,6 +24,7 @@ from areal_lite.config.data import DataConfig
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
+from areal_lite.config.sources import naming, source_configs
 from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
 
@@ -31,7 +32,12 @@ from areal_lite.system.network import LOOPBACK
 def check_rules(config: Any) -> None:
     """Check every rule for one command's configuration. Raises ValueError."""
     check_folders(config)
-    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
+    if isinstance(config, (TrainConfig, EvalCommandConfig)):
+        for name, own in source_configs(config).items():
+            with naming(name):
+                check_data(own.data)
+    if isinstance(config, GenerateConfig):
+        check_one_source(config.data, "data")
         check_data(config.data)
     if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig, ChatConfig)):
         check_server(config.server)
@@ -57,6 +63,15 @@ def check_folders(config: Any) -> None:
 def check_data(data: DataConfig) -> None:
     if data.source in ("jsonl", "hf") and not data.path:
         raise ValueError(f"data.path is not set: data.source={data.source} needs it")
+
+
+def check_one_source(data: DataConfig, key: str) -> None:
+    """Check that the data at `key` is a single source, for a command that takes no others."""
+    if data.sources:
+        raise ValueError(
+            f"{key}.sources={', '.join(map(str, data.sources))}: only train and eval take several "
+            f"sources, so set {key}.source"
+        )
 
 
 def check_server(server: ServerConfig) -> None:
@@ -167,6 +182,10 @@ def check_evaluation(config: TrainConfig) -> None:
         raise ValueError(
             f"eval.sets={sets} are not evaluated with eval.problems=0: set how many of each"
         )
+    if sets and config.data.sources:
+        raise ValueError(
+            f"eval.sets={sets} are for a single source: set data.sources.NAME.eval_path instead"
+        )
 
 
 def check_debug(config: TrainConfig) -> None:
@@ -242,6 +261,7 @@ def check_devices(trainer: str, server: str, transport: str) -> None:
 
 def check_sft(config: SftConfig, prefix: str = "") -> None:
     """Check the supervised warm-up, whose keys begin with `prefix`."""
+    check_one_source(config.data, f"{prefix}data")
     check_trainer(config.trainer, f"{prefix}trainer")
     if config.batch_size % config.trainer.data_parallel:
         raise ValueError(

@@ -6,6 +6,9 @@ import numpy as np
 
 from areal_lite.trajectory import FinishReason, Group
 
+# What is also reported of each data source.
+_BY_SOURCE = ("reward_mean", "uniform_groups_share", "length_mean", "trajectories")
+
 
 def batch_stats(
     groups: Sequence[Group], version: int, max_staleness: int | None
@@ -51,3 +54,25 @@ def batch_stats(
         "tokens": int(lengths.sum()),
         "nonfinite_tokens": int(np.count_nonzero(~np.isfinite(logprobs))),
     }
+
+
+def source_stats(groups: Sequence[Group], sources: Sequence[str]) -> dict[str, float]:
+    """Describe the groups of each data source as `key/NAME`; a source without one is left out.
+
+    `sources` are the names, empty for a single source: nothing is then said of it.
+    """
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        by_source.setdefault(group.prompt_id.partition("/")[0], []).append(group)
+    return {
+        of_source(key, name): value
+        for name in filter(None, sources)
+        if name in by_source
+        for key, value in batch_stats(by_source[name], 0, None).items()
+        if key in _BY_SOURCE
+    }
+
+
+def of_source(key: str, source: str) -> str:
+    """Return the name of a metric of one data source; `key` itself for one without a name."""
+    return f"{key}/{source}" if source else key

@@ -77,7 +77,7 @@ class Controller:
         self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)
         self.batches = Batches(config, self.dispatcher, self.fleet, dependencies.clock)
         self.evaluator = Evaluator(
-            config, dependencies, self.fleet, self.dispatcher.workflow, self.batches
+            config, dependencies, self.fleet, self.dispatcher.workflows, self.batches
         )
         self.retention = Retention(config, self._store, self.dispatcher, self.batches)
         # Requests that were waited for, over all pushes in mode `none`.

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from areal_lite.controller.sources import Source
 from areal_lite.data.prompts import PromptSet
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.store_thread import StoreThread
 
@@ -15,20 +15,16 @@ class Dependencies:
     """The parts that a simulator may replace.
 
     Args:
-        prompts: the training prompts; None when nothing is trained.
-        eval_prompts: the held-out problems; None without evaluation.
+        sources: the data sources by name; a single one may have none.
         tokenizer: decodes completions for the reward function.
-        rewards: scores completions.
         store: keeps groups and trajectories; None when nothing is trained.
         clock: returns seconds since 1970.
-        eval_sets: further held-out sets by name.
-        workflow: plays the episodes; None: that of `rollout.workflow`.
+        eval_sets: further held-out sets of a single source, by name.
+        workflow: plays the episodes; None: that of `rollout.workflow` for each source.
     """
 
-    prompts: PromptSet | None
-    eval_prompts: PromptSet | None
+    sources: Mapping[str, Source]
     tokenizer: Tokenizer
-    rewards: RewardPool
     store: StoreThread | None
     clock: Callable[[], float]
     eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)

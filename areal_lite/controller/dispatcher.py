@@ -14,6 +14,7 @@ tests/unit/controller/test_dispatcher.py asserts these.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from areal_lite.config import TrainConfig
@@ -22,8 +23,9 @@ from areal_lite.controller.concurrency import Concurrency
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.filters import SolveRates, first_reason, load_filters
 from areal_lite.controller.group_player import GroupPlayer, Rollout, RolloutFailure
+from areal_lite.controller.sources import drawn_prompts
 from areal_lite.data.prompts import Prompt
-from areal_lite.data.sampler import PromptSampler
+from areal_lite.rollout.episode import Workflow
 from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.fleet import Fleet
@@ -58,7 +60,8 @@ class Dispatcher:
 
     `counts`, of the whole run: `groups`, `workflow_failures`, `reward_failures`, `failed_rollouts`,
     `empty_groups`, `dropped_groups`. `filtered` counts the filtered groups of the whole run by
-    reason. `in_flight` counts episodes, `running` has the ids of the running groups.
+    reason. `in_flight` counts episodes, `running` has the ids of the running groups. `sampler`
+    draws the prompts, and `workflows` has the workflow of each data source.
     """
 
     def __init__(
@@ -73,26 +76,22 @@ class Dispatcher:
 
         It calls `on_rejected()` after a group that ended otherwise.
         """
-        assert dependencies.prompts is not None and dependencies.store is not None
+        assert dependencies.store is not None
         rollout = config.rollout
         self._config = config
-        self._prompts = dependencies.prompts
+        self._sources = dependencies.sources
         self._store = dependencies.store
         self._clock = dependencies.clock
         self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.workflow = dependencies.workflow or load_workflow(rollout)
+        self.workflows = _workflows(dependencies)
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.in_flight = 0
         self.running: set[int] = set()
-        self._player = GroupPlayer(
-            config, dependencies, fleet, self.workflow, self.counts, self._on_rollout_end
-        )
-        self._sampler = PromptSampler(
-            self._prompts.num_prompts, config.data.seed, config.data.shuffle
-        )
+        self._players = self._make_players(dependencies, fleet)
+        self._prompts, self.sampler = drawn_prompts(self._sources)
         self._filters = load_filters(rollout.filters, rollout.active_sampling)
         self._solve_rates = SolveRates(rollout.retire_above)
         self._batch_groups = config.trainer.batch_groups
@@ -107,6 +106,14 @@ class Dispatcher:
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
 
+    def _make_players(self, dependencies: Dependencies, fleet: Fleet) -> dict[str, GroupPlayer]:
+        """Return what plays the groups of each data source."""
+        counts, end = self.counts, self._on_rollout_end
+        return {
+            name: GroupPlayer(source, dependencies, fleet, self.workflows[name], counts, end)
+            for name, source in self._sources.items()
+        }
+
     def recover(self, store: Store, version: int) -> None:
         """Resume at `version` with the state in `store`. Call this before `run`.
 
@@ -118,19 +125,18 @@ class Dispatcher:
         recovered = store.recover(version, self._clock(), play_again)
         if play_again:
             self._again.extend(_Submission(*group, again=True) for group in recovered.again)
-        self._sampler.check_draws(recovered.draws)
+        self.sampler.check_draws(recovered.draws)
         if self._config.rollout.retire_above is not None:
             for index, rewards in store.rewards():
                 if self._solve_rates.record(index, rewards):
-                    self._sampler.retire(index)
-        self._sampler.restore(
-            {**self._sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
+                    self.sampler.retire(index)
+        self.sampler.restore(
+            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
         self.counts.update({"groups": recovered.groups, **store.failures()})
         totals = store.totals()
         self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})
-        if self._prompts.num_prompts is not None:
-            store.set_totals({"prompts": self._prompts.num_prompts})
+        store.set_totals(self.sampler.sizes)
         self.filtered.update(recovered.filtered)
         self.admission.recover(version, recovered.waiting)
 
@@ -139,7 +145,9 @@ class Dispatcher:
 
         It waits for capacity: a trajectory that ends, a group that is rejected, a new version.
         """
-        async with started(self.workflow, self._config), asyncio.TaskGroup() as groups:
+        async with AsyncExitStack() as workflows, asyncio.TaskGroup() as groups:
+            for name, source in self._sources.items():
+                await workflows.enter_async_context(started(self.workflows[name], source.config))
             while True:
                 while self._may_submit():
                     groups.create_task(self._run_group(self._submit()))
@@ -172,15 +180,10 @@ class Dispatcher:
         await self._drop(group.group_id, group.prompt_index, reason)
         self.admission.on_revoked()
 
-    @property
-    def retired(self) -> int:
-        """Return the number of prompts that will not be drawn again."""
-        return len(self._sampler.retired)
-
     def _may_submit(self) -> bool:
         group_size = self._config.rollout.group_size
         fits = self.in_flight == 0 or self.in_flight + group_size <= self.concurrency.limit
-        left = bool(self._again) or not self._sampler.exhausted
+        left = bool(self._again) or not self.sampler.exhausted
         return fits and self.admission.can_admit() and left
 
     def _submit(self) -> _Submission:
@@ -191,7 +194,7 @@ class Dispatcher:
         else:
             group_id = self.counts["groups"]
             self.counts["groups"] += 1
-            submission = _Submission(group_id, self._sampler.next(), self._sampler.drawn)
+            submission = _Submission(group_id, self.sampler.next(), self.sampler.drawn)
         self.running.add(submission.group_id)
         return submission
 
@@ -208,7 +211,7 @@ class Dispatcher:
                 self._config.rollout.group_size,
                 self._clock(),
             )
-        results = await self._player.play(submission.group_id, prompt)
+        results = await self._players[prompt.source].play(submission.group_id, prompt)
         await self._classify(submission, prompt, results)
         self._wake.set()
 
@@ -238,7 +241,7 @@ class Dispatcher:
         if self._config.rollout.record_text:
             texts = [text for rollout in rollouts for text in rollout.texts]
         if self._solve_rates.record(submission.prompt_index, group.rewards):
-            self._sampler.retire(submission.prompt_index)
+            self.sampler.retire(submission.prompt_index)
         if reason := first_reason(self._filters, group):
             await self._end(group, texts, reason, GroupState.FILTERED)
             self._on_filtered(reason)
@@ -277,7 +280,7 @@ class Dispatcher:
     async def _drop(self, group_id: int, prompt_index: int, reason: str) -> None:
         """Commit the drop of a group, and have its prompt drawn again."""
         await self._store.submit(Store.drop, group_id, reason, self._clock())
-        self._sampler.put_back(prompt_index)
+        self.sampler.put_back(prompt_index)
         self._wake.set()
 
     def _on_filtered(self, reason: str) -> None:
@@ -308,15 +311,16 @@ class Dispatcher:
         """
         admission = self.admission
         if (
-            self._sampler.exhausted
+            self.sampler.exhausted
             and admission.can_admit()
             and not admission.running
             and admission.waiting < self._batch_groups
         ):
             raise RuntimeError(
-                f"no prompt is left at step {admission.step}: all {self.retired} are retired "
-                f"because more than {self._config.rollout.retire_above} (rollout.retire_above) of "
-                "the trajectories of their last groups were right. Give more or harder prompts, or "
+                f"no prompt is left at step {admission.step}: all "
+                f"{len(self.sampler.retired)} are retired because more than "
+                f"{self._config.rollout.retire_above} (rollout.retire_above) of the trajectories "
+                "of their last groups were right. Give more or harder prompts, or "
                 f"raise rollout.retire_above. {admission.waiting} groups wait for a batch of "
                 f"{self._batch_groups}; {self._describe_filtered()}"
             )
@@ -324,3 +328,11 @@ class Dispatcher:
     def _describe_filtered(self) -> str:
         reasons = ", ".join(f"{groups} {reason}" for reason, groups in self.filtered.most_common())
         return f"{self.filtered.total()} groups were filtered ({reasons or 'none'})"
+
+
+def _workflows(dependencies: Dependencies) -> dict[str, Workflow]:
+    """Return the workflow of each data source. Raises ValueError if one cannot be used."""
+    return {
+        name: dependencies.workflow or load_workflow(source.config.rollout)
+        for name, source in dependencies.sources.items()
+    }

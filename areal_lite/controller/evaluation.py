@@ -4,14 +4,16 @@ It uses the rollout servers, at the same time as training rollouts.
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NotRequired
 
 import numpy as np
 
-from areal_lite.config import RolloutConfig, TrainConfig
+from areal_lite.config import TrainConfig
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.scores import EvalScores, Scores
+from areal_lite.controller.scores import EvalScores, Scores, pooled
+from areal_lite.controller.sources import Source
 from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
@@ -21,12 +23,15 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory, episode_reward
 
+ALL_SOURCES = "all"
+"""The `name` of an evaluation of several data sources."""
+
 
 class EvalRecord(EvalScores):
     """One line of evals.jsonl.
 
     `version` is the trainer's version when it asked; `versions` are those that sampled tokens.
-    `sets` holds the scores of each of `eval.sets`, if there are any.
+    `sets` holds the scores of each of `data.sources` or `eval.sets`, if there are any.
     """
 
     name: str
@@ -39,32 +44,44 @@ async def evaluate(
     config: TrainConfig,
     dependencies: Dependencies,
     fleet: Fleet,
-    workflow: Workflow,
+    workflows: Mapping[str, Workflow],
     version: int,
 ) -> EvalRecord:
-    """Evaluate the held-out problems, then each of `eval.sets`; return a line of evals.jsonl."""
+    """Evaluate the held-out problems of each source, then `eval.sets`.
+
+    Returns a line of evals.jsonl. With several sources, `sets` has each of them, and the line
+    itself is about all of their problems.
+    """
     started = dependencies.clock()
-    scores: dict[str, EvalScores] = {}
-    for name, prompts in {"": dependencies.eval_prompts, **dependencies.eval_sets}.items():
-        result = await score_problems(
-            config.rollout,
-            replace(dependencies, eval_prompts=prompts),
+
+    async def score(source: Source, workflow: Workflow, name: str) -> Scores:
+        return await score_problems(
+            source,
+            dependencies,
             fleet,
             workflow,
             config.eval.problems,
             config.eval.samples,
             f"eval{version}{name}",
         )
-        scores[name] = result.record()
-    record: EvalRecord = {"name": config.data.source, "version": version, **scores.pop("")}  # pyright: ignore[reportAssignmentType]
-    if scores:
-        record["sets"] = scores
+
+    sources = dependencies.sources
+    by_source = {name: await score(sources[name], workflows[name], name) for name in sources}
+    sets = {name: scores for name, scores in by_source.items() if name}
+    for name, prompts in dependencies.eval_sets.items():
+        (source,), (workflow,) = sources.values(), workflows.values()
+        sets[name] = await score(replace(source, eval_prompts=prompts), workflow, name)
+    title = ALL_SOURCES if config.data.sources else config.data.source
+    overall = pooled(list(by_source.values())).record()
+    record: EvalRecord = {"name": title, "version": version, **overall}  # pyright: ignore[reportAssignmentType]
+    if sets:
+        record["sets"] = {name: scores.record() for name, scores in sets.items()}
     record["seconds"] = dependencies.clock() - started
     return record
 
 
 async def score_problems(
-    rollout: RolloutConfig,
+    source: Source,
     dependencies: Dependencies,
     fleet: Fleet,
     workflow: Workflow,
@@ -75,8 +92,8 @@ async def score_problems(
     """Score the first `problems` held-out problems, by the workflow that training uses.
 
     Args:
-        rollout: sampling settings; the samples use its temperature.
-        dependencies: `eval_prompts` are the problems.
+        source: its `eval_prompts` are the problems; the samples use its temperature.
+        dependencies: tokenizer and clock are used.
         fleet: the servers.
         workflow: a grouped one gets groups of one.
         problems: number of problems, or all if there are fewer.
@@ -85,7 +102,7 @@ async def score_problems(
 
     Raises ValueError if there are no problems.
     """
-    prompts = dependencies.eval_prompts
+    prompts = source.eval_prompts
     assert prompts is not None, "an evaluation needs eval_prompts"
     if prompts.num_prompts is not None:
         problems = min(problems, prompts.num_prompts)
@@ -94,7 +111,7 @@ async def score_problems(
             "there are no held-out problems to evaluate on: set eval.problems=0, "
             "or give a data set that has some"
         )
-    scorer = _Scorer(rollout, dependencies, fleet, workflow, prompts, name)
+    scorer = _Scorer(source, dependencies, fleet, workflow, prompts, name)
     results = await asyncio.gather(
         *(scorer.score(i, sample) for i in range(problems) for sample in range(1 + samples))
     )
@@ -119,7 +136,7 @@ class _Scorer:
 
     def __init__(
         self,
-        rollout: RolloutConfig,
+        source: Source,
         dependencies: Dependencies,
         fleet: Fleet,
         workflow: Workflow,
@@ -127,14 +144,14 @@ class _Scorer:
         name: str,
     ):
         self._tokenizer = dependencies.tokenizer
-        self._rewards = dependencies.rewards
+        self._rewards = source.rewards
         self._clock = dependencies.clock
         self._fleet = fleet
         self._workflow = workflow
         self._prompts = prompts
         self._name = name
-        self._limit = asyncio.Semaphore(rollout.max_concurrent)
-        self._params = sampling_params(rollout, self._tokenizer)
+        self._limit = asyncio.Semaphore(source.config.rollout.max_concurrent)
+        self._params = sampling_params(source.config.rollout, self._tokenizer)
 
     async def score(self, index: int, sample: int) -> _Result:
         """Sample one completion of problem `index` and score it."""

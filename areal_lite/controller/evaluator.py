@@ -5,6 +5,7 @@ weights again whenever servers come back (`Resync`). Without any server, the eva
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
@@ -27,7 +28,7 @@ class Evaluator:
         config: the run's configuration.
         dependencies: as for `evaluate`.
         fleet: the servers.
-        workflow: the one that training uses.
+        workflows: those that training uses, by data source.
         batches: counts the completed steps, and asks the trainer for resyncs.
     """
 
@@ -36,13 +37,13 @@ class Evaluator:
         config: TrainConfig,
         dependencies: Dependencies,
         fleet: Fleet,
-        workflow: Workflow,
+        workflows: Mapping[str, Workflow],
         batches: Batches,
     ):
         self._config = config
         self._dependencies = dependencies
         self._fleet = fleet
-        self._workflow = workflow
+        self._workflows = workflows
         self._batches = batches
         self.running: set[int] = set()
         # Set when the evaluation after the last step has ended. No resync is requested after it.
@@ -58,7 +59,7 @@ class Evaluator:
         steps = self._config.trainer.steps
         self.running.add(version)
         evaluation = asyncio.ensure_future(
-            evaluate(self._config, self._dependencies, self._fleet, self._workflow, version)
+            evaluate(self._config, self._dependencies, self._fleet, self._workflows, version)
         )
         try:
             while not evaluation.done():

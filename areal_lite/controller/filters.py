@@ -9,7 +9,6 @@ reason to filter it. Filtered groups are counted by reason. Filters are named `m
 `rollout.filters`, are called in order, and must be quick: they run on the controller's event loop.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -45,12 +44,13 @@ class SolveRates:
     def __init__(self, retire_above: float | None):
         """Retire prompts above the mean rate `retire_above`; none if it is None."""
         self._retire_above = retire_above
-        self._rates: dict[int, deque[float]] = {}
+        self._rates: dict[int, tuple[float, ...]] = {}
 
     def record(self, prompt_index: int, rewards: Sequence[float]) -> bool:
         """Record the rewards of a group, and tell whether its prompt is now to be retired."""
         if self._retire_above is None:
             return False
-        rates = self._rates.setdefault(prompt_index, deque(maxlen=_NUM_RATES))
-        rates.append(float(np.mean([reward > 0 for reward in rewards])))
+        rate = float(np.mean([reward > 0 for reward in rewards]))
+        rates = (*self._rates.get(prompt_index, ()), rate)[-_NUM_RATES:]
+        self._rates[prompt_index] = rates
         return len(rates) == _NUM_RATES and sum(rates) / len(rates) > self._retire_above

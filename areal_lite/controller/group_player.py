@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from areal_lite.config import TrainConfig
 from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.sources import Source
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
@@ -45,11 +45,11 @@ class RolloutFailure:
 
 
 class GroupPlayer:
-    """Plays and scores the rollouts of a group.
+    """Plays and scores the rollouts of the groups of one data source.
 
     Args:
-        config: the run's configuration.
-        dependencies: tokenizer, rewards and clock are used.
+        source: where the prompts are from; its settings and its rewards are used.
+        dependencies: tokenizer and clock are used.
         fleet: the servers.
         workflow: plays one episode per rollout.
         counts: `workflow_failures` and `reward_failures` are counted here.
@@ -58,17 +58,18 @@ class GroupPlayer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        source: Source,
         dependencies: Dependencies,
         fleet: Fleet,
         workflow: Workflow,
         counts: Counter[str],
         on_end: Callable[[], None],
     ):
+        config = source.config
         self._group_size = config.rollout.group_size
         self._drop_unscored = config.reward.on_failure == "drop"
         self._tokenizer = dependencies.tokenizer
-        self._rewards = dependencies.rewards
+        self._rewards = source.rewards
         self._clock = dependencies.clock
         self._fleet = fleet
         self._workflow = workflow

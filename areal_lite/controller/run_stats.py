@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.batch_stats import batch_stats, of_source, source_stats
 from areal_lite.controller.dispatcher import FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.diversity import diversity
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
@@ -43,6 +43,7 @@ def batch_info(
     """Describe a batch for a trainer at `version` and, with cumulative counts, the run."""
     return {
         **batch_stats(assignment.groups, version, max_staleness),
+        **source_stats(assignment.groups, [source.name for source in dispatcher.sampler.sources]),
         **diversity(group.episodes for group in assignment.groups),
         **(_replay_stats(queue) if isinstance(queue, ReplayBuffer) else {}),
         "masked_tokens": assignment.masked_tokens,
@@ -53,7 +54,8 @@ def batch_info(
         **{name: dispatcher.counts[name] for name in _COUNTS},
         "filtered_groups": dispatcher.filtered.total(),
         **{f"filtered_{reason}": groups for reason, groups in dispatcher.filtered.items()},
-        "retired_prompts": dispatcher.retired,
+        "retired_prompts": len(dispatcher.sampler.retired),
+        **{of_source("epochs", name): n for name, n in dispatcher.sampler.epochs.items()},
     }
 
 
@@ -67,7 +69,7 @@ def run_totals(
         "dropped_by_length": {str(length): groups for length, groups in dropped_by_length},
         **{name: dispatcher.counts[name] for name in _COUNTS},
         "filtered": dict(dispatcher.filtered),
-        "retired_prompts": dispatcher.retired,
+        "retired_prompts": len(dispatcher.sampler.retired),
     }
 
 

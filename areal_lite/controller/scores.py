@@ -1,5 +1,6 @@
 """The scores of a held-out set: accuracy and pass@k, with intervals."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, sqrt
 from typing import TypedDict
@@ -85,6 +86,15 @@ class Scores:
             "versions": self.versions,
             "failures": self.failures,
         }
+
+
+def pooled(parts: Sequence[Scores]) -> Scores:
+    """Return the scores of all problems of several sets."""
+    return Scores(
+        rewards=np.concatenate([part.rewards for part in parts]),
+        versions=sorted({version for part in parts for version in part.versions}),
+        failures=sum(part.failures for part in parts),
+    )
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

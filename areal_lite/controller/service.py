@@ -11,20 +11,21 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import uvloop
 
-from areal_lite.config import load_config
+from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.message_server import MessageServer, run_until
 from areal_lite.controller.run_stats import status_line
-from areal_lite.data.prompts import load_eval_sets, load_prompts
+from areal_lite.controller.sources import Source, open_sources
+from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.controller_status import remove_status, write_status
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.resume import lock_controller, start_version
@@ -44,23 +45,21 @@ _LOG_EVERY = 10  # statuses
 async def serve(run_dir: Path) -> None:
     """Build the controller and run it until `Finish` or SIGTERM. Raises the error of any part."""
     config = load_config(run_dir)
-    tokenizer = Tokenizer(config.model)
-    prompts = load_prompts(config.data, config.model, "train")
-    eval_prompts = load_prompts(config.data, config.model, "eval") if config.eval.problems else None
-    eval_sets = load_eval_sets(config.eval.sets, config.data, config.model)
-    rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
-    await rewards.start()
+    async with open_sources(config) as sources:
+        await _control(config, run_dir, sources)
+
+
+async def _control(config: TrainConfig, run_dir: Path, sources: Mapping[str, Source]) -> None:
+    """Run the controller with these data sources."""
     store = Store(run_dir / STORE_FILE)
     store_thread = StoreThread(store)
     client = SGLangClient(config.server.health_timeout_s)
     dependencies = Dependencies(
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        tokenizer=tokenizer,
-        rewards=rewards,
+        sources=sources,
+        tokenizer=Tokenizer(config.model),
         store=store_thread,
         clock=time.time,
-        eval_sets=eval_sets,
+        eval_sets=load_eval_sets(config.eval.sets, config.data, config.model),
     )
     controller = Controller(
         config,
@@ -83,7 +82,6 @@ async def serve(run_dir: Path) -> None:
     finally:
         await server.close(error=f"the controller failed: {error}" if error else None)
         await client.close()
-        await rewards.close()
         await store_thread.close()
         remove_status(run_dir)
 

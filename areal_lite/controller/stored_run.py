@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config, stored_settings
-from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.batch_stats import batch_stats, source_stats
 from areal_lite.controller.message_server import MessageServer, run_until
 from areal_lite.controller.messages import (
     Answer,
@@ -92,6 +92,8 @@ class StoredRunController:
         self._store = Store(self._run_dir / STORE_FILE, read_only=True)
         self._trained = self._store.counts()[GroupState.USED] > 0
         self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
+        stored = stored_settings(self._run_dir)
+        self._source_names = list(OmegaConf.select(stored, "data.sources") or {})
         self._finished = (group for group, _ in self._store.finished_groups())
         # The batch that was assigned last, and its step.
         self._step = -1
@@ -144,8 +146,11 @@ class StoredRunController:
         return groups
 
     def _info(self, assignment: BatchAssignment, step: int) -> dict[str, Any]:
-        stats = batch_stats(assignment.groups, step, self._max_staleness)
-        return {**stats, "masked_tokens": assignment.masked_tokens}
+        return {
+            **batch_stats(assignment.groups, step, self._max_staleness),
+            **source_stats(assignment.groups, self._source_names),
+            "masked_tokens": assignment.masked_tokens,
+        }
 
     def _totals(self) -> dict[str, Any]:
         return {

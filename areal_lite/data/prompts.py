@@ -47,7 +47,8 @@ SOURCES = {
 class Prompt:
     """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
 
-    The chat template made the text from `messages`, which is empty for plain text.
+    The chat template made the text from `messages`, which is empty for plain text. `source` is the
+    name in `data.sources`, or empty.
     """
 
     prompt_id: str
@@ -55,6 +56,7 @@ class Prompt:
     answer: str
     text: str
     messages: Sequence[Message] = ()
+    source: str = ""
 
 
 class PromptSet(Protocol):

@@ -1,48 +1,104 @@
-"""The order of prompts: endless, shuffled anew each epoch, resumable from a few numbers.
+"""The order of prompts of one or more sources: endless, and resumable from a few numbers.
 
-Invariants:
-  * every index is drawn exactly once per epoch;
-  * the order of epoch e depends on (number of prompts, seed, e) only;
-  * an index that was put back is served before any new one;
-  * a retired index is never drawn again.
+* Sources take turns by their weights: after n draws, a source with the share s of all weights has
+  had n s of them, less than one more or less (interleave.py).
+* An epoch is one pass over a source, in a new order if it is shuffled. Every prompt of a source is
+  drawn exactly once in each of its epochs.
+* Draw n depends on n and on the sources (sizes, seeds, weights and their order) only.
+* Prompt i of source k of K has the index K i + k.
+* An index that was put back is served before any new one.
+* A retired index is never drawn again. Its turn goes to the draw after it, of whatever source.
 
-An epoch's order is computed when its first index is drawn: 10 ms and 8 MB for a million prompts.
+An epoch's order is computed shortly before its first draw: 10 ms and 8 MB for a million prompts.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from areal_lite.data.interleave import interleave
 
-class PromptSampler:
-    """Draws indices of prompts; counts through an unbounded set (`num_prompts=None`): 0, 1, 2, …
+# Draws that are computed at once.
+_BLOCK = 256
 
-    `drawn` is the number of new indices so far; those that were put back do not count again.
-    Raises ValueError for an empty set.
+
+@dataclass(frozen=True, slots=True)
+class SourceOrder:
+    """How the prompts of a source are drawn. `num_prompts` is None for one without end.
+
+    One without end is counted through: 0, 1, 2, …
     """
 
-    def __init__(self, num_prompts: int | None, seed: int = 0, shuffle: bool = True) -> None:
-        if num_prompts is not None and num_prompts < 1:
-            raise ValueError(f"cannot sample from {num_prompts} prompts")
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._shuffle = shuffle
+    num_prompts: int | None
+    seed: int = 0
+    shuffle: bool = True
+    weight: int = 1
+    name: str = ""
+
+    @property
+    def total_name(self) -> str:
+        """Return the name of `num_prompts` among the totals of a store."""
+        return f"prompts/{self.name}" if self.name else "prompts"
+
+
+class PromptSampler:
+    """Draws indices of prompts.
+
+    `drawn` is the number of new indices so far; those that were put back do not count again.
+    `retired` has the retired ones. Raises ValueError for an empty source.
+    """
+
+    def __init__(self, *sources: SourceOrder) -> None:
+        for source in sources:
+            if source.num_prompts is not None and source.num_prompts < 1:
+                raise ValueError(f"cannot sample from {source.num_prompts} prompts")
+        self.sources = sources
+        weights = np.array([source.weight for source in sources], np.int64)
+        self._weights = weights // np.gcd.reduce(weights)
+        self._turns = interleave(self._weights.tolist())
+        # The turns that the same source had before, in this round of turns.
+        self._turns_before = np.zeros_like(self._turns)
+        for number, weight in enumerate(self._weights):
+            self._turns_before[self._turns == number] = np.arange(weight)
+        self._epoch_order = lru_cache(maxsize=2 * len(sources))(_epoch_order)
+        self._indices_of = lru_cache(maxsize=1)(self._indices_of_block)
         self.drawn = 0
         self._put_back: deque[int] = deque()
         self.retired: set[int] = set()
 
     @property
-    def exhausted(self) -> bool:
-        """Return whether every prompt has been retired."""
-        return len(self.retired) == self._num_prompts
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each source that has an end, by its name among a store's totals."""
+        sized = {source.total_name: source.num_prompts for source in self.sources}
+        return {name: size for name, size in sized.items() if size is not None}
 
     @property
-    def epoch(self) -> int:
-        """Return the number of completed passes; 0 for an unbounded set."""
-        return 0 if self._num_prompts is None else self.drawn // self._num_prompts
+    def exhausted(self) -> bool:
+        """Return whether every prompt has been retired."""
+        sizes = [source.num_prompts for source in self.sources]
+        return None not in sizes and len(self.retired) == sum(filter(None, sizes))
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Return by name how often each source was passed through; 0.5 is half a pass.
+
+        Sources without end are left out.
+        """
+        return {
+            source.name: draws / source.num_prompts
+            for source, draws in zip(self.sources, self.draws_by_source(self.drawn))
+            if source.num_prompts is not None
+        }
+
+    def draws_by_source(self, drawn: int) -> list[int]:
+        """Return how many of the first `drawn` draws each source had."""
+        rounds, rest = divmod(drawn, len(self._turns))
+        started = np.bincount(self._turns[:rest], minlength=len(self.sources))
+        return (rounds * self._weights + started).tolist()
 
     def next(self) -> int:
         """Return the index that was put back first, or else a new one."""
@@ -67,7 +123,7 @@ class PromptSampler:
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs, as JSON values."""
         return {
-            **self._settings(),
+            "sources": [asdict(source) for source in self.sources],
             "drawn": self.drawn,
             "put_back": list(self._put_back),
             "retired": sorted(self.retired),
@@ -75,12 +131,11 @@ class PromptSampler:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from `state`. Raises ValueError if that is of other prompts or another order."""
-        for key, value in self._settings().items():
-            if state[key] != value:
-                raise ValueError(
-                    f"cannot resume: prompts were sampled with {key}={state[key]},"
-                    f" this run has {key}={value}"
-                )
+        if tuple(before := [SourceOrder(**source) for source in state["sources"]]) != self.sources:
+            raise ValueError(
+                f"cannot resume: prompts were sampled with {_described(before)}, this run has"
+                f" {_described(self.sources)}"
+            )
         self.drawn = state["drawn"]
         self._put_back = deque(state["put_back"])
         self.retired = set(state["retired"])
@@ -89,42 +144,57 @@ class PromptSampler:
         """Raise ValueError unless this sampler makes `draws`: pairs of `drawn` after it, index."""
         for drawn, index in draws:
             if (here := self._index_at(drawn - 1)) != index:
-                settings = ", ".join(f"{key}={value}" for key, value in self._settings().items())
                 raise ValueError(
                     f"cannot resume: prompt {drawn} that was drawn was {index} and would be {here}"
-                    f" with {settings}; restore the data set"
+                    f" with {_described(self.sources)}; restore the data set"
                 )
 
     def indices_at(self, positions: np.ndarray) -> np.ndarray:
         """Return the indices of draws, int64; `positions` count from 0 over all epochs, int64."""
-        if self._num_prompts is None:
-            return positions
-        epochs, offsets = np.divmod(positions, self._num_prompts)
-        if not self._shuffle:
-            return offsets
+        rounds, offsets = np.divmod(positions, len(self._turns))
+        numbers = self._turns[offsets]
+        earlier = rounds * self._weights[numbers] + self._turns_before[offsets]
         found = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            found[here] = _epoch_order(self._num_prompts, self._seed, int(epoch))[offsets[here]]
+        for number in range(len(self.sources)):
+            own = numbers == number
+            found[own] = len(self.sources) * self._places(number, earlier[own]) + number
         return found
 
-    def _settings(self) -> dict[str, Any]:
-        return {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
-
     def _index_at(self, position: int) -> int:
-        """Return the index of the draw at `position`, counted from 0 over all epochs."""
-        if self._num_prompts is None:
-            return position
-        epoch, offset = divmod(position, self._num_prompts)
-        if not self._shuffle:
-            return offset
-        return int(_epoch_order(self._num_prompts, self._seed, epoch)[offset])
+        """Return the index of one draw."""
+        block, offset = divmod(position, _BLOCK)
+        return self._indices_of(block)[offset]
+
+    def _indices_of_block(self, block: int) -> list[int]:
+        return self.indices_at(np.arange(block * _BLOCK, (block + 1) * _BLOCK)).tolist()
+
+    def _places(self, number: int, earlier: np.ndarray) -> np.ndarray:
+        """Return the places in a source of its draws, int64, given its number of `earlier` ones."""
+        source = self.sources[number]
+        if source.num_prompts is None:
+            return earlier
+        epochs, offsets = np.divmod(earlier, source.num_prompts)
+        if not source.shuffle:
+            return offsets
+        found = np.empty_like(earlier)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            order = self._epoch_order(source.num_prompts, source.seed, epoch, number)
+            found[here] = order[offsets[here]]
+        return found
 
 
-@lru_cache(maxsize=2)
-def _epoch_order(num_prompts: int, seed: int, epoch: int) -> np.ndarray:
+def _described(sources: Sequence[SourceOrder]) -> str:
+    """Write the settings that decide the order, as far as they are set."""
+    return "; ".join(
+        ", ".join(f"{key}={value}" for key, value in asdict(source).items() if value != "")
+        for source in sources
+    )
+
+
+def _epoch_order(num_prompts: int, seed: int, epoch: int, number: int) -> np.ndarray:
     """Return a uniformly random permutation of 0..num_prompts-1, int64 [num_prompts]."""
     # RandomState, not Generator: its stream is the same in every version of NumPy, so a run can be
-    # resumed with another version.
-    bits = np.random.MT19937(np.random.SeedSequence((seed % 2**64, epoch)))
+    # resumed with another version. The source's number keeps sources of one size independent.
+    bits = np.random.MT19937(np.random.SeedSequence((seed % 2**64, epoch, number)))
     return np.random.RandomState(bits).permutation(num_prompts)

@@ -35,7 +35,7 @@ def lost_seed(run: History) -> Sign | None:
     data = run.config.data
     return (
         _sign(harness.unshuffled_prompts(run.columns))
-        if data.shuffle and data.source in _FILES
+        if data.shuffle and data.source in _FILES and not data.sources
         else None
     )
 

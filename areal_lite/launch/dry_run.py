@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig
+from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, naming, source_configs
 from areal_lite.config.cautions import cautions
+from areal_lite.config.sources import shares
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
 from areal_lite.launch import memory
@@ -89,19 +90,39 @@ def objective_lines(config: TrainConfig) -> list[str]:
         f"objective: {algo.loss}{decoupled}{advantages}, "
         f"tokens at most {_count(config.buffer.max_staleness, 'step')} stale",
         *_window_lines(config),
-        f"reward: {config.reward.function}",
-        f"workflow: {config.rollout.workflow}",
+        *_scored_by(config),
     ]
 
 
+def _scored_by(config: TrainConfig) -> list[str]:
+    """Name the reward and the workflow of each data source."""
+    lines = []
+    for name, own in source_configs(config).items():
+        of = f" of {name}" if name else ""
+        lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
+    return lines
+
+
 def prompt_lines(config: TrainConfig) -> list[str]:
-    """Count the prompts, and show the first one and its answer. Raises ValueError as a run would.
+    """Describe each data source. Raises ValueError as a run would.
 
     A data set on the hub is not downloaded, so nothing of it is checked.
     """
-    data = config.data
     if config.debug == "train_only":  # its batches are stored
         return [f"those of {config.debug_run}"]
+    configs = source_configs(config)
+    lines = []
+    for name, share in shares(configs).items():
+        if name:
+            lines.append(f"{name}: {100 * share:.4g} % of the draws")
+        with naming(name):
+            lines += _source_lines(configs[name])
+    return lines
+
+
+def _source_lines(config: TrainConfig) -> list[str]:
+    """Count the prompts of a source, and show the first one and its answer."""
+    data = config.data
     splits: list[tuple[str, Split, str | None]] = [("training", "train", data.path)]
     if config.eval.problems:
         splits.append(("held-out", "eval", data.eval_path or data.path))
@@ -114,9 +135,11 @@ def prompt_lines(config: TrainConfig) -> list[str]:
             continue
         prompts = load_prompts(data, config.model, split)
         number = prompts.num_prompts
-        count = "without end" if number is None else _count(number, "prompt")
-        long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
-        lines.append(f"{name}: {where}, {count}{long}")
+        if number is None:  # they are made, of no file
+            lines.append(f"{name}: {data.source}, without end")
+        else:
+            long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
+            lines.append(f"{name}: {where}, {_count(number, 'prompt')}{long}")
         first = first or prompts[0]
     if first is not None:
         lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
@@ -149,10 +172,16 @@ def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
             f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
             for i, gpus in enumerate(placement.servers)
         ),
-        f"controller: no GPU, {_count(config.reward.workers, 'reward worker')}, "
+        f"controller: no GPU, {_count(_reward_workers(config), 'reward worker')}, "
         f"up to {config.rollout.max_concurrent} trajectories in flight",
         f"trainer: {_count(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
     ]
+
+
+def _reward_workers(config: TrainConfig) -> int:
+    """Count the processes that compute rewards. Sources with the same reward share them."""
+    rewards = [source.reward for source in source_configs(config).values()]
+    return sum(r.workers for i, r in enumerate(rewards) if r not in rewards[:i])
 
 
 def _gpus(gpus: list[str]) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,13 @@ import numpy as np
 from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.evaluation import score_problems
-from areal_lite.controller.scores import Interval, Scores
+from areal_lite.controller.scores import Interval, Scores, pooled
+from areal_lite.controller.sources import open_sources
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
-from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
@@ -85,33 +85,42 @@ def gpus_of_servers(server: ServerConfig) -> list[list[str]]:
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
-    """Print the accuracies and write them to summary.json."""
-    rewards = RewardPool(config.reward.function, config.reward.workers, config.reward.timeout_s)
-    await rewards.start()
-    workflow = load_workflow(config.rollout)
-    async with open_fleet(config.server, run_dir, config.seed) as fleet, started(workflow, config):
+    """Print the accuracies of each data source and write them to summary.json."""
+    scores: dict[str, Scores] = {}
+    async with (
+        open_sources(config) as sources,
+        open_fleet(config.server, run_dir, config.seed) as fleet,
+    ):
         dependencies = Dependencies(
-            prompts=None,
-            eval_prompts=load_prompts(config.data, config.model, "eval"),
-            tokenizer=Tokenizer(config.model),
-            rewards=rewards,
-            store=None,
-            clock=time.time,
+            sources=sources, tokenizer=Tokenizer(config.model), store=None, clock=time.time
         )
-        scores = await score_problems(
-            config.rollout, dependencies, fleet, workflow, config.problems, config.samples, "eval"
-        )
-    await rewards.close()
+        for name, source in sources.items():
+            workflow = load_workflow(source.config.rollout)
+            async with started(workflow, source.config):
+                scores[name] = await score_problems(
+                    source,
+                    dependencies,
+                    fleet,
+                    workflow,
+                    config.problems,
+                    config.samples,
+                    f"eval{name}",
+                )
     _report(config, run_dir, scores)
 
 
-def _report(config: EvalCommandConfig, run_dir: Path, scores: Scores) -> None:
-    record = scores.record()
-    write_json(run_dir / SUMMARY_FILE, {"model": config.model, **record})
-    print(f"{record['problems']} held-out problems, with 95 % intervals:")
-    print(_row("greedy", record["greedy"], record["greedy_interval"]))
-    for k, share in record["pass_at_k"].items():
-        print(_row(f"pass@{k}", share, record["pass_at_k_intervals"][k]))
+def _report(config: EvalCommandConfig, run_dir: Path, scores: Mapping[str, Scores]) -> None:
+    records = {name: one.record() for name, one in scores.items()}
+    summary: dict[str, Any] = {"model": config.model, **pooled(list(scores.values())).record()}
+    if config.data.sources:
+        summary["sets"] = records
+    write_json(run_dir / SUMMARY_FILE, summary)
+    for name, record in records.items():
+        title = f"{name}: " if name else ""
+        print(f"{title}{record['problems']} held-out problems, with 95 % intervals:")
+        print(_row("greedy", record["greedy"], record["greedy_interval"]))
+        for k, share in record["pass_at_k"].items():
+            print(_row(f"pass@{k}", share, record["pass_at_k_intervals"][k]))
     print(run_dir / SUMMARY_FILE)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import TrainConfig, source_configs
 from areal_lite.launch import memory
 from areal_lite.system.cuda import CUDA_CONTEXT
 
@@ -96,7 +96,9 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
 
 def longest_sequence(config: TrainConfig) -> int:
     """Count the tokens of the longest sequence that a run can have."""
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sources = source_configs(config).values()
+    longest_prompt = max(source.data.max_prompt_tokens for source in sources)
+    return longest_prompt + config.rollout.max_new_tokens
 
 
 def _server_working(config: TrainConfig, hf: PretrainedConfig) -> int:

@@ -9,7 +9,8 @@ import json
 import os
 import shutil
 import socket
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from areal_lite.config import (
     SlurmConfig,
     TrainConfig,
     check_fields,
+    naming,
+    source_configs,
     stored_settings,
 )
 from areal_lite.config.report import VIEWS
@@ -45,6 +48,8 @@ from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import NODE, listen_address
 
+# Settings of a source that a run may change when it continues.
+_CHANGEABLE = ("eval_path", "eval_split", "reward", "workflow", "workflow_args")
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 
 
@@ -60,14 +65,14 @@ def check_config(config: Any) -> None:
         _model_folder("model", config.model)
         if isinstance(config, (TrainConfig, SftConfig)):
             _adapters(config)
-    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
+    if isinstance(config, (TrainConfig, EvalCommandConfig)):
+        _sources(config)
+    if isinstance(config, GenerateConfig):
         _data_source(config.data)
+    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
         _ports(config.server)
         if config.server.host != NODE and resolve_device(config.server.device) == "cuda":
             check_cuda()
-    if isinstance(config, (TrainConfig, EvalCommandConfig)):
-        load_reward_function(config.reward.function)
-        load_workflow(config.rollout)
     if isinstance(config, TrainConfig):
         _training(config)
     if isinstance(config, SlurmConfig):
@@ -101,13 +106,10 @@ def _training(config: TrainConfig) -> None:
         _model_folder("algo.reference", config.algo.reference)
         _same_tokens(config.model, config.algo.reference)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
-    source, above = config.data.source, config.rollout.retire_above
-    if above is not None and getattr(prompt_source(source), "num_prompts", 0) is None:
-        raise ValueError(
-            f"rollout.retire_above={above} needs prompts that come again: data.source={source} "
-            "always makes new ones"
-        )
-    _eval_files(config)
+    _retires(config)
+    for path in config.eval.sets:
+        if path.endswith(".jsonl") and not os.path.isfile(path):
+            raise ValueError(f"eval.sets: {path}: no such file")
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
         place_run(config)
         _weight_folder(config)
@@ -151,23 +153,43 @@ def _demonstrations(sft: SftConfig, key: str) -> None:
         )
 
 
+def _sources(config: TrainConfig | EvalCommandConfig) -> None:
+    """Check the files, the reward and the workflow of each data source."""
+    for name, own in source_configs(config).items():
+        with naming(name):
+            _data_source(own.data)
+            load_reward_function(own.reward.function)
+            load_workflow(own.rollout)
+            if isinstance(own, TrainConfig) and own.eval.problems:
+                _eval_file(own.data)
+
+
+def _retires(config: TrainConfig) -> None:
+    """Check that prompts come again if solved ones are to be retired."""
+    above = config.rollout.retire_above
+    sources = [own.data.source for own in source_configs(config).values()]
+    if above is not None and all(
+        getattr(prompt_source(source), "num_prompts", 0) is None for source in sources
+    ):
+        raise ValueError(
+            f"rollout.retire_above={above} needs prompts that come again: "
+            f"data.source={sources[0]} always makes new ones"
+        )
+
+
 def _data_source(data: DataConfig) -> None:
     prompt_source(data.source)
     if data.source == "jsonl" and not os.path.exists(data.path or ""):
         raise ValueError(f"data.path={data.path}: no such file")
 
 
-def _eval_files(config: TrainConfig) -> None:
-    path = config.data.eval_path
-    if config.eval.problems and config.data.source == "jsonl":
+def _eval_file(data: DataConfig) -> None:
+    if data.source == "jsonl":
         remedy = "give held-out problems, or set eval.problems=0"
-        if path is None:
+        if data.eval_path is None:
             raise ValueError(f"data.eval_path is not set: {remedy}")
-        if not os.path.exists(path):
-            raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
-    for path in config.eval.sets:
-        if path.endswith(".jsonl") and not os.path.isfile(path):
-            raise ValueError(f"eval.sets: {path}: no such file")
+        if not os.path.exists(data.eval_path):
+            raise ValueError(f"data.eval_path={data.eval_path}: no such file; {remedy}")
 
 
 def _ports(server: ServerConfig) -> None:
@@ -227,13 +249,14 @@ def _same_command(config: Any, run_dir: Path) -> None:
 
 def _same_run(config: TrainConfig, stored: DictConfig) -> None:
     """Check that what a run cannot change is as in its stored configuration."""
-    data = [item.name for item in fields(DataConfig) if not item.name.startswith("eval_")]
-    now = {"model": config.model} | {f"data.{key}": getattr(config.data, key) for key in data}
-    for key, value in now.items():
-        if (before := OmegaConf.select(stored, key)) != value:
+    now = {"model": config.model, **_prompts(asdict(config.data))}
+    started: Any = OmegaConf.to_container(stored)
+    before = {"model": started.get("model"), **_prompts(started.get("data") or {})}
+    for key in {**now, **before}:
+        if now.get(key) != before.get(key):
             raise ValueError(
-                f"{key}={value}: the run in run_dir={config.run_dir} started with {before} "
-                "and can only continue with that"
+                f"{key}={now.get(key)}: the run in run_dir={config.run_dir} started with "
+                f"{before.get(key)} and can only continue with that"
             )
     capacity = config.buffer.replay.capacity
     before = OmegaConf.select(stored, "buffer.replay.capacity")
@@ -242,3 +265,14 @@ def _same_run(config: TrainConfig, stored: DictConfig) -> None:
             f"buffer.replay.capacity={capacity}: the run started with {before}, "
             "and replay cannot be turned on or off when it continues"
         )
+
+
+def _prompts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by key the settings that decide which prompts are drawn, and in which order."""
+    sources = data.get("sources", {})
+    found: dict[str, Any] = {"data.sources": list(sources)}
+    sections = {"data": data, **{f"data.sources.{name}": sources[name] for name in sources}}
+    for section, own in sections.items():
+        fixed = own.keys() - {"sources", *_CHANGEABLE}
+        found |= {f"{section}.{key}": own[key] for key in sorted(fixed)}
+    return found

@@ -143,6 +143,14 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
     return {**_frame(line.id, "line", line.title, line.note, _STEP, line.y), "series": series}
 
 
+def _rewards_by_source(metrics: Metrics) -> list[dict[str, Any]]:
+    """Return the running mean of the mean reward of each data source, if there are several."""
+    prefix = "reward_mean/"
+    keys = dict.fromkeys(key for step in metrics for key in step if key.startswith(prefix))
+    values = {key.removeprefix(prefix): _values(metrics, key) for key in keys}
+    return [_series(f"reward, {name}", x, smooth(y)) for name, (x, y) in values.items() if len(x)]
+
+
 def learning_charts(
     metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
 ) -> list[dict[str, Any]]:
@@ -150,7 +158,7 @@ def learning_charts(
     drawn = [(line, line_chart(line, metrics)) for line in LINES]
     charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
     by_id = {chart["id"]: chart for chart in charts}
-    by_id["reward"]["series"] += _accuracies(evals)
+    by_id["reward"]["series"] += [*_rewards_by_source(metrics), *_accuracies(evals)]
     steps = by_id["staleness"]["series"]
     if bound is not None and steps:
         ends = [min(steps[0]["x"]), max(steps[0]["x"])]
@@ -265,21 +273,21 @@ def _series(
 
 
 def _accuracies(evals: Metrics) -> list[dict[str, Any]]:
-    """Return the accuracies of each evaluation set, as points."""
+    """Return the accuracies of the held-out problems, and the greedy one of each set, as points."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for line in evals:
+        scored = {(line.get("name", ""), kind): line.get(kind) for kind in ("greedy", "sampled")}
+        scored |= {(name, "greedy"): of.get("greedy") for name, of in line.get("sets", {}).items()}
+        for key, value in scored.items():
+            if value is not None and math.isfinite(value):
+                points.setdefault(key, []).append((line["version"], value))
+    several = len({name for name, _ in points}) > 1
     series = []
-    names = list(dict.fromkeys(e.get("name", "") for e in evals))
-    for name in names:
-        for kind in ("greedy", "sampled"):
-            points = [
-                (e["version"], e[kind])
-                for e in evals
-                if e.get("name", "") == name and e.get(kind) is not None
-            ]
-            if points:
-                x, y = zip(*points)
-                label = f"accuracy, {kind}" + (f" ({name})" if len(names) > 1 else "")
-                series.append({"name": label, "style": "points", "x": list(x), "y": list(y)})
-    return [s for s in series if all(map(math.isfinite, s["y"]))]
+    for (name, kind), values in points.items():
+        x, y = zip(*values)
+        label = f"accuracy, {kind}" + (f" ({name})" if several else "")
+        series.append({"name": label, "style": "points", "x": list(x), "y": list(y)})
+    return series
 
 
 def _frame(id: str, kind: str, title: str, note: str, x: str, y: str) -> dict[str, Any]:

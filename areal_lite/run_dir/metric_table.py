@@ -99,6 +99,7 @@ GROUPS = {
         "truncated_share": "share of trajectories that reached the limit of new tokens",
         "trajectories": "trajectories of the batch",
         "traces_mean": "mean number of trajectories of an episode",
+        "epochs": "how often each prompt was drawn; missing for prompts without end",
         "queue_depth": "groups that are left in the queue after the batch was taken",
         "in_flight": "trajectories that are being generated",
         "concurrency_limit": "trajectories that may be generated at a time",

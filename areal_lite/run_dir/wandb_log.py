@@ -26,7 +26,7 @@ _FINISH_TIMEOUT_S = 120.0
 
 def wandb_name(key: str) -> str | None:
     """Return the name of a metric in wandb; None for one that is not sent there."""
-    group = GROUP_OF.get(key, OTHER)
+    group = GROUP_OF.get(key.partition("/")[0], OTHER)
     return f"{group}/{key}" if group else None
 
 
@@ -61,11 +61,10 @@ class WandbLog:
 
     def log_evaluation(self, record: Mapping[str, Any]) -> None:
         """Send the accuracies of an evaluation, on the axis of the version that it evaluated."""
-        values = {f"pass_at_{k}": value for k, value in record.get("pass_at_k", {}).items()}
-        values |= {key: record.get(key) for key in ("greedy", "sampled")}
         named = {
-            f"eval/{record['name']}/{key}": value
-            for key, value in values.items()
+            f"eval/{name}/{key}": value
+            for name, scores in {record["name"]: record, **record.get("sets", {})}.items()
+            for key, value in _accuracies(scores).items()
             if _is_number(value)
         }
         self._try("log", lambda: self._run.log({**named, "eval/version": record["version"]}))
@@ -85,6 +84,11 @@ class WandbLog:
             log.warning(
                 "wandb could not %s the run, which goes on without it: %s: %s", action, kind, error
             )
+
+
+def _accuracies(scores: Mapping[str, Any]) -> dict[str, Any]:
+    passes = {f"pass_at_{k}": value for k, value in scores.get("pass_at_k", {}).items()}
+    return {**passes, "greedy": scores.get("greedy"), "sampled": scores.get("sampled")}
 
 
 def _is_number(value: object) -> bool:

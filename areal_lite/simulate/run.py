@@ -9,6 +9,7 @@ from typing import Any, cast
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.sources import Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.store_thread import StoreThread
@@ -154,12 +155,15 @@ def _controller(
     config: TrainConfig, work: Workload, servers: SimulatedServers, ledger: Ledger
 ) -> Controller:
     """Build the real controller around the stand-ins."""
-    prompts = Prompts(max(1, round(work.prompt_tokens / work.grain)))
-    dependencies = Dependencies(
-        prompts=prompts,
+    source = Source(
+        config=config,
+        prompts=Prompts(max(1, round(work.prompt_tokens / work.grain))),
         eval_prompts=None,
-        tokenizer=cast(Tokenizer, NoTokenizer()),
         rewards=cast(RewardPool, NoRewards()),
+    )
+    dependencies = Dependencies(
+        sources={"": source},
+        tokenizer=cast(Tokenizer, NoTokenizer()),
         store=cast(StoreThread, ledger),
         clock=asyncio.get_running_loop().time,
         workflow=SimulatedEpisodes(

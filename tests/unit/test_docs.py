@@ -66,7 +66,7 @@ def known_keys() -> frozenset[str]:
 
 def free_keys() -> set[str]:
     """List the settings under which any key may be new."""
-    return {"rollout.workflow_args", "server.args", "cluster.options"}
+    return {"data.sources", "rollout.workflow_args", "server.args", "cluster.options"}
 
 
 def defined(source: Path) -> set[str]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import TrainConfig, source_configs
+from areal_lite.config.sources import weight_of
 from areal_lite.controller.batch_stats import batch_stats
 from areal_lite.controller.queue import GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.data.sampler import PromptSampler
+from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.manifest import write_manifest
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
 from areal_lite.run_dir.resume import needed_since, start_version
@@ -25,6 +26,7 @@ from areal_lite.trajectory import Group, GroupState, Trajectory
 
 SIZE = 3  # trajectories of a group
 TICK_S = 10.0
+Sizes = int | None | dict[str, int | None]
 
 
 _written: dict[str, str] = {}
@@ -42,11 +44,11 @@ class History:
 
     Args:
         run_dir: a new folder, or that of a run, which goes on.
-        num_prompts: size of the data set; None for no end.
+        num_prompts: size of the data set, or of each of `data.sources`; None for no end.
         config: changes of the settings, such as {"buffer.max_staleness": 1}.
     """
 
-    def __init__(self, run_dir: Path, num_prompts: int | None = 5, **config: object):
+    def __init__(self, run_dir: Path, num_prompts: Sizes = 5, **config: object):
         self.run_dir, self.num_prompts = run_dir, num_prompts
         self.config = TrainConfig(model="m", run_dir=str(run_dir))
         self.config.trainer.batch_groups, self.config.rollout.group_size = 2, SIZE
@@ -68,10 +70,14 @@ class History:
         self.metrics = MetricsLog(self.run_dir, self.config.logger, {})
         self.store = Store(self.run_dir / "trajectories.sqlite")
         recovered = self.store.recover(self.step, self.tick())
-        if self.num_prompts is not None:
-            self.store.set_totals({"prompts": self.num_prompts})
-        data = self.config.data
-        self.sampler = PromptSampler(self.num_prompts, data.seed, data.shuffle)
+        sizes = self.num_prompts if isinstance(self.num_prompts, dict) else {"": self.num_prompts}
+        self.sampler = PromptSampler(
+            *(
+                SourceOrder(sizes[name], own.data.seed, own.data.shuffle, weight_of(own.data), name)
+                for name, own in source_configs(self.config).items()
+            )
+        )
+        self.store.set_totals(self.sampler.sizes)
         self.sampler.restore(
             {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )

@@ -19,6 +19,7 @@ from areal_lite.config import ReplayConfig
 from areal_lite.run_dir.store_schema import ADMISSION, checksum
 from tests.unit.audit.history import EVENTS, History, lived
 
+SOURCES = {"a": {"weight": 3}, "b": {"shuffle": False}, "c": {"seed": 7}}
 REPLAY = {"buffer__replay": ReplayConfig(capacity=6, recency_probability=0.3)}
 
 
@@ -35,8 +36,9 @@ def off(run_dir: Path, tokens: bool = False) -> dict[str, list[str]]:
         {"buffer__overdue": "drop", "buffer__max_staleness": 1},
         {"sync__every": 3},
         REPLAY,
+        {"data__sources": SOURCES, "num_prompts": {"a": 3, "b": 5, "c": None}},
     ],
-    ids=["mask", "no end", "drop", "sync.every", "replay"],
+    ids=["mask", "no end", "drop", "sync.every", "replay", "sources"],
 )
 @settings(max_examples=12, deadline=None)
 @given(

@@ -9,6 +9,7 @@ from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.messages import BatchReady, PullBatch, Resync, StepDone
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.router import UNTRUSTED
+from tests.unit.controller.one_source import one_source
 from tests.unit.controller.test_queue import group
 
 
@@ -17,10 +18,8 @@ def controller_with(*running: int, clock) -> Controller:
     config = TrainConfig(model="m", run_dir="r")
     config.trainer.batch_groups, config.buffer.window = 2, 1
     parts = Dependencies(
-        prompts=SimpleNamespace(num_prompts=1),
-        eval_prompts=None,
+        sources=one_source(config, SimpleNamespace(num_prompts=1)),
         tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98),
-        rewards=None,
         store=SimpleNamespace(),
         clock=clock,
     )

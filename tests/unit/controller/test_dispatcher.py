@@ -13,11 +13,13 @@ from areal_lite.config import TrainConfig
 from areal_lite.controller import dispatcher as dispatcher_module
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory
+from tests.unit.controller.one_source import one_source
 
 SERVER = ServerInfo(name="s0", url="http://x", api_key=None, tensor_parallel=1, pid=1)
 STEPS, BATCH, ETA, SIZE = 6, 3, 2, 2
@@ -86,7 +88,7 @@ class Prompts:
     num_prompts = 40
 
     def __getitem__(self, index: int):
-        return SimpleNamespace(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
+        return Prompt(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
 
 
 async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
@@ -105,10 +107,8 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
     dispatcher = Dispatcher(
         config,
         Dependencies(
-            prompts=Prompts(),
-            eval_prompts=None,
+            sources=one_source(config, Prompts(), FakeRewards(rng)),
             tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98, decode=lambda tokens: "text"),
-            rewards=FakeRewards(rng),
             store=thread,
             clock=lambda: 0.0,
         ),

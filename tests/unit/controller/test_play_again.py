@@ -20,10 +20,12 @@ from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.messages import PullBatch, Resync
 from areal_lite.controller.queue import GroupQueue
+from areal_lite.data.prompts import Prompt
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.request_seed import request_seed
 from areal_lite.trajectory import Group, Trajectory
+from tests.unit.controller.one_source import one_source
 from tests.unit.controller.test_dispatcher import FakeFleet
 from tests.unit.controller.test_recover import group, new_store
 
@@ -39,7 +41,7 @@ class Prompts:
     num_prompts = 7
 
     def __getitem__(self, index: int):
-        return SimpleNamespace(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
+        return Prompt(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
 
 
 class Rewards:
@@ -103,10 +105,8 @@ class World:
         self.dispatcher = Dispatcher(
             self.config,
             Dependencies(
-                prompts=Prompts(),
-                eval_prompts=None,
+                sources=one_source(self.config, Prompts(), Rewards()),
                 tokenizer=tokenizer,
-                rewards=Rewards(),
                 store=thread,
                 clock=lambda: 0.0,
             ),

@@ -1,11 +1,13 @@
 """Finished groups: oldest first, the hard bound on staleness, the deal."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.batch_stats import batch_stats, source_stats
 from areal_lite.controller.queue import GroupQueue, balanced_shards
 from areal_lite.trajectory import Group, Trajectory
 
@@ -134,6 +136,25 @@ def test_stats() -> None:
     assert (overdue["staleness_mean"], overdue["staleness_max"]) == (1, 1), (
         "tokens that are too old are not trained on"
     )
+
+
+def test_stats_by_source() -> None:
+    groups = [
+        replace(group(0, [2, 2], [3], rewards=[1.0, 0.0]), prompt_id="math/train:1"),
+        replace(group(1, [4], [4], rewards=[1.0, 1.0]), prompt_id="math/train:2"),
+        replace(group(2, [4, 4, 4], rewards=[0.5]), prompt_id="talk/a/b"),
+    ]
+    assert source_stats(groups, ["math", "talk", "idle"]) == {
+        "reward_mean/math": 0.75,
+        "uniform_groups_share/math": 0.5,
+        "length_mean/math": 1.25,
+        "trajectories/math": 4,
+        "reward_mean/talk": 0.5,
+        "uniform_groups_share/talk": 1.0,
+        "length_mean/talk": 3.0,
+        "trajectories/talk": 1,
+    }
+    assert source_stats(groups, [""]) == {}
 
 
 @settings(max_examples=50)

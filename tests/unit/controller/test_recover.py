@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, save_config, to_dataclass
-from areal_lite.data.sampler import PromptSampler
+from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.launch.preflight import check_config
 from areal_lite.run_dir.metrics import append_event, forget_after, read_events
 from areal_lite.run_dir.resume import (
@@ -33,6 +33,8 @@ from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
 
 BATCH = 2
+FIVE = SourceOrder(5, 3)
+NO_END = SourceOrder(None, weight=3)
 
 
 def group(group_id: int, version: int, reward: float = 0.5) -> Group:
@@ -64,9 +66,9 @@ def new_store() -> Store:
 class Run:
     """Do to store and sampler what the dispatcher does, one event at a time."""
 
-    def __init__(self, num_prompts: int | None):
-        self.num_prompts = num_prompts
-        self.store, self.sampler = new_store(), PromptSampler(num_prompts, seed=3)
+    def __init__(self, *sources: SourceOrder):
+        self.sources = sources
+        self.store, self.sampler = new_store(), PromptSampler(*sources)
         self.prompts: list[int] = []  # of each group
         self.version, self.saved, self.now = 0, 0, 0.0
 
@@ -149,7 +151,7 @@ class Run:
             "a trajectory that could be used was thrown away"
         )
         self.version = self.saved
-        self.sampler = PromptSampler(self.num_prompts, seed=3)
+        self.sampler = PromptSampler(*self.sources)
         self.sampler.check_draws(recovered.draws)
         self.sampler.restore(
             {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
@@ -157,7 +159,7 @@ class Run:
 
     def check(self) -> None:
         """Each drawn prompt belongs to a group that was not dropped, or was put back."""
-        fresh = PromptSampler(self.num_prompts, seed=3)
+        fresh = PromptSampler(*self.sources)
         drawn = Counter(fresh.next() for _ in range(self.sampler.drawn))
         held = Counter(t["prompt_index"] for t in self.store.groups() if t["state"] != "dropped")
         assert drawn == held + Counter(self.sampler.state()["put_back"])
@@ -170,10 +172,10 @@ EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["train"] * 2 + ["filter", "drop", "sa
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=60),
-    st.sampled_from([None, 1, 5]),
+    st.sampled_from([[NO_END], [SourceOrder(1, 3)], [FIVE], [FIVE, SourceOrder(2, 3), NO_END]]),
 )
-def test_any_history_of_events(events: list[tuple[str, int]], num_prompts: int | None) -> None:
-    run = Run(num_prompts)
+def test_any_history_of_events(events: list[tuple[str, int]], sources: list[SourceOrder]) -> None:
+    run = Run(*sources)
     for event, number in [*events, ("kill", 0)]:
         getattr(run, event)(number)
         run.check()
@@ -181,7 +183,7 @@ def test_any_history_of_events(events: list[tuple[str, int]], num_prompts: int |
 
 
 def test_waiting_groups_are_recovered_whole_and_in_order() -> None:
-    run = Run(None)
+    run = Run(NO_END)
     for _ in range(6):
         run.admit(0)
     for which in (5, 3, 0):
@@ -203,7 +205,7 @@ def test_waiting_groups_are_recovered_whole_and_in_order() -> None:
 
 
 def test_another_order_of_prompts_is_refused() -> None:
-    run = Run(5)
+    run = Run(FIVE)
     for _ in range(7):
         run.admit(0)
         run.drop(0)
@@ -214,10 +216,11 @@ def test_another_order_of_prompts_is_refused() -> None:
     draws = run.store.recover(0, run.tick()).draws
     run.sampler.check_draws(draws)
     for other in (
-        PromptSampler(6, seed=3),
-        PromptSampler(5, seed=4),
-        PromptSampler(5, seed=3, shuffle=False),
-        PromptSampler(None),
+        PromptSampler(SourceOrder(6, 3)),
+        PromptSampler(SourceOrder(5, 4)),
+        PromptSampler(SourceOrder(5, 3, shuffle=False)),
+        PromptSampler(SourceOrder(None)),
+        PromptSampler(FIVE, FIVE),
     ):
         with pytest.raises(
             ValueError, match="cannot resume: prompt .* would be .* with num_prompts="

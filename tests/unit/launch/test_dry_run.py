@@ -9,7 +9,14 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
 from areal_lite.config.cautions import cautions
-from areal_lite.launch.dry_run import cadence_line, prompt_lines, trainer_lines
+from areal_lite.launch.dry_run import (
+    cadence_line,
+    objective_lines,
+    process_lines,
+    prompt_lines,
+    trainer_lines,
+)
+from areal_lite.launch.placement import Placement
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 
@@ -55,6 +62,27 @@ def test_the_plan_shows_the_first_prompt(tmp_path: Path) -> None:
     config.data.source = "addition"
     config.data.path, config.eval.problems = None, 0
     assert prompt_lines(config)[0] == "training: addition, without end"
+
+
+def test_the_plan_lists_the_sources(tmp_path: Path) -> None:
+    config = own_data(tmp_path, {"question": "1+1=\n", "answer": "2"})
+    reward = {"function": "my:reward", "workers": 3}
+    config.data.sources = {
+        "files": {"weight": 3},
+        "made": {"source": "addition", "reward": reward},
+    }
+    assert prompt_lines(config)[:6] == [
+        "files: 75 % of the draws",
+        f"training: jsonl, {tmp_path}/train.jsonl, 3 prompts",
+        f"held-out: jsonl, {tmp_path}/test.jsonl, 3 prompts",
+        r"the first one, as the model reads it: '1+1=\n'",
+        "its answer: '2'",
+        "made: 25 % of the draws",
+    ]
+    assert "training: addition, without end" in prompt_lines(config)
+    assert "reward of made: my:reward" in objective_lines(config)
+    placement = Placement(trainer=[], servers=[[]])
+    assert any("4 reward workers" in line for line in process_lines(config, placement))
 
 
 def test_the_plan_refuses_rows_that_the_run_would_refuse(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from areal_lite.report.exporter import FACTS, main
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.trajectory import Group
 from areal_lite.weights.push import PushReport
+from tests.unit.controller.one_source import one_source
 from tests.unit.report.dashboard import DASHBOARD, MONITORING, ROOT, expressions, metrics, of_steps
 from tests.unit.report.synthetic_run import trajectory
 
@@ -38,10 +39,8 @@ def keys_of_a_batch_reply() -> set[str]:
         config.trainer.batch_groups = 1
         tokenizer = SimpleNamespace(eos_ids=(1,), vocab_size=98)
         parts = Dependencies(
-            prompts=SimpleNamespace(num_prompts=1),
-            eval_prompts=None,
+            sources=one_source(config, SimpleNamespace(num_prompts=1)),
             tokenizer=tokenizer,
-            rewards=None,
             store=SimpleNamespace(),
             clock=lambda: 0.0,
         )

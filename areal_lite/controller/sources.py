@@ -1,0 +1,68 @@
+"""The data sources of a run: their prompts, and what scores the completions."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from areal_lite.config import EvalCommandConfig, TrainConfig, naming, source_configs
+from areal_lite.config.sources import weight_of
+from areal_lite.data.mixture import MixedPrompts
+from areal_lite.data.prompts import PromptSet, load_prompts
+from areal_lite.data.sampler import PromptSampler, SourceOrder
+from areal_lite.rewards.pool import RewardPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One data source.
+
+    Args:
+        config: the settings of the run, with those of the source.
+        prompts: the training prompts; None when nothing is trained.
+        eval_prompts: the held-out problems; None without evaluation.
+        rewards: scores completions.
+    """
+
+    config: TrainConfig | EvalCommandConfig
+    prompts: PromptSet | None
+    eval_prompts: PromptSet | None
+    rewards: RewardPool
+
+
+@asynccontextmanager
+async def open_sources(config: TrainConfig | EvalCommandConfig) -> AsyncIterator[dict[str, Source]]:
+    """Load the prompts and start the reward processes of each source, by its name.
+
+    Sources with the same reward share its processes, which end with the block. Raises ValueError
+    that names the source and what cannot be used.
+    """
+    trains = isinstance(config, TrainConfig)
+    evaluates = not trains or config.eval.problems > 0
+    sources: dict[str, Source] = {}
+    async with AsyncExitStack() as pools:
+        for name, own in source_configs(config).items():
+            with naming(name):
+                same = (s.rewards for s in sources.values() if s.config.reward == own.reward)
+                reward = own.reward
+                rewards = next(same, None) or await pools.enter_async_context(
+                    RewardPool(reward.function, reward.workers, reward.timeout_s)
+                )
+                sources[name] = Source(
+                    config=own,
+                    prompts=load_prompts(own.data, own.model, "train") if trains else None,
+                    eval_prompts=load_prompts(own.data, own.model, "eval") if evaluates else None,
+                    rewards=rewards,
+                )
+        yield sources
+
+
+def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSampler]:
+    """Return the training prompts of all sources as one set, and what draws from it."""
+    prompts, orders = {}, []
+    for name, source in sources.items():
+        assert source.prompts is not None
+        prompts[name] = source.prompts
+        data = source.config.data
+        size, weight = source.prompts.num_prompts, weight_of(data)
+        orders.append(SourceOrder(size, data.seed, data.shuffle, weight, name))
+    return MixedPrompts(prompts), PromptSampler(*orders)

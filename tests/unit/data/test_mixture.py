@@ -1,0 +1,36 @@
+"""Several prompt sets as one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_lite.config import DataConfig
+from areal_lite.data.mixture import MixedPrompts
+from areal_lite.data.prompts import PromptSet, load_prompts
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, PromptSet]:
+    build_char_tokenizer().save_pretrained(tmp_path)
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(3)]
+    (tmp_path / "own.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = DataConfig(source="jsonl", path=f"{tmp_path}/own.jsonl", chat=False)
+    configs = {"own": files, "made": DataConfig(source="addition")}
+    return {name: load_prompts(data, tmp_path, "train") for name, data in configs.items()}
+
+
+def test_prompts_have_their_source(sets: dict[str, PromptSet]) -> None:
+    mixed = MixedPrompts(sets)
+    assert [(mixed[2 * i].prompt_id, mixed[2 * i].text) for i in range(3)] == [
+        (f"own/own.jsonl:{i + 1}", f"{i}+1=") for i in range(3)
+    ]
+    assert mixed[2 * 10**9 + 1].prompt_id == f"made/addition/train/1:{10**9}"
+    assert (mixed[4].source, mixed[1].source) == ("own", "made")
+    assert mixed[4].tokens == sets["own"][2].tokens
+
+
+def test_a_single_set_stays_as_it_is(sets: dict[str, PromptSet]) -> None:
+    alone = MixedPrompts({"": sets["own"]})
+    assert [alone[i] for i in range(3)] == [sets["own"][i] for i in range(3)]
