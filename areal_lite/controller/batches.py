@@ -189,6 +189,8 @@ class Batches:
         if self._config.buffer.fixed_lag and not self._dispatcher.admission.drained:
             return None
         count = self._config.trainer.batch_groups
+        if len(self.queue) < count:
+            return None  # before the scan of what runs: this is called for each delivered group
         oldest = min(self._dispatcher.running, default=None)
         if self._held_since is None and self.queue.held_back(count, oldest):
             self._held_since = self._clock()
