@@ -181,6 +181,8 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
                     "copy": copy_seconds(weights),
                 }
             )
+            # No token was seen during the copies: the next push must not count that as a gap.
+            await asyncio.sleep(arguments.between_s / 2)
     for pusher in pushers.values():
         await asyncio.to_thread(pusher.close)
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
