@@ -21,7 +21,7 @@ EXAMPLES = (
     "python_api",
 )
 # The others run in the slow tests only: other tests have their parts.
-QUICK = ("custom_dataset", "openai_agent", "python_api")
+QUICK = ("python_api",)
 # Smaller than what the examples choose, so that two steps take seconds.
 SMALL = [
     "rollout.group_size=2",

@@ -82,6 +82,7 @@ def test_only_adapted_weights_have_changed(run: Path) -> None:
         assert torch.equal(weight, before[name]) != name.endswith("_proj.weight"), name
 
 
+@pytest.mark.slow  # tests/ranks/test_lora.py converts checkpoints
 def test_adapters_are_exported_alone_and_merged(run: Path) -> None:
     alone = Path(areal_lite("export", f"run_dir={run}", "--adapter"))
     assert alone == run / f"exports/step-{STEPS}-adapter"

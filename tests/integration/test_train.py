@@ -200,14 +200,18 @@ def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
     assert max(requests for (requests,) in run.used("requests")) > 1
 
 
-@pytest.mark.parametrize("schedule, bound", [("sync", 0), ("one_step", 1)])
+@pytest.mark.parametrize(
+    "schedule, bound", [("sync", 0), pytest.param("one_step", 1, marks=pytest.mark.slow)]
+)
 def test_schedules_without_interruption(model, tmp_path, schedule, bound):
     run = train(model, tmp_path / "run", f"schedule={schedule}")
     check_common(run, bound)
     assert run.summary["multi_segment_share"] == 0, "a push waits until nothing is in flight"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
     folder = tmp_path / "run"
     command = [
@@ -246,6 +250,7 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
         assert not terminal.screen.cursor.hidden
 
 
+@pytest.mark.slow  # the chaos test kills servers, too
 def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
     """Continue the requests of a killed server on the other one, and push without it."""
     folder = tmp_path / "run"

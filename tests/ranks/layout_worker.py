@@ -23,7 +23,7 @@ from areal_lite.megatron.reference import Reference
 from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
 
-UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 20, 5, 2
+UPDATES, CRITIC_UPDATES, RESUMED_UPDATES = 10, 4, 2
 CRITIC = {"lr": 3e-3, "clip_grad": 2.0}
 
 
