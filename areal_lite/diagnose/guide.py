@@ -160,10 +160,11 @@ GUIDE = (
             "behave_kl_k1",
             "behave_abs",
         ),
-        "alarm: ess below {ess:g}; hint: more than {rejected:.0%} of the tokens rejected, or a "
-        "weight at the cap in {capped_steps:.0%} of the steps",
+        "alarm: ess below {ess:g}; hint: behave_kl above {behave_kl:g}, more than "
+        "{rejected:.0%} of the tokens rejected, or a weight at the cap in {capped_steps:.0%} "
+        "of the steps",
         "the policy moves far between sampling and training",
-        "lower `buffer.max_staleness` or `trainer.lr`; `algo.correction.mode=mask` leaves such "
+        "lower `trainer.lr` or `buffer.max_staleness`; `algo.correction.mode=mask` leaves such "
         "tokens out",
         ("logprob_mismatch", "bad_numbers"),
     ),

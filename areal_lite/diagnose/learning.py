@@ -55,14 +55,17 @@ def low_ess(run: History) -> Sign | None:
     correction = run.config.algo.correction
     capped = float(np.mean(largest >= correction.cap)) if len(largest) else 0.0
     rejected = float(out.mean()) if len(out) else 0.0
+    moved = run.recent("behave_kl")
+    drift = float(moved.mean()) if len(moved) else 0.0
     text = (
-        f"ess {ess.mean():.2f}; a weight at the cap of {correction.cap:g} in {capped:.0%} of the "
-        f"recent steps; {rejected:.1%} of the tokens rejected"
+        f"ess {ess.mean():.2f}; behave_kl {drift:.3f}; a weight at the cap of {correction.cap:g} "
+        f"in {capped:.0%} of the recent steps; {rejected:.1%} of the tokens rejected"
     )
     if ess.mean() < limit("ess"):
         return alarm(text)
     at_cap = correction.mode == "cap" and capped > limit("capped_steps")
-    return hint(text) if at_cap or rejected > limit("rejected") else None
+    far = drift > limit("behave_kl")
+    return hint(text) if far or at_cap or rejected > limit("rejected") else None
 
 
 def too_stale(run: History) -> Sign | None:

@@ -32,6 +32,11 @@ LIMITS = {
     "reward_ratio": Limit(0.5, "of the best recent mean: half of what was learned is lost"),
     "accuracy_drop": Limit(0.03, "below the best evaluation, besides two standard errors"),
     "ess": Limit(0.5, "half of the tokens are wasted (Kong, 1992; arXiv 2509.19128, eq. 6)"),
+    "behave_kl": Limit(
+        0.05,
+        "nats a token: above it, most runs of benchmarks/results/staleness lost much of what they "
+        "had learned; no run below it did",
+    ),
     "rejected": Limit(0.1, "of the tokens left out: the batch is smaller than it looks"),
     "capped_steps": Limit(0.5, "of the recent steps have a weight at algo.correction.cap"),
     "truncated_share": Limit(0.1, "such trajectories are punished for length, not for content"),

@@ -133,6 +133,7 @@ CASES: list[tuple[str, Severity, dict[str, Any], str]] = [
     ("low_ess", ALARM, {"ess": 0.3}, "ess 0.30"),
     ("low_ess", HINT, {"weight_max": 9.0, "ess": 0.8}, "cap of 5 in 100%"),
     ("low_ess", HINT, {"rejected": 0.2}, "20.0% of the tokens"),
+    ("low_ess", HINT, {"behave_kl": 0.06}, "behave_kl 0.060"),
     (
         "too_stale",
         HINT,
@@ -263,7 +264,7 @@ def test_the_command_prints_alarms_first(
     assert main(["diagnose", f"run_dir={run_dir}"]) == 0
     blocks = capsys.readouterr().out.split("\n\n")[1:]
     assert [block.split()[0] for block in blocks] == ["ALARM", "HINT", "HINT"]
-    assert "lower buffer.max_staleness or trainer.lr" in blocks[0]
+    assert "lower trainer.lr or buffer.max_staleness" in blocks[0]
     assert alarm_line(run_dir) == f"areal-lite diagnose {run_dir} explains 3 findings"
 
 
