@@ -22,8 +22,8 @@ import numpy as np
 
 from areal_lite.data.interleave import interleave
 
-# Draws that are computed at once.
-_BLOCK = 256
+# Draws that are computed at once. A block of many epochs of a small source costs milliseconds.
+_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
