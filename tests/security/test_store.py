@@ -187,11 +187,11 @@ def replace(store: Store, other: Trajectory, **sequence: bytes) -> None:
     The checksums are right.
     """
     rows = to_rows(other, None, None)
-    group_id, sample_index, tokens, logprobs, texts, _ = rows.sequence
+    *ids, tokens, logprobs, texts, _ = rows.sequence
     columns = {"tokens": tokens, "logprobs": logprobs, "texts": texts} | sequence
-    values = (group_id, sample_index, *columns.values())
+    values = (*ids, *columns.values())
     for table, row in (("trajectories", rows.facts), ("sequences", (*values, checksum(values)))):
-        store._execute(f"DELETE FROM {table} WHERE group_id = {group_id} AND sample_index = 0")
+        store._execute(f"DELETE FROM {table} WHERE group_id = {ids[0]} AND sample_index = 0")
         store._execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
