@@ -10,7 +10,7 @@ Every run is `areal-lite train` of this checkout, with a real SGLang server and 
 trainer. A run takes about three minutes on one core. Runs of a seed start from the same warmed-up
 model and see the same prompts. Each finished run adds a line to <out>/runs.jsonl, and no study runs
 it again. So a command that was stopped continues. At the end, <out>/<study>.png and .md show what
-there is.
+there is, and <out>/drift.png shows the runs of all studies.
 """
 
 import argparse
@@ -44,6 +44,7 @@ def main() -> None:
     check_study(found)
     names = {cell.name for seed in args.seeds for cell in STUDIES[args.study](seed)}
     own = [record for record in found if record["name"] in names]
+    pictures.draw_drift(found, args.out / "drift.png")
     pictures.draw(args.study, own, args.out / f"{args.study}.png")
     (args.out / f"{args.study}.md").write_text(tables.page(args.study, own))
 

@@ -18,15 +18,39 @@ ARMS = {
     "moment": ("#e69f00", "second moment below 0.04"),
     "variation": ("#56b4e9", "total variation below 0.2"),
     "range": ("#cc79a7", "ratios from 0.5 to 2"),
+    "sequence": ("#999933", "one weight per trajectory"),
     "penalty": ("#222222", "penalty on the divergence"),
 }
 """The color and the label of each arm."""
+_MARKERS = {8: "o", 16: "s", 32: "D", 64: "^"}
 
 
 def draw(study: str, records: list[dict], path: Path) -> None:
     """Draw the picture of a study. Without records there is none."""
     if records:
         (_speed if study == "speed" else _grid)(records, path)
+
+
+def draw_drift(records: list[dict], path: Path) -> None:
+    """Draw how a run on stale data ends against how far the policy moved from its data."""
+    figure, ((axes,),) = _axes(1, 1)
+    figure.set_size_inches(6.4, 4.0)
+    for record in (r for r in records if r["lag"]):
+        color, label = ARMS[record["arm"]]
+        axes.plot(
+            record["behave_kl"],
+            record["accuracy"],
+            _MARKERS[record["lag"]],
+            color=color,
+            label=label,
+        )
+    for lag in sorted({r["lag"] for r in records} - {0}):
+        axes.plot([], [], _MARKERS[lag], color="#888888", label=f"lag {lag}")
+    axes.set(xscale="log", ylim=(0, 1), ylabel="accuracy at the end")
+    axes.set_xlabel("divergence from the behavior policy, nats a token")
+    _legend(figure)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def _grid(records: list[dict], path: Path) -> None:

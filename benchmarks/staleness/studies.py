@@ -32,6 +32,10 @@ ARMS = {
     "moment": f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}",
     "variation": f"{_DECOUPLED} algo.rejection={{by:tv,above:0.2,outward:true}}",
     "range": f"{_DECOUPLED} algo.rejection={{by:ratio,above:2,below:0.5}}",
+    "sequence": (
+        f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=8"
+        " algo.advantage.mean=optimal"
+    ),
     "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
 }
 """decoupled: clip around the proximal policy, weights to the behavior policy capped at 5.
@@ -82,7 +86,7 @@ class Cell:
 
 
 CLIPS = ("decoupled", "behavior", "unweighted")
-CURES = ("decoupled", "ess", "moment", "variation", "range", "penalty")
+CURES = (*CLIPS, "sequence", "ess", "moment", "variation", "range", "penalty")
 LRS = (3e-5, 1e-4, 3e-4)
 
 
@@ -109,7 +113,7 @@ def weight(seed: int) -> list[Cell]:
 
 
 def cures(seed: int) -> list[Cell]:
-    """Return the additions to decoupled PPO at large lags, and fresh data for comparison."""
+    """Return every arm at large lags, and fresh data for comparison."""
     stale = product((16, 32, 64), (3e-5, 1e-4), CURES)
     fresh = [Cell("decoupled", 0, lr, seed, steps=220) for lr in (3e-5, 1e-4)]
     return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]

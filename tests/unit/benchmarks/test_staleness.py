@@ -58,6 +58,7 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "moment": {"rejection"},
         "variation": {"rejection"},
         "range": {"rejection"},
+        "sequence": {"correction", "advantage"},
         "penalty": {"kl"},
     }
 
