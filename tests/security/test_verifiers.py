@@ -55,10 +55,10 @@ def test_degenerate_texts_take_milliseconds(verifier: str) -> None:
 
 
 def test_degenerate_texts_cost_math_no_more_when_longer() -> None:
-    """A quadratic verifier takes minutes. The start of its child takes up to a second here."""
+    VERIFIERS["math"]("4")  # its imports take most of a second
     for pattern in PATTERNS:
         text = text_of(pattern, 200_000)
-        assert measure(VERIFIERS["math"], text, repeats=1) < 10.0, pattern
+        assert measure(VERIFIERS["math"], text, repeats=1) < 1.0, pattern
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
