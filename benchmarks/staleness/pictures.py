@@ -22,7 +22,7 @@ ARMS = {
     "penalty": ("#222222", "penalty on the divergence"),
 }
 """The color and the label of each arm."""
-_MARKERS = {8: "o", 16: "s", 32: "D", 64: "^"}
+_MARKERS = {2: "v", 4: "P", 8: "o", 16: "s", 32: "D", 64: "^"}
 
 
 def draw(study: str, records: list[dict], path: Path) -> None:

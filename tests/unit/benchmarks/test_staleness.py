@@ -19,6 +19,7 @@ from areal_lite.trajectory import Group, Trajectory
 from benchmarks.staleness import paired
 from benchmarks.staleness.carries import carry_logprobs
 from benchmarks.staleness.checks import check_run, check_study
+from benchmarks.staleness.pictures import draw_drift
 from benchmarks.staleness.studies import ARMS, STUDIES, Cell
 from benchmarks.staleness.tables import best_rate, page
 
@@ -61,6 +62,13 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "sequence": {"correction", "advantage"},
         "penalty": {"kl"},
     }
+
+
+def test_the_drift_of_every_cell_can_be_drawn(tmp_path: Path) -> None:
+    cells = [cell for study in STUDIES.values() for cell in study(1)]
+    records = [vars(cell) | {"behave_kl": 0.01, "accuracy": 0.5} for cell in cells]
+    draw_drift(records, tmp_path / "drift.png")
+    assert (tmp_path / "drift.png").stat().st_size > 1000
 
 
 def test_the_probability_of_a_carry_is_the_policys(tmp_path: Path) -> None:
