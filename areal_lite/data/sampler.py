@@ -28,7 +28,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class SourceOrder:
-    """How the prompts of a source are drawn. `num_prompts` is None for one without end.
+    """The order of the prompts of one source. `num_prompts` is None for one without end.
 
     One without end is counted through: 0, 1, 2, …
     """

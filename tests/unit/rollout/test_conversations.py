@@ -240,7 +240,7 @@ def test_each_trace_has_a_budget_and_shares_it_with_its_beginning(tokenizer) -> 
 
 
 def test_a_random_agent(tokenizer) -> None:
-    """Whatever it repeats, edits, drops and asks at once: every answer is trained on once."""
+    """Every answer is trained on once, after repeats, edits and requests at the same time."""
     for seed in range(8):
         rng = random.Random(seed)
 
