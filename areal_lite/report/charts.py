@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_lite.report.columns import Columns
 from areal_lite.report.lanes import requests_open, tokens_per_s
-from areal_lite.report.measures import histogram, smooth, staleness_tokens
+from areal_lite.report.measures import course, histogram, smooth, source_names, staleness_tokens
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -134,7 +134,7 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
     """Return the chart of `line`. Keys that no step has are left out."""
     series = []
     for key, name in line.keys:
-        x, y = _values(metrics, key)
+        x, y = course(metrics, key)
         if len(x):
             if key == "reward_mean":
                 series.append(_series(f"{name} of each step", x, y, "faint"))
@@ -145,9 +145,7 @@ def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
 
 def _rewards_by_source(metrics: Metrics) -> list[dict[str, Any]]:
     """Return the running mean of the mean reward of each data source, if there are several."""
-    prefix = "reward_mean/"
-    keys = dict.fromkeys(key for step in metrics for key in step if key.startswith(prefix))
-    values = {key.removeprefix(prefix): _values(metrics, key) for key in keys}
+    values = {name: course(metrics, f"reward_mean/{name}") for name in source_names(metrics)}
     return [_series(f"reward, {name}", x, smooth(y)) for name, (x, y) in values.items() if len(x)]
 
 
@@ -254,13 +252,6 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = np.arange(0, len(x), size)
     counts = np.diff(np.append(starts, len(x)))
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
-
-
-def _values(metrics: Metrics, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and values of `key` where it is known."""
-    known = [(m["step"], m[key]) for m in metrics if m.get(key) is not None]
-    x, y = np.array(known, np.float64).reshape(-1, 2).T
-    return x, y
 
 
 def _series(

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from areal_lite.report.facts import known_values
 from areal_lite.report.lanes import tokens_per_s
-from areal_lite.report.measures import smooth
+from areal_lite.report.measures import course, smooth, source_names
 from areal_lite.report.run_data import RunData, load_run
 from areal_lite.report.style import (
     BLUE,
@@ -36,6 +36,8 @@ from areal_lite.system.files import write_atomically
 
 # As many characters of 12.5 points fit on the page.
 _HEADLINE_CHARACTERS = 165
+# Lines of data sources. More of them would hide each other.
+_DASHES = ("--", ":", "-.")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -87,7 +89,10 @@ def _headline(run: RunData) -> str:
 
 
 def _draw_reward(axes: Axes, run: RunData) -> None:
-    """Plot the training reward and its running mean, and the held-out accuracies as points."""
+    """Plot the training reward and its running mean, and the held-out accuracies as points.
+
+    The first data sources of several have a line each.
+    """
     axes.set(title="Reward and held-out accuracy", xlabel="training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     steps = run.series("step")
@@ -95,6 +100,9 @@ def _draw_reward(axes: Axes, run: RunData) -> None:
     axes.plot(steps, reward, color=BLUE, alpha=0.3, linewidth=1)
     trend = {"color": BLUE, "linewidth": 2, "marker": _marker(steps)}
     axes.plot(steps, smooth(reward), label="reward", **trend)
+    for name, dashes in zip(source_names(run.metrics), _DASHES):
+        x, y = course(run.metrics, f"reward_mean/{name}")
+        axes.plot(x, smooth(y), color=BLUE, linestyle=dashes, linewidth=1.2, label=name)
     _draw_accuracy(axes, run.evals, "greedy", "sampled", marker="D", color=GREEN)
     _draw_accuracy(axes, run.evals, "sampled", "greedy", marker="o", color=ORANGE)
     axes.set_ylim(bottom=min([0.0, *reward]))

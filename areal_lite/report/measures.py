@@ -51,6 +51,20 @@ def smooth(values: Sequence[float] | np.ndarray, window: int = 7) -> np.ndarray:
         return (total[high] - total[low]) / (count[high] - count[low])
 
 
+def course(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps that know the metric `key`, and its values there: float64 [n] each."""
+    known = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+    steps, values = np.array(known, np.float64).reshape(-1, 2).T
+    return steps, values
+
+
+def source_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the data sources; none if a run has a single one."""
+    prefix = "reward_mean/"
+    keys = dict.fromkeys(key for row in metrics for key in row if key.startswith(prefix))
+    return [key.removeprefix(prefix) for key in keys]
+
+
 def exposure(starts: np.ndarray, ends: np.ndarray, weights: Any, at: np.ndarray) -> np.ndarray:
     """Return the weighted seconds that spans have lasted before each time in `at`, float64.
 

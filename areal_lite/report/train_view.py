@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_lite.config import TrainConfig
+from areal_lite.report.measures import source_names
 from areal_lite.report.panel import Notice, Row, Section, View, sparkline
 from areal_lite.report.text import duration, off_policy_label, pause, short
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
@@ -15,6 +16,8 @@ RECENT_STEPS = 10
 """The steps whose mean pace is shown."""
 _UNKNOWN = "–"
 _SPARKS = 10
+# Data sources that have a row. The report draws them all.
+_MOST_SOURCES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,10 @@ def _learning(state: RunState) -> Section:
         "learning",
         (
             Row("reward", reward),
+            *(
+                Row(f"  {name}", _show(state.newest, f"reward_mean/{name}"))
+                for name in source_names([state.newest])[:_MOST_SOURCES]
+            ),
             Row("greedy accuracy", _accuracy(state.evaluation, "greedy")),
             Row("sampled accuracy", _accuracy(state.evaluation, "sampled")),
         ),

@@ -1,14 +1,17 @@
 """The report: geometry of the timeline, rates, and a picture from any run directory."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from areal_lite.report.figure import write_report
+from areal_lite.report.figure import _draw_reward, write_report
 from areal_lite.report.lanes import tokens_per_s
+from areal_lite.report.measures import smooth
 from areal_lite.report.run_data import load_run
 from areal_lite.report.timeline import middle_trajectories
 from areal_lite.report.windows import segment_spans
@@ -94,6 +97,21 @@ def test_a_picture_of_any_run(tmp_path, make):
     picture = imread(path)[..., :3]
     assert picture.shape == (1200, 1600, 3)
     assert (picture != 1.0).any()
+
+
+def test_each_data_source_has_a_line(tmp_path):
+    simulate(tmp_path, steps=6)
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["reward_mean/short"] = None if row["step"] == 2 else row["step"] / 10
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    axes = Figure().add_subplot()
+    _draw_reward(axes, load_run(tmp_path))
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert lines["short"].get_xdata().tolist() == [0, 1, 3, 4, 5]
+    mean = smooth([row["reward_mean/short"] for row in rows if row["step"] != 2])
+    np.testing.assert_allclose(lines["short"].get_ydata(), mean)
 
 
 def test_the_timeline_shows_versions_in_their_colors(tmp_path):

@@ -77,6 +77,13 @@ def test_every_number_of_a_run():
     }
 
 
+def test_the_reward_of_each_data_source():
+    sources = {f"reward_mean/{name}": value for name, value in zip("abcde", (0.25, None, 1, 0, 0))}
+    shown = values(train_view(replace(RUN, steps=[STEP, STEP | sources])))
+    assert list(shown)[:5] == ["reward", "  a", "  b", "  c", "  d"], "the first four"
+    assert (shown["  a"], shown["  b"], shown["  c"]) == ("0.25", "–", "1")
+
+
 def test_the_pace_leaves_out_the_first_step():
     first, second = {**STEP, "step": 1, "time_s": 60.0}, {**STEP, "step": 2}
     assert train_view(replace(RUN, steps=[first])).eta_s is None
