@@ -151,12 +151,16 @@ def repeated_samples(columns: Columns, store: Path) -> Fault | None:
     )
 
 
-def unshuffled_prompts(columns: Columns) -> Fault | None:
-    """Find prompts that came in the order of their data set."""
-    index, drawn = columns.groups["prompt_index"], columns.groups["drawn"]
-    if len(index) < _LEAST_PROMPTS or not np.array_equal(index, drawn - 1):
+def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> Fault | None:
+    """Find prompts that came in the order of their data set: of data source `number` of `sources`.
+
+    Prompt i of source k of K has the index K i + k (data/sampler.py).
+    """
+    index = columns.groups["prompt_index"]
+    places = index[index % sources == number] // sources
+    if len(places) < _LEAST_PROMPTS or not np.array_equal(places, np.arange(len(places))):
         return None
-    return Fault(1, f"the {len(index):,} prompts are numbers 0 to {len(index) - 1:,} of the data")
+    return Fault(1, f"the {len(places):,} prompts are numbers 0 to {len(places) - 1:,} of the data")
 
 
 def prompt_order(store: Path) -> int:

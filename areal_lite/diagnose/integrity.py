@@ -3,6 +3,7 @@
 Each is a pure function of a history and of the store.
 """
 
+from areal_lite.config import source_configs
 from areal_lite.diagnose import harness
 from areal_lite.diagnose.harness import Fault
 from areal_lite.diagnose.history import History
@@ -32,12 +33,12 @@ def lost_seed(run: History) -> Sign | None:
         return None
     if fault := harness.repeated_samples(run.columns, run.run_dir / STORE_FILE):
         return _sign(fault)
-    data = run.config.data
-    return (
-        _sign(harness.unshuffled_prompts(run.columns))
-        if data.shuffle and data.source in _FILES and not data.sources
-        else None
-    )
+    sources = source_configs(run.config)
+    for number, (name, own) in enumerate(sources.items()):
+        fault = harness.unshuffled_prompts(run.columns, number, len(sources))
+        if fault and own.data.shuffle and own.data.source in _FILES:
+            return alarm(f"data source {name}: {fault.evidence}" if name else fault.evidence)
+    return None
 
 
 def _has_batches(run: History) -> bool:

@@ -202,6 +202,22 @@ def test_prompts_in_the_order_of_their_file(tmp_path: Path) -> None:
         assert "lost_seed" not in findings(run_dir)
 
 
+def test_prompts_of_one_source_in_the_order_of_their_file(tmp_path: Path) -> None:
+    """Sources `a` and `b` take turns. `a` comes in the order of its file, and `b` does not."""
+
+    def mixed(group: int) -> int:
+        place, source = divmod(group, 2)
+        return 2 * (place ^ source) + source
+
+    settings = [f"data.sources.{name}.path=x.jsonl" for name in "ab"] + ["data.source=jsonl"]
+    found = evidence(write_run(tmp_path / "run", batches(), *settings, prompt=mixed), "lost_seed")
+    assert "data source a: the 60 prompts are numbers 0 to 59 of the data" in found
+    settings.append("data.sources.a.shuffle=false")
+    assert "lost_seed" not in findings(
+        write_run(tmp_path / "x", batches(), *settings, prompt=mixed)
+    )
+
+
 def test_prompts_that_come_again_and_their_order(tmp_path: Path) -> None:
     sound = write_run(tmp_path / "a", batches()) / "trajectories.sqlite"
     assert harness.repeated_prompts(read_columns(sound)) is None
