@@ -41,7 +41,7 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
         name="prompts",
         looked_at=f"{total:,} drawn{_epochs(sampler, total)}: "
         f"{np.count_nonzero(~dropped):,} groups have them, "
-        f"{int(pending.sum()):,} to be handed out again, {len(skipped):,} retired",
+        f"{int(pending.sum()):,} to be handed out again, {len(skipped):,} left out",
     )
     back = groups.ids[groups.drawn < before].tolist()
     check.none_of(back, "groups that were admitted with fewer draws than the one before")
@@ -53,8 +53,10 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
         f"groups whose prompt is not the next one of data.seed={records.config.data_seed}",
     )
-    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _retired(records, db))
-    check.none_of(left_out.tolist(), "prompts that were left out and are not retired")
+    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, db))
+    check.none_of(
+        left_out.tolist(), "prompts that were left out, and neither always nor never solved"
+    )
     if records.config.retire_above is None:
         lost = _lost(groups, fresh, dropped, place, pending)
         check.none_of(prompts[lost].tolist(), "prompts that were put back and forgotten")
@@ -83,20 +85,28 @@ def _orders(settings: Settings, db: sqlite3.Connection) -> list[SourceOrder]:
     return orders
 
 
-def _retired(records: Records, db: sqlite3.Connection) -> np.ndarray:
-    """Return the prompts that may have been retired: two of their groups were solved."""
-    limits = [start.retire_above for start in records.starts]
-    least = min((limit for limit in limits if limit is not None), default=None)
-    if least is None:
+def _asked_less(records: Records, db: sqlite3.Connection) -> np.ndarray:
+    """Return the prompts that may be left out, by the rewards of their groups.
+
+    Two groups of a retired one were solved. No trajectory of a group of a resting one was.
+    """
+    limits = [start.retire_above for start in records.starts if start.retire_above is not None]
+    rests = any(start.rest_unsolved for start in records.starts)
+    if not limits and not rests:
         return np.empty(0, np.int64)
-    rows = db.execute(
+    rates: dict[int, list[float]] = {}
+    for index, rate in db.execute(
         "SELECT prompt_index, avg(reward > 0) FROM groups JOIN trajectories USING (group_id) "
         "GROUP BY group_id"
-    ).fetchall()
-    best: dict[int, list[float]] = {}
-    for index, rate in rows:
-        best[index] = sorted([*best.get(index, []), rate])[-2:]
-    return np.array([i for i, two in best.items() if len(two) == 2 and sum(two) / 2 > least])
+    ):
+        rates.setdefault(index, []).append(rate)
+    retired = [
+        index
+        for index, found in rates.items()
+        if limits and len(found) > 1 and sum(sorted(found)[-2:]) / 2 > min(limits)
+    ]
+    resting = [index for index, found in rates.items() if rests and 0 in found]
+    return np.array(retired + resting, np.int64)
 
 
 def _lost(

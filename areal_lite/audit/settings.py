@@ -26,6 +26,7 @@ class Settings:
     window: int | None
     replay_capacity: int
     retire_above: float | None
+    rest_unsolved: int
     sync_every: int
     eval_problems: int
     eval_every: int
@@ -41,6 +42,7 @@ _KEYS = {
     "window": "buffer.window",
     "replay_capacity": "buffer.replay.capacity",
     "retire_above": "rollout.retire_above",
+    "rest_unsolved": "rollout.rest_unsolved",
     "sync_every": "sync.every",
     "eval_problems": "eval.problems",
     "eval_every": "eval.every",

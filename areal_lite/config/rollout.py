@@ -62,6 +62,12 @@ class RolloutConfig:
         minimum=0,
         below=1,
     )
+    rest_unsolved: int = setting(
+        0,
+        "Longest rest, in epochs, of a prompt that no trajectory of its group solved. 0: no rest.",
+        minimum=0,
+        maximum=64,
+    )
 
 
 @dataclass

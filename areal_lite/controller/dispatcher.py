@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from areal_lite.config import TrainConfig
 from areal_lite.controller.admission import AdmissionGate
 from areal_lite.controller.concurrency import Concurrency
+from areal_lite.controller.curriculum import Curriculum
 from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.filters import SolveRates, first_reason, load_filters
+from areal_lite.controller.filters import first_reason, load_filters
 from areal_lite.controller.group_player import GroupPlayer, Rollout, RolloutFailure
 from areal_lite.controller.sources import drawn_prompts
 from areal_lite.data.prompts import Prompt
@@ -93,7 +94,7 @@ class Dispatcher:
         self._players = self._make_players(dependencies, fleet)
         self._prompts, self.sampler = drawn_prompts(self._sources)
         self._filters = load_filters(rollout.filters, rollout.active_sampling)
-        self._solve_rates = SolveRates(rollout.retire_above)
+        self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
         self._batch_groups = config.trainer.batch_groups
         bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
@@ -126,10 +127,9 @@ class Dispatcher:
         if play_again:
             self._again.extend(_Submission(*group, again=True) for group in recovered.again)
         self.sampler.check_draws(recovered.draws)
-        if self._config.rollout.retire_above is not None:
-            for index, rewards in store.rewards():
-                if self._solve_rates.record(index, rewards):
-                    self.sampler.retire(index)
+        if self._curriculum.active:
+            for scored in store.rewards():
+                self._curriculum.record(*scored)
         self.sampler.restore(
             {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
@@ -240,8 +240,7 @@ class Dispatcher:
         texts: list[tuple[str | None, str | None]] = [(None, None)] * len(group.trajectories)
         if self._config.rollout.record_text:
             texts = [text for rollout in rollouts for text in rollout.texts]
-        if self._solve_rates.record(submission.prompt_index, group.rewards):
-            self.sampler.retire(submission.prompt_index)
+        self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         if reason := first_reason(self._filters, group):
             await self._end(group, texts, reason, GroupState.FILTERED)
             self._on_filtered(reason)

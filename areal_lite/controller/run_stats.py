@@ -55,6 +55,7 @@ def batch_info(
         "filtered_groups": dispatcher.filtered.total(),
         **{f"filtered_{reason}": groups for reason, groups in dispatcher.filtered.items()},
         "retired_prompts": len(dispatcher.sampler.retired),
+        "resting_prompts": dispatcher.sampler.num_resting,
         **{of_source("epochs", name): n for name, n in dispatcher.sampler.epochs.items()},
     }
 

@@ -224,7 +224,7 @@ GUIDE = (
         "the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
         "read trajectories (`areal-lite inspect`) and `reward.function`; raise "
         "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.active_sampling=true`, or "
-        "use easier prompts",
+        "`rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
         ("truncated", "reward_collapse"),
     ),
     Advice(

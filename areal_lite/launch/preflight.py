@@ -106,7 +106,7 @@ def _training(config: TrainConfig) -> None:
         _model_folder("algo.reference", config.algo.reference)
         _same_tokens(config.model, config.algo.reference)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
-    _retires(config)
+    _prompts_come_again(config)
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not os.path.isfile(path):
             raise ValueError(f"eval.sets: {path}: no such file")
@@ -164,15 +164,16 @@ def _sources(config: TrainConfig | EvalCommandConfig) -> None:
                 _eval_file(own.data)
 
 
-def _retires(config: TrainConfig) -> None:
-    """Check that prompts come again if solved ones are to be retired."""
-    above = config.rollout.retire_above
+def _prompts_come_again(config: TrainConfig) -> None:
+    """Check that prompts come again if some are to be asked less often."""
     sources = [own.data.source for own in source_configs(config).values()]
-    if above is not None and all(
-        getattr(prompt_source(source), "num_prompts", 0) is None for source in sources
-    ):
+    if any(getattr(prompt_source(source), "num_prompts", 0) is not None for source in sources):
+        return
+    rollout = config.rollout
+    above = "" if rollout.retire_above is None else f"retire_above={rollout.retire_above}"
+    if setting := above or (rollout.rest_unsolved and f"rest_unsolved={rollout.rest_unsolved}"):
         raise ValueError(
-            f"rollout.retire_above={above} needs prompts that come again: "
+            f"rollout.{setting} needs prompts that come again: "
             f"data.source={sources[0]} always makes new ones"
         )
 

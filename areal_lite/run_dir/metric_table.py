@@ -109,6 +109,7 @@ GROUPS = {
         "reward_failures": "trajectories without a reward, since the controller started",
         "filtered_groups": "groups that a filter left out, in all",
         "retired_prompts": "prompts that are solved and no longer asked",
+        "resting_prompts": "prompts that nothing solved and that this epoch leaves out",
         "store_mib": "size of the store's file, in MiB",
         "store_bytes_per_token": "bytes of tokens, log-probs and texts of the step before in the "
         "store, per token of prompt and completion",

@@ -19,18 +19,19 @@ class DamagedGroup(ValueError):
 class StoreReader(StoreFile):
     """The queries of a store, for one thread at a time."""
 
-    def rewards(self) -> Iterator[tuple[int, list[float]]]:
+    def rewards(self) -> Iterator[tuple[int, list[float], int]]:
         """Yield the prompt index of each group that was not dropped, in finishing order.
 
-        With it come the rewards of its episodes: the means of those of their traces.
+        With it come the rewards of its episodes, which are the means of those of their traces, and
+        the number of draws when the group was admitted.
         """
-        for index, rewards in self._query(
-            "SELECT prompt_index, json_group_array(mean) FROM groups JOIN "
+        for index, rewards, drawn in self._query(
+            "SELECT prompt_index, json_group_array(mean), drawn FROM groups JOIN "
             "(SELECT group_id, avg(reward) AS mean FROM trajectories "
             " GROUP BY group_id, sample_index) USING (group_id) WHERE state != 'dropped' "
             "GROUP BY group_id ORDER BY groups.finished_at, group_id"
         ):
-            yield index, msgspec.json.decode(rewards)
+            yield index, msgspec.json.decode(rewards), drawn
 
     def counts(self) -> dict[str, int]:
         """Count the groups in each state, zeros included."""

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from areal_lite.config import TrainConfig, source_configs
 from areal_lite.config.sources import weight_of
 from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.curriculum import Curriculum
 from areal_lite.controller.queue import GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler, SourceOrder
@@ -77,11 +78,16 @@ class History:
                 for name, own in source_configs(self.config).items()
             )
         )
+        rollout = self.config.rollout
+        self.curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
+        for scored in self.store.rewards():
+            self.curriculum.record(*scored)
         self.store.set_totals(self.sampler.sizes)
         self.sampler.restore(
             {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
         )
         self.prompts = [row["prompt_index"] for row in self.store.groups()]
+        self.drawn = [row["drawn"] for row in self.store.groups()]
         self.flying: list[int] = []
         buffer = self.config.buffer
         self.queue: GroupQueue | ReplayBuffer
@@ -112,6 +118,7 @@ class History:
         index, group_id = self.sampler.next(), len(self.prompts)
         self.store.admit(group_id, f"p{index}", index, self.sampler.drawn, SIZE, self.tick())
         self.prompts.append(index)
+        self.drawn.append(self.sampler.drawn)
         self.flying.append(group_id)
 
     def finish(self, which: int = 0, state: GroupState = GroupState.FINISHED) -> None:
@@ -131,6 +138,7 @@ class History:
             ],
             prompt_index=self.prompts[group_id],
         )
+        self.curriculum.record(group.prompt_index, group.rewards, self.drawn[group_id])
         reason = "why" if state == GroupState.FILTERED else None
         texts: list[tuple[str | None, str | None]] = [("p", "c")] * len(group.trajectories)
         self.store.begin()
@@ -173,7 +181,8 @@ class History:
             behavior_logprobs=np.where(array >= 0, -0.5, 0).astype(np.float32),
             versions=array,
             finish_reason="stop",
-            reward=self.random.choice([0.0, 0.25, 1.0]),
+            # Nothing solves the first prompt.
+            reward=self.random.choice([0.0, 0.25, 1.0]) * (self.prompts[group_id] > 0),
             started_at=started,
             finished_at=self.tick(),
         ).check()

@@ -36,9 +36,10 @@ def off(run_dir: Path, tokens: bool = False) -> dict[str, list[str]]:
         {"buffer__overdue": "drop", "buffer__max_staleness": 1},
         {"sync__every": 3},
         REPLAY,
+        {"rollout__rest_unsolved": 3, "rollout__retire_above": 0.9},
         {"data__sources": SOURCES, "num_prompts": {"a": 3, "b": 5, "c": None}},
     ],
-    ids=["mask", "no end", "drop", "sync.every", "replay", "sources"],
+    ids=["mask", "no end", "drop", "sync.every", "replay", "curriculum", "sources"],
 )
 @settings(max_examples=12, deadline=None)
 @given(

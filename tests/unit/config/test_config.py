@@ -126,6 +126,7 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
             "rollout.retire_above=1.5: must be at least 0 and less than 1",
         ),
         ("rollout.retire_above=0.9", "data.source=addition always makes new ones"),
+        ("rollout.rest_unsolved=4", "rollout.rest_unsolved=4 needs prompts that come again"),
         ("buffer.replay.capacity=100", "algo.loss=ppo cannot: set algo.loss=tb"),
         ("buffer.replay.by=age", "buffer.replay.by=age: choose one of reward, uniform"),
         (

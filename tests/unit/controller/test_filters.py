@@ -1,9 +1,9 @@
-"""Active sampling: what is filtered, which prompts are retired."""
+"""Active sampling: what is filtered."""
 
 import numpy as np
 import pytest
 
-from areal_lite.controller.filters import SolveRates, first_reason, load_filters, zero_variance
+from areal_lite.controller.filters import first_reason, load_filters, zero_variance
 from areal_lite.trajectory import Group, Trajectory
 
 
@@ -67,17 +67,3 @@ def test_filters_are_asked_in_order() -> None:
 def test_an_unusable_filter_is_named(name: str) -> None:
     with pytest.raises(ValueError, match="rollout.filters"):
         load_filters([name], active_sampling=True)
-
-
-def test_a_prompt_is_retired_by_its_last_two_groups() -> None:
-    rates = SolveRates(0.75)
-    assert not rates.record(7, [1, 1])  # one group may be luck
-    assert not rates.record(8, [1, 1])
-    assert not rates.record(7, [1, 0])  # 0.75 is not above
-    assert not rates.record(7, [1, 1])
-    assert rates.record(7, [0.1, 2.0])  # any positive reward is solved
-
-
-def test_without_a_rate_nothing_is_retired_or_remembered() -> None:
-    rates = SolveRates(None)
-    assert not any(rates.record(1, [1, 1]) for _ in range(3)) and not rates._rates

@@ -240,7 +240,7 @@ def test_rewards_by_prompt_in_the_order_of_finishing() -> None:
             float(now),
             "filtered" if group_id == 1 else "finished",
         )
-    assert list(store.rewards()) == [(4, [1.0]), (4, [0.25]), (7, [0.0])]
+    assert list(store.rewards()) == [(4, [1.0], 3), (4, [0.25], 1), (7, [0.0], 2)]
 
 
 def test_an_empty_store_is_a_start() -> None:

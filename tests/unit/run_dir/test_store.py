@@ -134,7 +134,7 @@ def test_the_traces_of_an_episode(store: Store) -> None:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         assert (one.reward, one.trace_index) == (other.reward, other.trace_index)
     assert [row["completion"] for row in store.trajectories()] == ["a0", "a1", "a2", "a3"]
-    assert list(store.rewards()) == [(7, [0.5, 0.5])]
+    assert list(store.rewards()) == [(7, [0.5, 0.5], 1)]
     assert store.failures()["failed_rollouts"] == 1 and store.missing_trajectories() == 0
     store.use([2], 0, draws=[[(2, 2), (2, 0)]])
     ((second, first),) = store.drawn(0)
