@@ -75,9 +75,10 @@ class Stream:
         """Return when the first token under `version` came."""
         return self.arrivals[self.versions.index(version)]
 
-    def step(self) -> float:
-        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
-        return statistics.median(after - before for before, after in pairs)
+    def step(self, begin: float, end: float) -> float:
+        """Return the mean time between two tokens that came between two times."""
+        found = [arrival for arrival in self.arrivals if begin <= arrival <= end]
+        return (found[-1] - found[0]) / (len(found) - 1)
 
 
 class Controller:
@@ -157,8 +158,7 @@ async def measure(arguments, model: Path, count: int) -> list[dict]:
             )
             for task in following:
                 task.cancel()
-    step = statistics.median(stream.step() for stream in streams)
-    return [{"servers": count, **row, "step": round(1000 * step, 2)} for row in rows]
+    return [{"servers": count, **row} for row in rows]
 
 
 async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict) -> list[dict]:
@@ -172,12 +172,14 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
             report = await asyncio.to_thread(pusher.push_all, version)
             done = time.time()
             await asyncio.sleep(arguments.between_s)
+            steps = [stream.step(done, time.time()) for stream in streams]
             found[transport].append(
                 {
                     "pause": report.pause_s,
                     "gap": max(stream.longest_gap(ended, done) for stream in streams),
                     "first_token": max(stream.first(version) for stream in streams) - ended,
                     "push": report.total_s,
+                    "step": statistics.mean(steps),
                     "copy": copy_seconds(weights),
                 }
             )
