@@ -18,7 +18,7 @@ run_dir/
     controller.json           address of the controller while it runs
     controller_status.json    what the controller has and waits for, while it runs
     controller_totals.json    what the controller counted, written when it ends
-    openai_endpoint.json      address of the OpenAI endpoint while it runs
+    openai_endpoint.json      address of the agents' endpoint while it runs
     job.sbatch                the Slurm job
     stop                      asks the run to stop after its step
     lock                      held by the command that writes here

@@ -14,8 +14,8 @@ from openai import AsyncOpenAI
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode, sampled_turns
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -36,7 +36,7 @@ class Policy:
     def __init__(self, fleet: Fleet, tokenizer: Tokenizer, temperature: float):
         self.fleet, self.tokenizer = fleet, tokenizer
         self.temperature = temperature
-        self.endpoint = OpenAIEndpoint()
+        self.endpoint = AgentEndpoint()
         self.episodes = 0
 
     @contextlib.asynccontextmanager
@@ -302,7 +302,7 @@ def test_stop_texts_and_tools_with_a_policy_that_uses_them(tmp_path: Path) -> No
     ]
 
     async def main() -> None:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         async with playing(
             tokenizer, chat_prompt(tokenizer), ["one, two, three", said, "It is red."]

@@ -15,7 +15,7 @@ from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.runner import run_workflow
 from tests.unit.rollout.episodes import playing
 
@@ -145,7 +145,7 @@ def test_the_agent_asks_once_more_after_a_wrong_answer(
     agent = code("openai_agent/my_agent.py")["agent"]
 
     async def main() -> None:
-        endpoint = OpenAIEndpoint()
+        endpoint = AgentEndpoint()
         await endpoint.start()
         prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
         async with playing(tokenizer, prompt, script) as (episodes, client, _):

@@ -1,4 +1,4 @@
-"""Any agent code as a workflow, by an OpenAI-compatible endpoint that records its requests."""
+"""Any agent code as a workflow, by an HTTP endpoint that records its requests."""
 
 import asyncio
 import inspect
@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
 from areal_lite.run_dir.paths import OPENAI_ENDPOINT_FILE
 from areal_lite.system.files import write_json
 from areal_lite.system.imports import load_object
@@ -44,7 +44,7 @@ class Agent:
             )
         self._timeout_s = timeout_s
         self._max_traces = max_traces
-        self._endpoint = OpenAIEndpoint(host, port)
+        self._endpoint = AgentEndpoint(host, port)
         self._announcement: Path | None = None
 
     async def start(self, config: TrainConfig) -> None:
@@ -52,8 +52,9 @@ class Agent:
         # This import takes seconds, during which the first request would block all others.
         import transformers.utils.chat_template_utils  # noqa: F401
 
-        # Agents run in this process, and httpx logs every request at INFO.
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+        # Agents run in this process, and what their clients ask by logs every request at INFO.
+        for name in ("httpx", "httpx2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         context_tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         await self._endpoint.start(context_tokens)
         self._announcement = Path(config.run_dir, OPENAI_ENDPOINT_FILE)

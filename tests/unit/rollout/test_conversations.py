@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.openai.conversations import Conversations
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.endpoint.conversations import Conversations
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import Scripted, chat_prompt, playing, save_chat_tokenizer
 
@@ -46,7 +46,7 @@ def user(text: str) -> dict:
 async def asking(
     tokenizer: Tokenizer, script: list[str], max_traces: int, budget: int
 ) -> AsyncIterator[Asker]:
-    endpoint = OpenAIEndpoint()
+    endpoint = AgentEndpoint()
     await endpoint.start()
     prompt = chat_prompt(tokenizer)
     async with playing(tokenizer, prompt, script, max_new_tokens=budget) as (episodes, scripted, _):

@@ -1,6 +1,7 @@
 """The examples of docs/workflows.md and of episode.py: commands compose, code does what it says."""
 
 import asyncio
+import importlib
 import re
 import shlex
 import sys
@@ -15,7 +16,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout import episode
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.runner import load_workflow, run_workflow, started
 from areal_lite.rollout.transcript import Transcript
 from tests.unit.rollout.episodes import playing, save_chat_tokenizer
@@ -33,6 +34,7 @@ COMMANDS = [
     if body.startswith("areal-lite ") and "module:name" not in body
 ]
 NAMES = re.findall(r"^\| `(areal_lite\.(?:rollout|rewards)\.\S+)`", TEXT, re.MULTILINE)
+PROMPT = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,8 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
 
 
 def test_every_kind_has_its_code_and_its_command() -> None:
-    files = ["my_task.py", "my_tools.py", "my_agent.py", "my_workflow.py", "my_reward.py"]
+    agents = ["my_agent.py", "my_other_agent.py", "my_framework.py", "solve.py"]
+    files = ["my_task.py", "my_tools.py", *agents, "my_workflow.py", "my_reward.py"]
     assert list(CODE) == files and len(COMMANDS) == 4
 
 
@@ -143,19 +146,46 @@ def test_the_example_that_explains_workflows(tokenizer) -> None:
     assert reward_and_text(tokenizer, names["exact_match"], ["5"])[0] == 0.0
 
 
-def test_an_agent(tokenizer) -> None:
-    async def main() -> None:
-        from my_agent import agent
+@pytest.mark.parametrize(
+    "module, script, reward, text",
+    [
+        (
+            "my_agent",
+            ["5", "No: 4"],
+            None,
+            "user\n2+2?\nassistant\n5\nuser\nAre you sure?\nassistant\nNo: 4",
+        ),
+        ("my_other_agent", ["4"], 1.0, "user\n2+2?\nassistant\n4"),
+    ],
+)
+def test_agents(tokenizer, module: str, script: list[str], reward: float | None, text: str) -> None:
+    agent = importlib.import_module(module).agent
 
-        endpoint = OpenAIEndpoint()
+    async def main() -> None:
+        endpoint = AgentEndpoint()
         await endpoint.start()
-        prompt = Prompt(prompt_id="p", tokens=[2], answer="4", text="2+2?")
-        async with playing(tokenizer, prompt, ["5", "No: 4"]) as (episodes, _, _):
+        async with playing(tokenizer, PROMPT, script) as (episodes, _, _):
             with endpoint.conversations(episodes[0]) as (key, conversations):
-                assert await agent(endpoint.base_url, key, prompt) is None
+                assert await agent(endpoint.base_url, key, PROMPT) == reward
             (trajectory,) = conversations.traces(None)
-            text = tokenizer.decode(trajectory.tokens)
-            assert text == "user\n2+2?\nassistant\n5\nuser\nAre you sure?\nassistant\nNo: 4"
+            assert tokenizer.decode(trajectory.tokens) == text
         await endpoint.close()
 
     asyncio.run(main())
+
+
+STANDS_IN = """
+import os, sys
+print(4 if sys.argv[1] == "2+2?" and os.environ["OPENAI_API_KEY"] == "key" else "")
+"""
+
+
+def test_a_framework_in_an_environment_of_its_own(tmp_path, monkeypatch) -> None:
+    """Its program is replaced: the test environment does not have the framework."""
+    import my_framework
+
+    (tmp_path / "solve.py").write_text(STANDS_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(my_framework, "PYTHON", sys.executable)
+    assert asyncio.run(my_framework.agent("url", "key", PROMPT)) == 1.0
+    assert asyncio.run(my_framework.agent("url", "other", PROMPT)) == 0.0

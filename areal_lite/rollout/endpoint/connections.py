@@ -35,7 +35,9 @@ class Connections:
     async def listen(self, host: str, port: int) -> int:
         """Serve, and return the port (a free one for 0)."""
         await self._runner.setup()
-        self._listener = await asyncio.get_running_loop().create_server(self._accept, host, port)
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._accept, host, port, backlog=self._most
+        )
         self._watching = asyncio.create_task(self._watch())
         return self._listener.sockets[0].getsockname()[1]
 

@@ -1,25 +1,31 @@
-"""An OpenAI-compatible HTTP endpoint in front of the policy, in the controller's process.
+"""An HTTP endpoint in front of the policy, for agents, in the controller's process.
 
-* `POST /v1/chat/completions` and `GET /v1/models`;
+* `POST /v1/chat/completions` and `GET /v1/models`, as OpenAI's clients ask;
+* `POST /v1/messages`, as Anthropic's clients ask;
 * the requests under an episode's API key are its conversations (conversations.py has the rules);
 * sampling is the rollout's: `temperature`, if given, must be rollout.temperature, `top_p` 1,
   penalties 0, `n` 1. A greedy evaluation ignores `temperature`;
-* `max_tokens`, `max_completion_tokens`, `stop` and `tools` work; any other setting that would
-  change the answer is refused by name with status 400.
+* limits of tokens, texts to stop at, and tools work; any other setting that would change the answer
+  is refused by name with status 400.
 """
 
 import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
 
 from aiohttp import web
 
+from areal_lite.rollout.endpoint import anthropic, openai
+from areal_lite.rollout.endpoint.connections import Connections
+from areal_lite.rollout.endpoint.conversations import Conversations
+from areal_lite.rollout.endpoint.messages import MODEL, RequestRefused, parse_body
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai.connections import Connections
-from areal_lite.rollout.openai.conversation import MODEL
-from areal_lite.rollout.openai.conversations import Conversations
-from areal_lite.rollout.openai.messages import RequestRefused, parse_body
+
+# The path of each API, and the module that translates it.
+_APIS = {"/v1/chat/completions": openai, "/v1/messages": anthropic}
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64
@@ -28,7 +34,7 @@ _OTHER_BYTES = 1 << 20
 _BODY_TIMEOUT_S = 30.0
 
 
-class OpenAIEndpoint:
+class AgentEndpoint:
     """The HTTP server. `base_url` is known after `start()`; port 0 picks a free one."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
@@ -41,7 +47,8 @@ class OpenAIEndpoint:
     async def start(self, context_tokens: int = 1 << 15) -> None:
         """Listen. The largest request has room for a conversation of `context_tokens`."""
         app = web.Application(client_max_size=_OTHER_BYTES + _BYTES_PER_TOKEN * context_tokens)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for path, api in _APIS.items():
+            app.router.add_post(path, partial(self._ask, api))
         app.router.add_get("/v1/models", self._models)
         self._connections = Connections(app)
         port = await self._connections.listen(self._host, self._port)
@@ -66,33 +73,36 @@ class OpenAIEndpoint:
 
     def _episode_of(self, request: web.Request) -> Conversations | None:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return self._episodes.get(key)
+        return self._episodes.get(request.headers.get("x-api-key", key))
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._episode_of(request) is None:
-            return _error(401, "no episode has this API key", "invalid_api_key")
+            return _refusal(openai, 401, "no episode has this API key", "invalid_api_key")
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _ask(self, api: ModuleType, request: web.Request) -> web.Response:
+        refusal = partial(_refusal, api)
         conversations = self._episode_of(request)
         if conversations is None:
-            return _error(401, "no episode has this API key (it may be over)", "invalid_api_key")
-        # OpenAI's clients count their retries of a request in this header.
+            return refusal(401, "no episode has this API key (it may be over)", "invalid_api_key")
+        # The clients of both APIs count their retries of a request in this header.
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 raw = await request.read()
             _check_charset(request)
-            return web.json_response(await conversations.chat(parse_body(raw), is_retry))
+            temperature = conversations.episode.params.temperature
+            asked = api.parse_request(parse_body(raw), temperature)
+            return web.json_response(api.response(await conversations.ask(asked, is_retry)))
         except TimeoutError:
-            return _error(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
+            return refusal(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
         except web.HTTPRequestEntityTooLarge as error:
-            return _error(413, f"{error.text}: give shorter messages", "request_too_large")
-        except RequestRefused as refusal:
-            return _error(400, str(refusal), refusal.code)
+            return refusal(413, f"{error.text}: give shorter messages", "request_too_large")
+        except RequestRefused as error:
+            return refusal(400, str(error), error.code)
         except RecursionError:  # the decoder takes deeper values than the rest can handle
-            return _error(400, "the request is nested too deeply", "invalid_value")
+            return refusal(400, "the request is nested too deeply", "invalid_value")
 
 
 def _check_charset(request: web.Request) -> None:
@@ -100,6 +110,5 @@ def _check_charset(request: web.Request) -> None:
         raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
 
 
-def _error(status: int, message: str, code: str) -> web.Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return web.json_response({"error": error}, status=status)
+def _refusal(api: ModuleType, status: int, message: str, code: str) -> web.Response:
+    return web.json_response(api.error(status, message, code), status=status)

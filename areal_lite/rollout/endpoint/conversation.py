@@ -2,16 +2,18 @@
 
 import asyncio
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.rollout.endpoint.messages import (
+    Answer,
+    ChatRequest,
+    answer_message,
+    same_messages,
+)
 from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai.messages import answer_message, same_messages
 from areal_lite.rollout.transcript import Transcript
-
-MODEL = "policy"
 
 
 class Conversation:
@@ -34,7 +36,7 @@ class Conversation:
         self.transcript = transcript
         # The messages of the last request, and the task that answers it.
         self.asked: list[Message] = []
-        self.answer: asyncio.Task[dict[str, Any]] | None = None
+        self.answer: asyncio.Task[Answer] | None = None
         # The number of messages and of tokens at the end of each answer.
         self._ends: list[tuple[int, int]] = []
 
@@ -81,32 +83,23 @@ class Conversation:
         tokens = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
         return self.transcript.add_tokens(tokens)
 
-    async def respond(self, max_tokens: int | None, stop: list[str]) -> dict[str, Any]:
-        """Sample an answer to what was asked, and return it as a `chat.completion` object."""
+    async def respond(self, request: ChatRequest) -> Answer:
+        """Sample an answer to `request`, whose messages the transcript has."""
         assert self.transcript is not None
         before = len(self.transcript.tokens)
-        text = await self.transcript.sample_text(max_tokens, stop)
+        text = await self.transcript.sample_text(request.max_tokens, request.stop)
         after = len(self.transcript.tokens)
-        text = text[: min((i for i in map(text.find, stop) if i >= 0), default=len(text))]
-        message = answer_message(text, bool(self.tools))
-        self.messages = [*self.asked, message]
+        stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
+        end, stop_text = min(stops, default=(len(text), None))
+        message = answer_message(text[:end], bool(self.tools))
+        self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
         has_calls = "tool_calls" in message
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "tool_calls" if has_calls else self.transcript.finish_reason,
-            "logprobs": None,
-        }
-        return {
-            "id": f"chatcmpl-{secrets.token_hex(8)}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": MODEL,
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": before,
-                "completion_tokens": after - before,
-                "total_tokens": after,
-            },
-        }
+        return Answer(
+            id=secrets.token_hex(8),
+            message=message,
+            finish_reason="tool_calls" if has_calls else self.transcript.finish_reason,
+            stop_text=stop_text,
+            prompt_tokens=before,
+            completion_tokens=after - before,
+        )

@@ -1,4 +1,4 @@
-"""Chat completion requests: their settings, and their messages as the chat template takes them.
+"""What agents ask and are answered, in the words of no API: openai.py and anthropic.py translate.
 
 The functions raise RequestRefused for what is not supported or would change the distribution that
 the policy is sampled from.
@@ -6,6 +6,8 @@ the policy is sampled from.
 
 import json
 import secrets
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -14,22 +16,8 @@ from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls, without_tool_calls
 
-_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
-# These keys change nothing in the answer.
-_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}
-_ONLY_VALUE = {
-    "n": 1,
-    "top_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "stream": False,
-    "logprobs": False,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-}
-
+# The name of the policy as a model.
+MODEL = "policy"
 
 # As many as OpenAI takes, and more. Each of them is looked for in every answer.
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 1000
@@ -43,6 +31,35 @@ class RequestRefused(Exception):
         self.code = code
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A request for the next message of a conversation.
+
+    `messages` and `tools` are those of the chat template. `max_tokens` None is no limit of its own.
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    max_tokens: int | None
+    stop: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The policy's answer to a request.
+
+    `message` has calls with arguments as JSON, `finish_reason` is one of OpenAI's, and `stop_text`
+    is the text of `stop` that ended the answer, if one did.
+    """
+
+    id: str
+    message: Message
+    finish_reason: str
+    stop_text: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Decode a request. It is UTF-8, and no text in it has half a surrogate pair."""
     try:
@@ -54,13 +71,19 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_settings(body: dict[str, Any], temperature: float) -> None:
+def check_settings(
+    body: dict[str, Any], temperature: float, free: Set[str], only_value: Mapping[str, Any]
+) -> None:
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
-    If `temperature`, the episode's, is 0 (a greedy evaluation), the request's own is ignored.
+    Args:
+        body: the request.
+        temperature: the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
+        free: settings that may have any value.
+        only_value: settings with the one value that they may have.
     """
     for key, value in body.items():
-        if value is None or key in _USED | _IGNORED:
+        if value is None or key in free:
             continue
         if key == "temperature":
             if temperature != 0 and not _is(value, temperature):
@@ -68,16 +91,10 @@ def check_settings(body: dict[str, Any], temperature: float) -> None:
                     f"temperature={value!r:.100} must be {temperature!r}, rollout.temperature:"
                     " log-probs must be of the distribution sampled from"
                 )
-        elif key not in _ONLY_VALUE:
+        elif key not in only_value:
             raise RequestRefused(f"{key:.100} is not supported{_reason(key)}")
-        elif not _is(value, _ONLY_VALUE[key]):
-            raise RequestRefused(f"{key}={value!r:.100} must be {_ONLY_VALUE[key]!r}{_reason(key)}")
-    for key in ("max_tokens", "max_completion_tokens"):
-        value = body.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise RequestRefused(
-                f"{key}={value!r:.100} must be a positive integer", "invalid_value"
-            )
+        elif not _is(value, only_value[key]):
+            raise RequestRefused(f"{key}={value!r:.100} must be {only_value[key]!r}{_reason(key)}")
 
 
 def _reason(key: str) -> str:
@@ -89,16 +106,28 @@ def _is(value: Any, expected: Any) -> bool:
     return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
-def parse_stop(given: Any) -> list[str]:
+def parse_max_tokens(body: dict[str, Any], *keys: str) -> int | None:
+    """Return the value of the first of `keys` that is given."""
+    given = {key: body[key] for key in keys if body.get(key) is not None}
+    for key, value in given.items():
+        if type(value) is not int or value < 1:
+            raise RequestRefused(
+                f"{key}={value!r:.100} must be a positive integer", "invalid_value"
+            )
+    return next(iter(given.values()), None)
+
+
+def parse_stop(body: dict[str, Any], key: str) -> list[str]:
+    given = body.get(key)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RequestRefused(
-            f"stop={given!r:.100} must be a text or a list of texts, none of them empty",
+            f"{key}={given!r:.100} must be a text or a list of texts, none of them empty",
             "invalid_value",
         )
     if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
         raise RequestRefused(
-            f"stop: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters",
+            f"{key}: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters",
             "invalid_value",
         )
     return texts
@@ -111,8 +140,8 @@ def parse_tools(given: Any) -> list[dict[str, Any]]:
     return tools
 
 
-def parse_messages(given: Any) -> list[Message]:
-    """Return messages with text as content and tool arguments as objects."""
+def check_messages(given: Any) -> list[Message]:
+    """Return `given` if it is a list of messages, whatever they say."""
     if (
         not isinstance(given, list)
         or not given
@@ -121,7 +150,12 @@ def parse_messages(given: Any) -> list[Message]:
         raise RequestRefused(
             "messages must be a list, not empty, of objects with a role", "invalid_value"
         )
-    return [_parse_message(message) for message in given]
+    return given
+
+
+def parse_messages(given: Any) -> list[Message]:
+    """Return OpenAI's messages with text as content and tool arguments as objects."""
+    return [_parse_message(message) for message in check_messages(given)]
 
 
 def _parse_message(given: Message) -> Message:
@@ -129,6 +163,8 @@ def _parse_message(given: Message) -> Message:
     for key in ("role", "name", "tool_call_id"):
         if (value := given.get(key)) is not None:
             message[key] = _text(value, key)
+    if message["role"] == "developer":  # the newer name; chat templates know the older one
+        message["role"] = "system"
     message["content"] = _parse_content(given.get("content"))
     if calls := given.get("tool_calls"):
         try:

@@ -16,16 +16,14 @@ import asyncio
 from typing import Any
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.openai.conversation import Conversation
-from areal_lite.rollout.openai.messages import (
+from areal_lite.rollout.endpoint.conversation import Conversation
+from areal_lite.rollout.endpoint.messages import (
+    Answer,
+    ChatRequest,
     RequestRefused,
-    check_settings,
-    parse_messages,
-    parse_stop,
-    parse_tools,
     same_messages,
 )
+from areal_lite.rollout.episode import Episode
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
 
@@ -45,20 +43,15 @@ class Conversations:
         self._conversations: list[Conversation] = []
         self._failure: str | None = None
 
-    async def chat(self, body: dict[str, Any], is_retry: bool) -> dict[str, Any]:
+    async def ask(self, request: ChatRequest, is_retry: bool) -> Answer:
         """Answer one request. Raises RequestRefused."""
-        messages = parse_messages(body.get("messages"))
-        if is_retry and (answer := self._asked_before(messages)):
+        if is_retry and (answer := self._asked_before(request.messages)):
             return await asyncio.shield(answer)
         if self._failure:
             raise RequestRefused(self._failure, "episode_failed")
-        check_settings(body, self.episode.params.temperature)
-        tools, stop = parse_tools(body.get("tools")), parse_stop(body.get("stop"))
-        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-        conversation = self._continued(messages, tools)
-        new = messages[len(conversation.messages) :]
-        conversation.asked = messages
-        conversation.answer = asyncio.create_task(self._answer(conversation, new, max_tokens, stop))
+        conversation = self._continued(request.messages, request.tools)
+        conversation.asked = request.messages
+        conversation.answer = asyncio.create_task(self._answer(conversation, request))
         return await asyncio.shield(conversation.answer)
 
     def traces(self, reward: float | None) -> list[Trajectory]:
@@ -75,7 +68,7 @@ class Conversations:
             raise ValueError("the policy has answered nothing that the agent asked")
         return traces
 
-    def _asked_before(self, messages: list[Message]) -> asyncio.Task[dict[str, Any]] | None:
+    def _asked_before(self, messages: list[Message]) -> asyncio.Task[Answer] | None:
         """Return the answer to a last request with these messages, which may be running."""
         asked = (c for c in reversed(self._conversations) if same_messages(messages, c.asked))
         return next((conversation.answer for conversation in asked), None)
@@ -107,14 +100,9 @@ class Conversations:
         self._conversations.append(new)
         return new
 
-    async def _answer(
-        self,
-        conversation: Conversation,
-        new: list[Message],
-        max_tokens: int | None,
-        stop: list[str],
-    ) -> dict[str, Any]:
+    async def _answer(self, conversation: Conversation, request: ChatRequest) -> Answer:
         """Add the new messages of a request, and sample the answer."""
+        new = request.messages[len(conversation.messages) :]
         try:
             if not await conversation.add(new, self.episode):
                 self.truncated = True
@@ -122,11 +110,11 @@ class Conversations:
                     "the token budget of this conversation (rollout.max_new_tokens) is used up",
                     "context_length_exceeded",
                 )
-            response = await conversation.respond(max_tokens, stop)
+            answer = await conversation.respond(request)
         except (ValueError, RecursionError, ServerRefused) as error:
             # The chat template or a server refuses, or a call is nested too deeply.
             self._failure = f"the episode cannot continue: {error}"
             raise RequestRefused(self._failure, "episode_failed") from error
         self._conversations.remove(conversation)
         self._conversations.append(conversation)
-        return response
+        return answer

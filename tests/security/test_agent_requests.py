@@ -1,4 +1,4 @@
-"""Requests to the OpenAI endpoint that are wrong, too large or never end cost one answer each."""
+"""Requests to the agents' endpoint that are wrong, too large or never end cost one answer each."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,13 @@ import uvloop
 
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.data.text_bound import characters_per_token
-from areal_lite.rollout.openai import connections, endpoint
-from areal_lite.rollout.openai.endpoint import OpenAIEndpoint
+from areal_lite.rollout.endpoint import connections
+from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
 from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 
+CHAT, MESSAGES = "/chat/completions", "/messages"
 USER = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -29,15 +30,15 @@ class Agent:
     """Sends raw requests under the key of an episode."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, key: str):
-        self._session, self._url, self._key = session, url + "/chat/completions", key
+        self._session, self._url, self._key = session, url, key
 
-    async def post(self, raw: bytes | str, **headers: str) -> tuple[int, str]:
+    async def post(self, raw: bytes | str, path: str = CHAT, **headers: str) -> tuple[int, str]:
         headers = {
             "Content-Type": "application/json",
             "Authorization": f"Bearer {self._key}",
             **headers,
         }
-        async with self._session.post(self._url, data=raw, headers=headers) as answer:
+        async with self._session.post(self._url + path, data=raw, headers=headers) as answer:
             return answer.status, await answer.text()
 
 
@@ -45,7 +46,7 @@ class Agent:
 async def serving(folder, texts: int = 4, budget: int = 1000) -> AsyncIterator[tuple]:
     """Yield an endpoint, an agent and its conversations."""
     tokenizer = save_chat_tokenizer(folder)
-    server = OpenAIEndpoint()
+    server = AgentEndpoint()
     await server.start()
     script = ["yes"] * texts
     async with (
@@ -121,12 +122,44 @@ WRONG = {
 }
 
 
+def tool_use(**fields) -> dict:
+    blocks = [{"type": "tool_use", "id": "c", "name": "f", "input": {}, **fields}]
+    return {"messages": [{"role": "assistant", "content": blocks}, *USER]}
+
+
+# Requests of Anthropic's API; both APIs read JSON in the same way.
+WRONG_MESSAGES = {
+    "a role of OpenAI's": chat(role="tool"),
+    "an answer to continue": {"messages": [*USER, {"role": "assistant", "content": "I"}]},
+    "blocks that are texts": chat(["a"]),
+    "no blocks": chat([]),
+    "an image": chat([{"type": "image", "source": {}}]),
+    "a thought": {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}, *USER]},
+    "a result that is an image": chat([{"type": "tool_result", "content": [{"type": "image"}]}]),
+    "a result that is a number": chat([{"type": "tool_result", "content": 1}]),
+    "a tool without a name": tool_use(name=None),
+    "a system that is a number": {**chat(), "system": 1},
+    "a system of images": {**chat(), "system": [{"type": "image"}]},
+    "a tool of theirs": {**chat(), "tools": [{"type": "web_search_20250305", "name": "w"}]},
+    "a type of tool that is a list": {**chat(), "tools": [{"type": []}]},
+    "tools that are numbers": {**chat(), "tools": [1]},
+    "stop sequences that are numbers": {**chat(), "stop_sequences": [1]},
+    "another temperature": {**chat(), "temperature": 0.1},
+    "top_k": {**chat(), "top_k": 5},
+    "thinking": {**chat(), "thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "a tool to choose": {**chat(), "tool_choice": {"type": "any"}},
+    "stream": {**chat(), "stream": True},
+    "max_tokens of 0": {**chat(), "max_tokens": 0},
+}
+
+
 def test_every_wrong_request_is_answered_with_400_and_costs_nothing(tmp_path) -> None:
     async def test(server, agent: Agent, conversations) -> None:
-        for case, request in WRONG.items():
-            raw = request if isinstance(request, str | bytes) else json.dumps(request)
-            status, text = await agent.post(raw)
-            assert status == 400 and json.loads(text)["error"]["message"], (case, status, text)
+        for path, cases in (CHAT, WRONG), (MESSAGES, WRONG_MESSAGES):
+            for case, request in cases.items():
+                raw = request if isinstance(request, str | bytes) else json.dumps(request)
+                status, text = await agent.post(raw, path)
+                assert status == 400 and json.loads(text)["error"]["message"], (case, status, text)
         status, text = await agent.post(
             json.dumps(chat()), **{"Content-Type": "application/json; charset=foo"}
         )
@@ -246,7 +279,7 @@ STARTS = [b"", b"POST /v1/chat", b"POST /v1/chat/completions HTTP/1.1\r\nA: "]
 def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(connections, "_IDLE_S", 0.5)
     monkeypatch.setattr(connections, "_CHECK_S", 0.1)
-    monkeypatch.setattr(endpoint, "_BODY_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("areal_lite.rollout.endpoint.server._BODY_TIMEOUT_S", 0.5)
     monkeypatch.setattr(connections.Connections.__init__, "__defaults__", (0.5,))
     monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (60, 60))
 
@@ -281,16 +314,38 @@ def test_connections_without_a_request_end_and_leave_descriptors(tmp_path, monke
     with_agent(tmp_path, test)
 
 
+def test_connections_at_once_wait_for_their_turn(tmp_path) -> None:
+    """Hundreds of episodes begin at once. None waits a second for the kernel to try again."""
+
+    async def test(server, agent: Agent, conversations) -> None:
+        url = urlsplit(server.base_url)
+        # The loop accepts none of them meanwhile.
+        waiting = [
+            socket.create_connection((url.hostname, url.port), timeout=0.9) for _ in range(300)
+        ]
+        for connection in waiting:
+            connection.close()
+        status, _ = await agent.post(json.dumps(chat()))
+        assert status == 200
+
+    with_agent(tmp_path, test)
+
+
 WORDS = [b"null", b"true", b"[", b"{}", b"1e999", b'"\\ud800"', b"\xff", b"-", b"9" * 5000]
 
 
 def fuzz(folder, cases: int, seed: int) -> None:
     rng = random.Random(seed)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    own_tools = [{"name": "f", "input_schema": {}}]
+    blocks = [{"type": "tool_result", "tool_use_id": "c", "content": "r"}]
+    used = tool_use()["messages"][:1] + chat(blocks)["messages"]
     honest = [
-        {**chat(), "temperature": 0.7, "n": 1, "stop": ["x"], "max_tokens": 5},
-        {**chat([{"type": "text", "text": "a"}]), "tools": tools},
-        {**assistant([CALL]), "tools": tools, "logit_bias": {}, "user": "me"},
+        (CHAT, {**chat(), "temperature": 0.7, "n": 1, "stop": ["x"], "max_tokens": 5}),
+        (CHAT, {**chat([{"type": "text", "text": "a"}]), "tools": tools}),
+        (CHAT, {**assistant([CALL]), "tools": tools, "logit_bias": {}, "user": "me"}),
+        (MESSAGES, {**chat(), "system": "a", "stop_sequences": ["x"], "max_tokens": 5}),
+        (MESSAGES, {"messages": used, "tools": own_tools, "max_tokens": 5}),
     ]
 
     async def test(server, agent: Agent, conversations) -> None:
@@ -299,9 +354,8 @@ def fuzz(folder, cases: int, seed: int) -> None:
             # Each request begins an episode of its own.
             conversations.__init__(conversations.episode, 16)
             started = time.monotonic()
-            status, text = await agent.post(
-                mutated(rng, json.dumps(rng.choice(honest)).encode(), WORDS)
-            )
+            path, request = rng.choice(honest)
+            status, text = await agent.post(mutated(rng, json.dumps(request).encode(), WORDS), path)
             assert time.monotonic() - started < 5
             assert status in statuses, text
             statuses[status] += 1
