@@ -128,7 +128,7 @@ def check_common(run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5)
         for m in run.metrics
     ), "server and trainer must agree on log-probs under the same weights"
     assert wrong_with(run.folder) == {}, "each batch is whole, and nothing is lost or used twice"
-    assert len(run.used("1")) == 5 * 4 * 8
+    assert len(run.used("DISTINCT group_id, sample_index")) == 5 * 4 * 8
     states = dict(run.db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
     assert states == {"used": 20}, "admission ends with the run"
     with closing(Store(run.folder / "trajectories.sqlite", read_only=True)) as store:
@@ -207,6 +207,22 @@ def test_schedules_without_interruption(model, tmp_path, schedule, bound):
     run = train(model, tmp_path / "run", f"schedule={schedule}")
     check_common(run, bound)
     assert run.summary["multi_segment_share"] == 0, "a push waits until nothing is in flight"
+
+
+@pytest.mark.slow  # test_openai_endpoint.py has the conversations, test_objective.py the losses
+def test_an_agent_of_several_traces(model, tmp_path):
+    """The traces of an episode share its reward, and a whole run trains on all of them."""
+    workflow = "rollout.workflow=areal_lite.rollout.workflows.agent:Agent"
+    agent = "rollout.workflow_args.agent=tests.integration.toy_agent:forgets"
+    run = train(model, tmp_path / "run", workflow, agent, "buffer.max_staleness=2")
+    check_common(run, bound=2)
+    episodes: dict[tuple[int, int], dict[int, float]] = {}
+    for group, sample, trace, reward in run.used("group_id, sample_index, trace_index, reward"):
+        episodes.setdefault((group, sample), {})[trace] = reward
+    assert {len(traces) for traces in episodes.values()} == {1, 2, 3}
+    for traces in episodes.values():
+        assert sorted(traces) == list(range(len(traces))) and len(set(traces.values())) == 1
+    assert all(1 < m["traces_mean"] < 3 for m in run.metrics)
 
 
 @pytest.mark.parametrize(

@@ -35,3 +35,18 @@ async def fails_often(base_url, api_key, prompt):
     )
     if len(completion.choices[0].message.content) % 2:
         raise KeyError("odd")
+
+
+async def forgets(base_url, api_key, prompt):
+    """Ask up to three times, with the end of the last answer only; reward its share of letters."""
+    client = shared(base_url).with_options(api_key=api_key)
+    said = ""
+    for _ in range(3):
+        messages = [{"role": "user", "content": prompt.text + said[-4:]}]
+        completion = await client.chat.completions.create(
+            model="policy", messages=messages, max_tokens=40
+        )
+        said = completion.choices[0].message.content
+        if said[-1:] < "@":
+            break
+    return sum(map(str.isalpha, said)) / 40
