@@ -1,5 +1,6 @@
 """The prompt set `data.source=addition`."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from areal_lite.config import DataConfig
@@ -10,21 +11,31 @@ from areal_lite.quickstart import addition
 
 
 class AdditionPrompts:
-    """Addition problems by index, without end; addition.py has the task."""
+    """Addition problems by index, without end; addition.py has the task and `weights`."""
 
     num_prompts = None
     chat = False
     has_demonstrations = True
     num_too_long = 0
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, split: Split) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        split: Split,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         own_split: addition.Split = "train" if split == "train" else "test"
         # Runs of different seeds are compared on the same held-out problems.
         seed = config.seed if split == "train" else 0
         self._prefix = f"addition/{own_split}/{seed}"
         self._problem = partial(
-            addition.make_problem, own_split, seed=seed, max_digits=config.max_digits
+            addition.make_problem,
+            own_split,
+            seed=seed,
+            max_digits=config.max_digits,
+            weights=weights,
         )
         self._problem(0)  # raises ValueError now if data.max_digits is wrong
 

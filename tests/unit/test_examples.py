@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config import to_dataclass
+from areal_lite.config import DataConfig, to_dataclass
 from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
@@ -136,6 +136,23 @@ def test_the_referee_knows_the_solution_of_every_problem() -> None:
         assert "".join(lines) == addition.demonstration(problem, random.Random(0))
 
 
+def play_agent(tokenizer: Tokenizer, agent, script: list[str]):
+    """Play an agent on 47 + 85 with a policy that says `script`; return reward and traces."""
+
+    async def main():
+        endpoint = AgentEndpoint()
+        await endpoint.start()
+        prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
+        async with playing(tokenizer, prompt, script) as (episodes, client, _):
+            with endpoint.conversations(episodes[0]) as (key, conversations):
+                reward = await agent(endpoint.base_url, key, prompt)
+            assert len(client.seen) == len(script)
+        await endpoint.close()
+        return reward, [tokenizer.decode(trace.tokens) for trace in conversations.traces(reward)]
+
+    return asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     "script, reward", [([RIGHT], 1.0), (["#z1", RIGHT], 0.5), (["#z1", "?"], 0.0)]
 )
@@ -143,19 +160,41 @@ def test_the_agent_asks_once_more_after_a_wrong_answer(
     tokenizer, script: list[str], reward: float
 ) -> None:
     agent = code("openai_agent/my_agent.py")["agent"]
+    assert play_agent(tokenizer, agent, script) == (reward, [PROMPT + "\n".join(script)])
 
-    async def main() -> None:
-        endpoint = AgentEndpoint()
-        await endpoint.start()
-        prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
-        async with playing(tokenizer, prompt, script) as (episodes, client, _):
-            with endpoint.conversations(episodes[0]) as (key, conversations):
-                assert await agent(endpoint.base_url, key, prompt) == reward
-            assert len(client.seen) == len(script)
-            assert [trace.reward for trace in conversations.traces(reward)] == [reward]
-        await endpoint.close()
 
-    asyncio.run(main())
+@pytest.mark.parametrize(
+    "first, second, reward",
+    [
+        ("b7+B5+0=1y2", "b4+B8+1=1y3", 1.0),
+        ("b7+B5+0=1y2", "b4+B8+0=1y2", 2 / 3),
+        ("b7+B5+0=1y2", "b4+B8+1=0y3", 2 / 3),
+        ("no line", "", 0.0),
+    ],
+)
+def test_the_agent_that_compacts_asks_with_the_column_before(
+    tokenizer, first: str, second: str, reward: float
+) -> None:
+    agent = code("compaction/my_agent.py")["agent"]
+    traces = [
+        f"b7a0+B5A0=?a0+A0+0=0z0\n{first}\n",
+        f"b4a7+B8A5=?{first.replace('b7+B5+0=1y2', 'a7+A5+0=1z2')}\n{second}\n",
+    ]
+    assert play_agent(tokenizer, agent, [f"{first}\n", f"{second}\n"]) == (reward, traces)
+
+
+def test_the_long_sums_have_all_their_digits(tokenizer) -> None:
+    config = DataConfig(max_digits=6)
+    prompts = code("compaction/my_agent.py")["long_sums"](config, tokenizer, "train")
+    assert {len(prompts[index].text) for index in range(50)} == {len("f1e2d3c4b5a6+F1E2D3C4B5A6=?")}
+
+
+@pytest.mark.parametrize(
+    "solution, reward", [(RIGHT, 1.0), ("#z2", 1 / 3), ("#z3", 0.0), ("12", 0.0), (RIGHT[:14], 0.0)]
+)
+def test_the_agent_of_one_trace_asks_once(tokenizer, solution: str, reward: float) -> None:
+    agent = code("compaction/my_agent.py")["one_trace"]
+    assert play_agent(tokenizer, agent, [solution]) == (reward, [PROMPT + solution])
 
 
 @pytest.mark.parametrize(
