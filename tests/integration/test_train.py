@@ -204,7 +204,9 @@ def test_abort_resubmits_prompt_and_tokens_so_far(model, tmp_path):
     "schedule, bound", [("sync", 0), pytest.param("one_step", 1, marks=pytest.mark.slow)]
 )
 def test_schedules_without_interruption(model, tmp_path, schedule, bound):
-    run = train(model, tmp_path / "run", f"schedule={schedule}")
+    # No request has to last until a push.
+    short = "rollout.max_new_tokens=100"
+    run = train(model, tmp_path / "run", f"schedule={schedule}", short)
     check_common(run, bound)
     assert run.summary["multi_segment_share"] == 0, "a push waits until nothing is in flight"
 
