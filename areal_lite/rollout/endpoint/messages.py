@@ -1,4 +1,4 @@
-"""What agents ask and are answered, in the words of no API: openai.py and anthropic.py translate.
+"""Requests and answers of agents, in the form of no API: openai.py and anthropic.py translate.
 
 The functions raise RequestRefused for what is not supported or would change the distribution that
 the policy is sampled from.
