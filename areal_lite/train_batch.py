@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
+from areal_lite.routes import DTYPES, join_routes
 from areal_lite.trajectory import FinishReason, Trajectory
 
 _TOKEN_ARRAYS = {
@@ -25,6 +27,8 @@ _SEQUENCE_ARRAYS = {
     "kv_versions": np.int32,
 }
 _ARRAYS = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
+# The dtypes that each array may have.
+_DTYPES = {name: (np.dtype(dtype),) for name, dtype in _ARRAYS.items()} | {"routes": DTYPES}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +46,7 @@ class TrainBatch:
         truncated: bool [n], true for finish reason `length`.
         kv_versions: int32 [n], as in Trajectory.
         cu_seqlens: int64 [n + 1]; sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        routes: [T, layers, top_k], as in Trajectory; None if no sequence has any.
     """
 
     tokens: np.ndarray
@@ -55,6 +60,7 @@ class TrainBatch:
     truncated: np.ndarray
     kv_versions: np.ndarray
     cu_seqlens: np.ndarray
+    routes: np.ndarray | None = None
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
@@ -80,6 +86,7 @@ class TrainBatch:
             truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories]),
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             cu_seqlens=_cumulative(lengths),
+            routes=join_routes([t.routes for t in trajectories], lengths),
         )
 
     @property
@@ -131,32 +138,37 @@ class TrainBatch:
             **{name: getattr(self, name)[token_indices] for name in _TOKEN_ARRAYS},
             **{name: getattr(self, name)[indices] for name in _SEQUENCE_ARRAYS},
             cu_seqlens=_cumulative(self.lengths[indices]),
+            routes=None if self.routes is None else self.routes[token_indices],
         )
 
     def to_frames(self) -> list[bytes | memoryview]:
         """Encode for a socket, without pickle.
 
-        The first frame is a msgpack header of names and lengths. Each further frame is the raw
-        little-endian buffer of one array.
+        The first frame is a msgpack header of names, dtypes and shapes. Each further frame is the
+        raw little-endian buffer of one array. Without routes there is no frame of them.
         """
-        arrays = [getattr(self, name) for name in _ARRAYS]
-        header = msgspec.msgpack.encode([[n, len(a)] for n, a in zip(_ARRAYS, arrays)])
-        buffers = [np.ascontiguousarray(a).data.cast("B") if len(a) else b"" for a in arrays]
+        named = {name: a for name in _DTYPES if (a := getattr(self, name)) is not None}
+        header = msgspec.msgpack.encode([[n, a.dtype.name, a.shape] for n, a in named.items()])
+        arrays = named.values()
+        buffers = [np.ascontiguousarray(a).data.cast("B") if a.size else b"" for a in arrays]
         return [header, *buffers]
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
         """Decode what `to_frames` encoded. Raises ValueError for frames that are not a batch."""
-        header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, int]])
-        if [name for name, _ in header] != list(_ARRAYS) or len(frames) != len(_ARRAYS) + 1:
+        header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, str, list[int]]])
+        names = [name for name, *_ in header]
+        if names not in (list(_ARRAYS), list(_DTYPES)) or len(frames) != len(header) + 1:
             raise ValueError(f"not a batch: {header} in {len(frames)} frames")
         arrays = {}
-        for (name, length), frame in zip(header, frames[1:]):
-            array = np.frombuffer(frame, _ARRAYS[name])
-            if len(array) != length:
-                raise ValueError(f"not a batch: {name} has {len(array)} elements, not {length}")
+        for (name, dtype, shape), frame in zip(header, frames[1:]):
+            if dtype not in [known.name for known in _DTYPES[name]]:
+                raise ValueError(f"not a batch: {name} of {dtype}")
+            array = np.frombuffer(frame, dtype)
+            if array.size != math.prod(shape):
+                raise ValueError(f"not a batch: {name} has {array.size} elements, not {shape}")
             # Copied because a socket's buffer is read-only and may be reused.
-            arrays[name] = array.copy()
+            arrays[name] = array.reshape(shape).copy()
         return cls(**arrays)
 
 

@@ -10,6 +10,7 @@ Invariants of a trajectory of L tokens, asserted by `Trajectory.check` wherever 
 * The log-prob of a sampled token is <= 0 or not finite. A token without a finite log-prob stays in
   the sequence, leaves the loss and its denominator (`TrainBatch.loss_mask`), and is counted.
 * The first token is not sampled: nothing precedes it that could have predicted it.
+* If there are `routes`, every token before a sampled one has a recorded route.
 
 Token ids go from the server to the trainer unchanged. Nothing here sees text.
 
@@ -31,6 +32,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
+
+from areal_lite.routes import DTYPES, is_recorded
 
 # A server may round a log-prob of 0 to a value slightly above.
 _LOGPROB_SLACK = 1e-4
@@ -116,6 +119,9 @@ class Trajectory:
         kv_version: the KV cache holds nothing of older versions than this; -1 if unknown. It can be
             older than every entry of `versions`: a request that was queued during an in-place push
             may begin with a prefix that the old weights have cached.
+        routes: uint8 or uint16 [L, layers, top_k], the experts that computed each token (routes.py)
+            in the forward pass that sampled the token after it. The last token has none. None
+            without `algo.routing_replay`.
     """
 
     group_id: int
@@ -133,6 +139,7 @@ class Trajectory:
     server: str = ""
     requests: int = 1
     kv_version: int = -1
+    routes: np.ndarray | None = None
 
     def check(self) -> Trajectory:
         """Return self. Raises ValueError that names the trajectory and the broken invariant."""
@@ -168,7 +175,7 @@ class Trajectory:
             return f"versions go backwards: {[(s.version, s.start, s.end) for s in self.segments]}"
         if some((self.behavior_logprobs > _LOGPROB_SLACK) & (self.behavior_logprobs < np.inf)):
             return f"a log-prob above zero: {np.nanmax(self.behavior_logprobs)}"
-        return None
+        return None if self.routes is None else _broken_routes(self.routes, mask)
 
     @property
     def segments(self) -> list[Segment]:
@@ -185,6 +192,14 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Return the number of sampled tokens."""
         return int(np.count_nonzero(self.loss_mask))
+
+
+def _broken_routes(routes: np.ndarray, mask: np.ndarray) -> str | None:
+    if routes.ndim != 3 or len(routes) != len(mask) or routes.dtype not in DTYPES:
+        return f"{len(mask)} tokens but routes of {routes.dtype}{list(routes.shape)}"
+    if np.count_nonzero(mask[1:] & ~is_recorded(routes)[:-1]):
+        return "a token before a sampled one has no recorded route"
+    return None
 
 
 def trace_name(sample_index: int, trace_index: int) -> str:

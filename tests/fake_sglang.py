@@ -16,6 +16,7 @@ announces itself in RUN_DIR, unless it is given a --port.
 
 import argparse
 import asyncio
+import base64
 import os
 import zlib
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 from aiohttp import web
+
+from areal_lite.routes import ExpertLayout
 
 EOS = 1
 
@@ -35,6 +38,16 @@ def next_token(prefix: list[int]) -> int:
 
 def logprob(prefix: list[int]) -> float:
     return -((zlib.crc32(np.asarray(prefix, np.int32).tobytes()) >> 16) % 1000) / 100 - 0.01
+
+
+EXPERTS = ExpertLayout(layers=2, experts=300, top_k=2)
+
+
+def route(prefix: list[int], version: str) -> list[list[int]]:
+    """Return the experts in each layer for the last token of `prefix`, under the weights."""
+    value = zlib.crc32(np.asarray(prefix, np.int32).tobytes() + version.encode())
+    pairs = [(value >> shift) % 150 for shift in (0, 12)]
+    return [[150 + expert, expert] for expert in pairs]
 
 
 def completion(prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -50,6 +63,8 @@ class _Running:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[dict] = field(default_factory=list)
+    routes: list[list[list[int]]] = field(default_factory=list)
+    routed: bool = False
     aborted: bool = False
 
 
@@ -141,7 +156,7 @@ class FakeSGLang:
         self._waiting += 1
         await self._places.acquire()
         self._waiting -= 1
-        run = _Running()
+        run = _Running(routed=body.get("return_routed_experts", False))
         self.running.append(run)
         try:
             finish = await self._decode(
@@ -150,7 +165,12 @@ class FakeSGLang:
         finally:
             self.running.remove(run)
             self._places.release()
-        return web.json_response(self._answer(body["rid"], run, finish))
+        answer = self._answer(body["rid"], run, finish)
+        if run.routed and run.tokens:
+            routes = run.routes[body["routed_experts_start_len"] :]
+            packed = base64.b64encode(np.array(routes, np.int32).tobytes())
+            answer["meta_info"]["routed_experts"] = packed.decode()
+        return web.json_response(answer)
 
     def _salt(self, rid: str) -> list[int]:
         return [zlib.crc32(rid.rpartition("-")[0].encode()) & 0x7FFFFFFF] if self.vary else []
@@ -164,6 +184,11 @@ class FakeSGLang:
             token = next_token(prefix)
             if run.aborted and not run.tokens:
                 return {"type": "abort", "message": "Abort in waiting queue"}
+            if run.routed:
+                run.routes += [
+                    route(prefix[: end + 1], self.weight_version)
+                    for end in range(len(run.routes), len(prefix))
+                ]
             run.tokens.append(token)
             run.logprobs.append(logprob(prefix))
             if run.aborted:

@@ -6,13 +6,13 @@ import sqlite3
 
 from areal_lite.audit.check import Check
 from areal_lite.run_dir.store_rows import check_sums, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_ROUTES
 from areal_lite.trajectory import trace_name
 
 
 def check_rows(db: sqlite3.Connection) -> Check:
     """Read the whole store, one trajectory at a time."""
-    cursor = db.execute(f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} ORDER BY {TRACE}")
+    cursor = db.execute(f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} ORDER BY {TRACE}")
     names = [column[0] for column in cursor.description]
     damaged: list[str] = []
     total = without = 0

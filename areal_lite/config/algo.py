@@ -215,6 +215,11 @@ class AlgoConfig:
         "staleness. false: estimate its size from tokens of the current version, and leave it out "
         "of the log-ratios.",
     )
+    routing_replay: bool = setting(
+        False,
+        "Mixture of experts: the trainer computes each token with the experts that the server "
+        "chose for it. They take a byte each, in every layer, for every token.",
+    )
     scale_lr_by_ess: bool = setting(
         False,
         "Multiply the learning rate of an update by the square root of the effective sample size, "

@@ -9,6 +9,7 @@ from areal_lite.config.commands import TrainConfig
 def check_algo(config: TrainConfig) -> None:
     _proximal_policy(config)
     _reference_policy(config)
+    _routing_replay(config)
     _correction(config)
     _rejection(config)
     _baseline(config.algo)
@@ -79,6 +80,23 @@ def _reference_policy(config: TrainConfig) -> None:
         raise ValueError(
             "algo.loss=tb has its own KL term (algo.tb_beta) and no advantages: set "
             "algo.kl.coef=0, algo.entropy_coef=0 and an estimator other than gae"
+        )
+
+
+def _routing_replay(config: TrainConfig) -> None:
+    trainer = config.trainer
+    if not config.algo.routing_replay:
+        return
+    if trainer.recompute == "full" and trainer.pipeline_parallel > 1:
+        raise ValueError(
+            f"trainer.recompute=full with trainer.pipeline_parallel={trainer.pipeline_parallel}: "
+            "layers are computed again after the routes of later microbatches were set, so with "
+            "algo.routing_replay=true use recompute=selective or one stage"
+        )
+    if config.server.args.get("enable_return_routed_experts", True) is not True:
+        raise ValueError(
+            "server.args.enable_return_routed_experts=false: algo.routing_replay=true needs the "
+            "routes of the servers, so remove it"
         )
 
 

@@ -9,13 +9,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from areal_lite.config import TrainConfig
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.sources import Source
+from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
@@ -76,6 +79,8 @@ class GroupPlayer:
         self._counts = counts
         self._on_end = on_end
         self._params = sampling_params(config.rollout, self._tokenizer)
+        if isinstance(config, TrainConfig) and config.algo.routing_replay:
+            self._params = replace(self._params, experts=expert_layout(Path(config.model)))
 
     async def play(self, group_id: int, prompt: Prompt) -> list[Rollout | RolloutFailure]:
         """Wait for a ready server, then for all rollouts of the group."""

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.routes import ExpertLayout
 from areal_lite.system.files import read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -26,6 +27,7 @@ _SIZES = (
     "num_key_value_heads",
     "num_hidden_layers",
     "num_experts",
+    "num_local_experts",
     "head_dim",
 )
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -35,6 +37,24 @@ def check_model_folder(folder: Path) -> None:
     """Check a folder's tokenizer, its JSON files and its weights. Raises ValueError."""
     Tokenizer(folder)
     check_weights(folder)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Return the experts of a layer by config.json, 0 for a dense model."""
+    # transformers 5 writes the second name, and older releases the first.
+    return config.get("num_experts") or config.get("num_local_experts") or 0
+
+
+def expert_layout(folder: Path) -> ExpertLayout | None:
+    """Return the experts of a model folder, None for a dense model."""
+    config = read_json(folder / "config.json")
+    if not (experts := num_experts(config)):
+        return None
+    return ExpertLayout(
+        layers=config["num_hidden_layers"],
+        experts=experts,
+        top_k=config["num_experts_per_tok"],
+    )
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, naming, source_configs
 from areal_lite.config.cautions import cautions
 from areal_lite.config.sources import shares
+from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
 from areal_lite.launch import memory
@@ -198,6 +199,8 @@ def batch_lines(config: TrainConfig) -> list[str]:
     replicas = trainer.data_parallel
     share = sequences // (replicas * trainer.minibatches)
     microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
+    layout = expert_layout(Path(config.model)) if config.algo.routing_replay else None
+    stored = _STORED_BYTES + (layout.choices if layout else 0)
     return [
         f"{_count(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
         f"= {sequences * longest:,} tokens",
@@ -207,7 +210,7 @@ def batch_lines(config: TrainConfig) -> list[str]:
         f"{_count(trainer.steps, 'step')}: "
         f"{_count(trainer.steps * trainer.minibatches, 'update')}, "
         f"{trainer.steps * sequences:,} sequences",
-        f"{_size(_STORED_BYTES * sequences * longest)} of the store: {_bound_of_store(config)}",
+        f"{_size(stored * sequences * longest)} of the store: {_bound_of_store(config)}",
     ]
 
 

@@ -37,6 +37,7 @@ from areal_lite.config.report import VIEWS
 from areal_lite.config.rules import check_rules, check_targets
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import check_stored_run
+from areal_lite.data.model_folder import expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.placement import check_trainer_device, place_run
@@ -74,6 +75,7 @@ def check_config(config: Any) -> None:
         if config.server.host != NODE and resolve_device(config.server.device) == "cuda":
             check_cuda()
     if isinstance(config, TrainConfig):
+        _routing_replay(config)
         _training(config)
     if isinstance(config, SlurmConfig):
         layout(config)
@@ -129,7 +131,21 @@ def _model_folder(key: str, model: str) -> None:
 
 def _adapters(config: TrainConfig | SftConfig) -> None:
     described = json.loads((Path(config.model) / "config.json").read_text())
-    check_targets(config.trainer.lora, has_experts=bool(described.get("num_experts")))
+    check_targets(config.trainer.lora, has_experts=num_experts(described) > 0)
+
+
+def _routing_replay(config: TrainConfig) -> None:
+    if not config.algo.routing_replay:
+        return
+    if isinstance(config, QuickstartConfig):  # it is about to make the model
+        dense = config.make_model.architecture != "qwen3_moe"
+    else:
+        dense = expert_layout(Path(config.model)) is None
+    if dense:
+        raise ValueError(
+            f"algo.routing_replay=true: model={config.model} has no experts to route to, so set it "
+            "to false"
+        )
 
 
 def _same_tokens(model: str, reference: str) -> None:

@@ -250,7 +250,8 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
     running = config.server.max_running_requests
     if running is None and resolve_device(config.server.device) == "cuda":
         running = running_requests(config.rollout.max_concurrent, config.server.count)
-    args = {**head, **config.server.args}
+    routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
+    args = {**head, **routes, **config.server.args}
     return server_pool(
         replace(config.server, args=args, max_running_requests=running),
         model=config.model,

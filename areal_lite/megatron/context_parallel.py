@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.megatron.packing import Microbatch
+from areal_lite.routes import unrecorded
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class LocalTokens:
         segment. The last token of a segment sees all its keys, each token before it one less.
         None without context parallelism.
     cu_seqlens_k: int32 [m + 1], the bounds of the segments in `key_index`.
+    routes: [l, layers, top_k], as in TrainBatch; padding has none. None without routing replay.
     """
 
     tokens: Tensor
@@ -46,6 +48,7 @@ class LocalTokens:
     gathered_index: Tensor
     key_index: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    routes: Tensor | None = None
 
 
 def local_length(microbatch: Microbatch, size: int, multiple: int = 1) -> int:
@@ -84,6 +87,10 @@ def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> L
         cu_seqlens=_bounds(np.concatenate((mine.counts, tail))),
         gathered_index=torch.from_numpy(gathered_index),
     )
+    if microbatch.routes is not None:
+        routes = microbatch.routes.numpy()[mine.token_index[mine.real]]
+        local.routes = torch.from_numpy(unrecorded(length, routes))
+        local.routes.numpy()[np.flatnonzero(mine.real)] = routes
     if size > 1:
         # Keys beyond the end of a sequence are seen by padding only.
         ends = mine.first + mine.counts

@@ -7,6 +7,7 @@ allocated but not initialized, because they come from a checkpoint.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from areal_lite.megatron.attention import PackedAttention
 from areal_lite.megatron.layers import RMSNorm, gated_mlp
 from areal_lite.megatron.lora import freeze_base, linear_layer
 from areal_lite.megatron.parallel import transformer_settings
+from areal_lite.megatron.routing_replay import RoutingReplay
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
@@ -47,6 +49,8 @@ class Backbone(GPTModel):
     """
 
     config: TransformerConfig
+    # Of its routers, in a model that replays routes.
+    replays: Sequence[RoutingReplay] = ()
 
     def _postprocess(self, hidden_states: Tensor, **_) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_states

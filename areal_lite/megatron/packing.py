@@ -44,12 +44,14 @@ class Microbatch:
     cu_seqlens: int32 [n + 1], the bounds of the sequences.
     position_ids: int64 [t], 0 at each sequence's first token.
     token_index: int64 [t], the index of each token in the flat batch.
+    routes: [t, layers, top_k], as in TrainBatch; None without routing replay.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     position_ids: Tensor
     token_index: Tensor
+    routes: Tensor | None = None
 
 
 def to_device(instance: _Dataclass, device: torch.device) -> _Dataclass:
@@ -180,4 +182,5 @@ def _microbatch(batch: TrainBatch, lengths: np.ndarray, members: list[int]) -> M
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         position_ids=torch.from_numpy(position_ids.astype(np.int64)),
         token_index=torch.from_numpy(token_index.astype(np.int64)),
+        routes=None if batch.routes is None else torch.from_numpy(batch.routes[token_index]),
     )

@@ -176,20 +176,28 @@ class ParallelModel:
         microbatch, local = next(batches)
         packed = PackedSequences.build(local, self.inv_freq, self.dtype)
         local = to_device(local, self.device)
+        chunk: Any = unwrap_model(module)
+        assert isinstance(chunk, Backbone)
+        self._set_routes(chunk, local.routes)
         hidden = module(
             input_ids=local.tokens[None],
             position_ids=local.position_ids[None],
             attention_mask=None,
             packed_seq_params=packed,
         )
-        chunk: Any = unwrap_model(module)
-        assert isinstance(chunk, Backbone)
         if not chunk.post_process:
             return hidden, None
         microbatch = to_device(microbatch, self.device)
         results = head(chunk, hidden, local.following)
         outputs = tuple(self._per_token(x, local, microbatch) for x in results)
         return outputs[0], lambda *_, **__: finish(outputs, microbatch)
+
+    def _set_routes(self, chunk: Backbone, routes: Tensor | None) -> None:
+        """Hand [l, layers, top_k] to the routers that replay, for the next forward pass."""
+        if routes is not None and self.config.sequence_parallel:
+            routes = routes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        for replay in chunk.replays:
+            replay.routes = None if routes is None else routes[:, replay.layer]
 
     def _per_token(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
         """Reorder [l], about the tokens that follow this rank's, to [t], about the microbatch's.

@@ -16,6 +16,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
 from areal_lite.megatron.hf.stream import Bucket, WeightStream
 from areal_lite.megatron.packing import Microbatch
+from areal_lite.megatron.routing_replay import changed_share, install_replay
 from areal_lite.megatron.trainable import LrFactor, TrainableModel
 
 # (logprobs [t], entropy [t], microbatch) -> (share of the global loss, detached scalars to sum).
@@ -26,6 +27,8 @@ LossFn = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]
 class Policy(TrainableModel):
     """The trained policy on this rank.
 
+    routing_replay: whether its routers follow the routes of a batch (routing_replay.py).
+
     Raises ValueError for a model or a setting that is not supported.
     """
 
@@ -35,8 +38,13 @@ class Policy(TrainableModel):
         model_path: str | Path,
         seed: int,
         average_decay: float | None = None,
+        routing_replay: bool = False,
     ):
         super().__init__(config, model_path, seed, average_decay=average_decay)
+        self.replays_routes = routing_replay
+        if routing_replay:
+            for chunk in self.chunks:
+                chunk.replays = install_replay(chunk, self.device)
         self.weights = WeightStream(self.chunks, self.hf_config)
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> Tensor:
@@ -55,6 +63,13 @@ class Policy(TrainableModel):
         """
         logprobs, entropies = self.outputs(microbatches, self.language_head(temperature), num=2)
         return logprobs, entropies
+
+    def routes_changed(self) -> float:
+        """Return the share of recorded routes that the policy itself would not have chosen.
+
+        See `changed_share`.
+        """
+        return changed_share([replay for chunk in self.chunks for replay in chunk.replays])
 
     def average_logprobs(
         self, microbatches: Sequence[Microbatch], temperature: float = 1.0

@@ -6,6 +6,7 @@ import numpy as np
 
 from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.episode import Episode
+from areal_lite.routes import unrecorded
 from areal_lite.servers.completion import Completion, GenerationChunk
 from areal_lite.trajectory import Trajectory
 
@@ -55,7 +56,9 @@ class Transcript:
         budget = self.remaining_tokens
         if max_new_tokens is not None:
             budget = min(max_new_tokens, budget)
-        completion = await self.episode.complete(self.tokens, max_new_tokens=budget, stop=stop)
+        completion = await self.episode.complete(
+            self.tokens, max_new_tokens=budget, stop=stop, first_route=sum(map(len, self._routes))
+        )
         self._chunks += completion.chunks
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
@@ -127,7 +130,20 @@ class Transcript:
             finished_at=episode.clock(),
             requests=self._requests,
             kv_version=min((chunk.kv_version for chunk in sampled), default=-1),
+            routes=self._all_routes(),
         )
+
+    def _all_routes(self) -> np.ndarray | None:
+        """Return the routes of all tokens. What follows the last request has no record."""
+        if not (known := self._routes):
+            return None
+        rest = len(self.tokens) - sum(map(len, known))
+        return np.concatenate([*known, unrecorded(rest, known[0])])
+
+    @property
+    def _routes(self) -> list[np.ndarray]:
+        """Return the routes so far, in parts. They are those of the first tokens, without a gap."""
+        return [chunk.routes for chunk in self._chunks if chunk.routes is not None]
 
     def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append environment tokens: version -1, log-prob 0."""

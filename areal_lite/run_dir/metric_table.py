@@ -80,6 +80,8 @@ GROUPS = {
         "logprob_diff_sampled": "log-prob difference on tokens of the current version, in nats",
         "logprob_diff_scored": "log-prob difference on sequences that a server scored, in nats",
         "logprob_diff": "the larger of the two: disagreement of servers and trainer",
+        "routes_changed": "share of the recorded routes, each of a token in a layer, that the "
+        "trainer's routers would have chosen otherwise, with `algo.routing_replay`",
     },
     "critic": {
         "value": "mean value that the critic gives to a trained token",
@@ -111,8 +113,8 @@ GROUPS = {
         "retired_prompts": "prompts that are solved and no longer asked",
         "resting_prompts": "prompts that nothing solved and that this epoch leaves out",
         "store_mib": "size of the store's file, in MiB",
-        "store_bytes_per_token": "bytes of tokens, log-probs and texts of the step before in the "
-        "store, per token of prompt and completion",
+        "store_bytes_per_token": "bytes of tokens, log-probs, texts and routes of the step before "
+        "in the store, per token of prompt and completion",
     },
     "push": {
         "pause_s": "pause window of the push of `version` in seconds; null when nothing was pushed",

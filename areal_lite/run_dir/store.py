@@ -8,7 +8,7 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
   again, dropped, or in flight again.
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
   its episodes that did not fail, each numbered from 0.
-* Tokens, log-probs and texts of prompt and completion are in `sequences`, compressed
+* Tokens, log-probs, texts and routes of prompt and completion are in `sequences`, compressed
   (store_packing.py). `kept_bytes` of a group is their size. When the file reaches its bound
   (`store.max_gib`), old groups lose them and have `kept_bytes` 0 (store_bound.py).
 * `draws` has the episodes of each batch that was drawn from a replay buffer. `totals` has the

@@ -1,7 +1,7 @@
 """The bound of the store: the oldest groups that nothing needs lose their tokens.
 
-* A group loses tokens, log-probs and texts of all its trajectories in one transaction, and its
-  `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.
+* A group loses tokens, log-probs, texts and routes of all its trajectories in one transaction, and
+  its `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.
 * Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
   that a resume may take back.
 * New groups fill the pages that become free. What is left beyond the bound returns to the file

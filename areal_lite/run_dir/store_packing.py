@@ -5,19 +5,29 @@ of every item, and so on. The high bytes of ids and the exponents of log-probs a
 (RFC 1950) makes them small. The low bytes of log-probs are noise, in which a search for repetitions
 finds none and takes twice the time. Log-probs therefore get Huffman codes and runs only (`Z_RLE`).
 
+The experts of a route ascend, so each is kept as its distance from the one before, and those of
+one layer and place stand together. Distances are small and need fewer bits. They get Huffman codes,
+too.
+
 `benchmarks/store.py` measures the bytes per token and the time.
 """
 
+import math
 import zlib
 
 import msgspec
 import numpy as np
+
+from areal_lite.routes import DTYPES
 
 _ITEM_BYTES = 4
 _LEVEL = 1
 _TEXTS = msgspec.msgpack.Decoder(tuple[str | None, str | None])
 # Texts are expanded to at most this many bytes.
 _MAX_TEXT_BYTES = 2**30
+_ROUTES = msgspec.msgpack.Decoder(tuple[tuple[str, tuple[int, int, int]], bytes])
+# The routes of a token have at most this many bytes.
+_MAX_ROUTE_BYTES = 2**16
 
 
 def pack_tokens(tokens: np.ndarray) -> bytes:
@@ -27,8 +37,7 @@ def pack_tokens(tokens: np.ndarray) -> bytes:
 
 def pack_logprobs(logprobs: np.ndarray) -> bytes:
     """Compress log-probs, float32 [L], bit for bit."""
-    coder = zlib.compressobj(_LEVEL, strategy=zlib.Z_RLE)
-    return coder.compress(_planes(logprobs.astype(np.float32, copy=False))) + coder.flush()
+    return _huffman(_planes(logprobs.astype(np.float32, copy=False)))
 
 
 def unpack(packed: bytes, dtype: type, length: int) -> np.ndarray:
@@ -38,6 +47,30 @@ def unpack(packed: bytes, dtype: type, length: int) -> np.ndarray:
         raise ValueError(f"{len(planes)} bytes are packed, not those of {length} tokens")
     items = np.frombuffer(planes, np.uint8).reshape(_ITEM_BYTES, length).T
     return np.ascontiguousarray(items).view(dtype).reshape(length)
+
+
+def pack_routes(routes: np.ndarray | None) -> bytes | None:
+    """Compress routes, [L, layers, top_k] of uint8 or uint16; None if there are none."""
+    if routes is None:
+        return None
+    steps = routes.copy()
+    steps[..., 1:] -= routes[..., :-1]  # where it wraps, so does the sum
+    header = (routes.dtype.name, routes.shape)
+    return msgspec.msgpack.encode((header, _huffman(steps.transpose(1, 2, 0).tobytes())))
+
+
+def unpack_routes(packed: bytes | None, length: int) -> np.ndarray | None:
+    """Return the routes of `length` tokens. Raises ValueError for any other content."""
+    if packed is None:
+        return None
+    (dtype, shape), content = _ROUTES.decode(packed)
+    if dtype not in [known.name for known in DTYPES] or shape[0] != length or min(shape[1:]) < 1:
+        raise ValueError(f"routes of {dtype}{list(shape)} are packed, not those of {length} tokens")
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    if count > _MAX_ROUTE_BYTES * length or len(steps := _expand(content, count)) != count:
+        raise ValueError(f"the packed routes are not those of {length} tokens")
+    planes = np.frombuffer(steps, dtype).reshape(*shape[1:], length)
+    return np.cumsum(planes.transpose(2, 0, 1), axis=-1, dtype=dtype)
 
 
 def pack_texts(prompt: str | None, completion: str | None) -> bytes | None:
@@ -50,6 +83,11 @@ def pack_texts(prompt: str | None, completion: str | None) -> bytes | None:
 def unpack_texts(packed: bytes | None) -> tuple[str | None, str | None]:
     """Return prompt and completion. Raises ValueError for any other content."""
     return (None, None) if packed is None else _TEXTS.decode(_expand(packed, _MAX_TEXT_BYTES))
+
+
+def _huffman(content: bytes) -> bytes:
+    coder = zlib.compressobj(_LEVEL, strategy=zlib.Z_RLE)
+    return coder.compress(content) + coder.flush()
 
 
 def _planes(items: np.ndarray) -> bytes:

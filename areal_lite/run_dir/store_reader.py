@@ -8,7 +8,7 @@ import msgspec
 
 from areal_lite.run_dir.store_file import REMEDY, StoreFile
 from areal_lite.run_dir.store_rows import decoded, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_ROUTES, WITH_TOKENS
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
@@ -135,7 +135,7 @@ class StoreReader(StoreFile):
         """
         drawn: dict[int, dict[int, list[Trajectory]]] = {}
         for row in self._rows(
-            f"SELECT {WITH_TOKENS}, draw, position, prompt_id, state, kept_bytes "
+            f"SELECT {WITH_ROUTES}, draw, position, prompt_id, state, kept_bytes "
             f"FROM draws JOIN trajectories USING (group_id, sample_index) {TOKENS} "
             "JOIN groups USING (group_id) WHERE draws.step = ? "
             "ORDER BY draw, position, trace_index",
@@ -168,7 +168,7 @@ class StoreReader(StoreFile):
         self._check_kept(row)
         rows = list(
             self._rows(
-                f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} WHERE group_id = ? "
+                f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} WHERE group_id = ? "
                 "ORDER BY sample_index, trace_index",
                 (row["group_id"],),
             )

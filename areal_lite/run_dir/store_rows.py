@@ -1,7 +1,8 @@
 """Trajectories as rows of the store, and back.
 
-Per token the store has an id and a log-prob, and with `rollout.record_text` the text. Versions and
-the loss mask follow from the segments, which name each run of sampled tokens with its version.
+Per token the store has an id and a log-prob, with `rollout.record_text` the text, and with
+`algo.routing_replay` the route. Versions and the loss mask follow from the segments, which name
+each run of sampled tokens with its version.
 """
 
 from collections.abc import Mapping
@@ -12,22 +13,24 @@ import numpy as np
 
 from areal_lite.run_dir.store_packing import (
     pack_logprobs,
+    pack_routes,
     pack_texts,
     pack_tokens,
     unpack,
+    unpack_routes,
     unpack_texts,
 )
 from areal_lite.run_dir.store_schema import checksum
 from areal_lite.trajectory import Trajectory, trace_name
 
 _SEGMENTS = msgspec.json.Decoder(list[tuple[int, int, int]])
-_SEQUENCE = ("group_id", "sample_index", "trace_index", "tokens", "logprobs", "texts")
+_SEQUENCE = ("group_id", "sample_index", "trace_index", "tokens", "logprobs", "texts", "routes")
 
 
 class Rows(NamedTuple):
     """The values of one trajectory in `trajectories` and in `sequences`.
 
-    `num_bytes` counts those of tokens, log-probs and texts.
+    `num_bytes` counts those of tokens, log-probs, texts and routes.
     """
 
     facts: tuple[Any, ...]
@@ -60,12 +63,12 @@ def to_rows(t: Trajectory, prompt: str | None, completion: str | None) -> Rows:
         msgspec.json.encode(segments).decode(),
     )
     tokens, logprobs = pack_tokens(t.tokens), pack_logprobs(t.behavior_logprobs)
-    texts = pack_texts(prompt, completion)
-    sequence = (t.group_id, t.sample_index, t.trace_index, tokens, logprobs, texts)
+    texts, routes = pack_texts(prompt, completion), pack_routes(t.routes)
+    sequence = (t.group_id, t.sample_index, t.trace_index, tokens, logprobs, texts, routes)
     return Rows(
         facts=(*facts, checksum(facts)),
         sequence=(*sequence, checksum(sequence)),
-        num_bytes=len(tokens) + len(logprobs) + len(texts or b""),
+        num_bytes=len(tokens) + len(logprobs) + len(texts or b"") + len(routes or b""),
     )
 
 
@@ -91,7 +94,7 @@ def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sums(row: Mapping[str, Any]) -> None:
-    """Raise ValueError if a row of WITH_TOKENS, with or without tokens, has a wrong checksum."""
+    """Raise ValueError if a row of WITH_ROUTES, with or without tokens, has a wrong checksum."""
     # The columns of `trajectories` come first, and their checksum ends them.
     columns = list(row)
     good = checksum([row[name] for name in columns[: columns.index("checksum")]]) == row["checksum"]
@@ -102,7 +105,7 @@ def check_sums(row: Mapping[str, Any]) -> None:
 
 
 def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
-    """Return the trajectory of a row of WITH_TOKENS.
+    """Return the trajectory of a row of WITH_ROUTES.
 
     Raises ValueError for a damaged row, and for one without tokens.
     """
@@ -126,6 +129,7 @@ def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
         server=row["server"],
         requests=row["requests"],
         kv_version=row["kv_version"],
+        routes=unpack_routes(row["routes"], row["n_tokens"]),
     ).check()
     if [(s.version, s.start, s.end) for s in trajectory.segments] != whole["segments"]:
         raise ValueError(f"{_name(row)} is damaged: its segments do not fit its tokens")

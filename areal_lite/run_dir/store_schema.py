@@ -60,6 +60,7 @@ CREATE TABLE sequences (
     tokens BLOB NOT NULL,
     logprobs BLOB NOT NULL,
     texts BLOB,
+    routes BLOB,
     checksum INTEGER NOT NULL,
     PRIMARY KEY (group_id, sample_index, trace_index)
 ) STRICT;
@@ -89,6 +90,9 @@ TOKENS = f"LEFT JOIN sequences USING ({TRACE})"
 
 WITH_TOKENS = "trajectories.*, tokens, logprobs, texts, sequences.checksum AS sequence_checksum"
 """The columns of both rows of a trajectory. Those of `sequences` are NULL where it has none."""
+
+WITH_ROUTES = f"{WITH_TOKENS}, routes"
+"""The same with the routes, which take more space than the rest. The checksum covers them."""
 
 NOT_KEPT = "tokens not kept (store.max_gib)"
 """The words that readers show for a trajectory without a row in `sequences`."""

@@ -5,11 +5,13 @@ The parsers raise for whatever is not exactly the expected answer: mostly ValueE
 else a decoder raises (RecursionError, OverflowError). `SGLangClient` makes a ServerFailed of it.
 """
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+from areal_lite.routes import ExpertLayout
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 
 # Room for a token's id, twice, its log-prob, and its text escaped as JSON.
@@ -47,6 +49,7 @@ class _Meta(msgspec.Struct):
     weight_version: _Version
     output_token_logprobs: list[tuple[_Logprob | None, _Int32, None]] = []
     weight_versions: list[_Span] | None = None
+    routed_experts: bytes | None = None  # base64 in JSON
 
 
 class _Generation(msgspec.Struct):
@@ -68,13 +71,23 @@ _MODEL_INFO = msgspec.json.Decoder(_ModelInfo)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def max_generation_bytes(params: SamplingParams) -> int:
-    """Return the number of bytes that an answer to a request with `params` cannot exceed."""
-    return _OTHER_BYTES + _BYTES_PER_TOKEN * params.max_new_tokens
+def max_generation_bytes(params: SamplingParams, num_input: int = 0) -> int:
+    """Return the number of bytes that an answer to a request with `params` cannot exceed.
+
+    num_input: tokens of the request.
+    """
+    choices = params.experts.choices if params.experts else 0
+    routed = num_input + params.max_new_tokens - params.first_route
+    # An expert is an int32, and base64 takes four bytes for three.
+    routes = (4 * choices * routed * 4) // 3
+    return _OTHER_BYTES + _BYTES_PER_TOKEN * params.max_new_tokens + routes
 
 
-def parse_generation(raw: bytes, params: SamplingParams) -> GenerationChunk:
-    """Decode the answer to POST /generate with `return_logprob` and the sampling of `params`."""
+def parse_generation(raw: bytes, params: SamplingParams, num_input: int = 0) -> GenerationChunk:
+    """Decode the answer to POST /generate with `return_logprob` and the sampling of `params`.
+
+    num_input: tokens of the request.
+    """
     answer = _GENERATION.decode(raw)
     meta = answer.meta_info
     ids = [token for _, token, _ in meta.output_token_logprobs]
@@ -91,7 +104,29 @@ def parse_generation(raw: bytes, params: SamplingParams) -> GenerationChunk:
     )
     _check_tokens(chunk, params)
     _check_end(chunk, params)
-    return chunk
+    if params.experts is None or (chunk.finish_reason == "abort" and meta.routed_experts is None):
+        return chunk
+    count = num_input + len(ids) - 1 - params.first_route
+    return replace(chunk, routes=_routes(meta.routed_experts, params.experts, count))
+
+
+def _routes(numbers: bytes | None, layout: ExpertLayout, count: int) -> np.ndarray:
+    """Return the routes of `count` tokens from int32 [count, layers, top_k]. Raises ValueError."""
+    if numbers is None:
+        raise ValueError("no routed_experts: start the server with --enable-return-routed-experts")
+    experts = np.frombuffer(numbers, "<i4")
+    if experts.size != count * layout.choices:
+        raise ValueError(
+            f"{experts.size} routed_experts, not those of {count} tokens in {layout.layers} layers"
+            f" of top-{layout.top_k}"
+        )
+    if experts.size and not 0 <= experts.min() <= experts.max() < layout.experts:
+        raise ValueError(f"routed_experts outside of the {layout.experts} experts of a layer")
+    shape = (count, layout.layers, layout.top_k)
+    routes = np.sort(experts.astype(layout.dtype).reshape(shape), axis=-1)
+    if np.count_nonzero(routes[..., 1:] == routes[..., :-1]):
+        raise ValueError("routed_experts name an expert twice for a token")
+    return routes
 
 
 def _check_tokens(chunk: GenerationChunk, params: SamplingParams) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -165,8 +166,17 @@ class SGLangClient:
             "extra_key": cache_key,
         }
         unbounded = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
-        raw = await self._send(server, "/generate", body, unbounded, max_generation_bytes(params))
-        return _parsed(server, f"/generate ({rid})", raw, lambda r: parse_generation(r, params))
+        if params.experts:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": params.first_route}
+        max_bytes = max_generation_bytes(params, len(input_ids))
+        raw = await self._send(server, "/generate", body, unbounded, max_bytes)
+
+        def parsed() -> GenerationChunk:
+            parse = partial(parse_generation, params=params, num_input=len(input_ids))
+            return _parsed(server, f"/generate ({rid})", raw, parse)
+
+        # Routes are kilobytes for each token: a thread decodes them.
+        return await asyncio.to_thread(parsed) if params.experts else parsed()
 
     async def weight_version(self, server: ServerInfo) -> int:
         raw = await self._send(server, "/model_info")

@@ -6,6 +6,7 @@ import numpy as np
 
 from areal_lite.config import RolloutConfig
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.routes import ExpertLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class SamplingParams:
             sequence and has a log-probability.
         vocab_size: every token id is below it.
         seed: of the request (request_seed.py). None: the server's own.
+        experts: of the model, if the routes of the tokens are asked for (areal_lite/routes.py).
+        first_route: the first token whose route is asked for; those before it are known.
     """
 
     max_new_tokens: int
@@ -25,6 +28,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...]
     vocab_size: int = 2**31
     seed: int | None = None
+    experts: ExpertLayout | None = None
+    first_route: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -55,6 +60,8 @@ class GenerationChunk:
         finish_reason: `stop`, `length` or `abort`.
         kv_version: the version when the request was sent: the oldest whose cached prefixes it
             may have used.
+        routes: [r, layers, top_k] of the r tokens from `first_route` to the last but one of prompt
+            and answer. None if they were not asked for, or an abort came without them.
     """
 
     tokens: np.ndarray
@@ -62,6 +69,7 @@ class GenerationChunk:
     versions: np.ndarray
     finish_reason: str
     kv_version: int = -1
+    routes: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -89,3 +97,9 @@ class Completion:
     def versions(self) -> np.ndarray:
         """Return the weight version of each token, int32 [n]."""
         return np.concatenate([np.empty(0, np.int32), *(c.versions for c in self.chunks)])
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """Return the routes of all chunks, [r, layers, top_k], or None if no chunk has any."""
+        known = [c.routes for c in self.chunks if c.routes is not None]
+        return np.concatenate(known) if known else None

@@ -6,6 +6,11 @@ the modes `in_place` and `retract` the server itself continues the request under
 Either way each token carries the version that the *server* reports for it
 (`meta_info.weight_versions`, SGLang >= 0.5.19) and its log-probability under that version.
 
+A token's route is that of the forward pass that sampled the next token. When a request is sent
+again, the server computes its prefix once more, perhaps with newer weights and other routes. Only
+the routes of tokens after the known ones are asked for. A request that was aborted in the queue
+brings none: the next one asks for those, too.
+
 Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
 softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered:
 the log-probs would be of another distribution than the one sampled from.
@@ -45,7 +50,12 @@ async def generate(
     empty_aborts = 0
     while completion.finish_reason == "abort":
         tokens = completion.tokens
-        left = replace(params, max_new_tokens=params.max_new_tokens - len(tokens))
+        known = 0 if completion.routes is None else len(completion.routes)
+        left = replace(
+            params,
+            max_new_tokens=params.max_new_tokens - len(tokens),
+            first_route=params.first_route + known,
+        )
         completion.requests += 1
         chunk = await gate.send(
             server, np.concatenate([prompt, tokens]), left, f"{rid}-{completion.requests}"

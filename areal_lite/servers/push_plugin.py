@@ -18,7 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from areal_lite.servers import sampling_plugin
+from areal_lite.servers import routes_plugin, sampling_plugin
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -41,6 +41,7 @@ def install() -> None:
     installed = True
     sampling_plugin.install()
     memory_plugin.install()
+    routes_plugin.install()
     hooks = {
         f"{_UPDATER}.init_weights_update_group": _join_group,
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,

@@ -37,10 +37,14 @@ class RolloutSession:
         self._turns = 0
 
     async def complete(
-        self, tokens: np.ndarray, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: np.ndarray,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        first_route: int = 0,
     ) -> Completion:
         """Sample one turn after `tokens` (int32 [n]). See Episode.complete."""
-        params = self._params
+        params = replace(self._params, first_route=first_route)
         if max_new_tokens is not None:
             params = replace(params, max_new_tokens=max_new_tokens)
         # A server knows no text. A stop text of one token ends the sampling; one of several
@@ -79,11 +83,13 @@ def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokeniz
     if not has_stop(len(tokens)):
         return completion
     end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
+    routes = completion.routes
     chunk = GenerationChunk(
         tokens=tokens[:end],
         logprobs=completion.logprobs[:end],
         versions=completion.versions[:end],
         finish_reason="stop",
         kv_version=min(chunk.kv_version for chunk in completion.chunks),
+        routes=None if routes is None else routes[: len(routes) + end - len(tokens)],
     )
     return Completion([chunk], completion.requests, "stop")

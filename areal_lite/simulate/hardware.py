@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import SimulateConfig
+from areal_lite.data.model_folder import num_experts
 from areal_lite.simulate.speed import ServerSpeed
 from areal_lite.simulate.trainer import TrainerSpeed
 
@@ -93,7 +94,7 @@ def read_shape(folder: Path) -> Shape:
         heads = values["num_attention_heads"]
         kv_heads = values.get("num_key_value_heads") or heads
         head_dim = values.get("head_dim") or hidden // heads
-        experts = values.get("num_experts") or 1
+        experts = num_experts(values) or 1
         used = values.get("num_experts_per_tok") or 1
         mlp = values.get("moe_intermediate_size") or values["intermediate_size"]
         embeddings = values["vocab_size"] * hidden

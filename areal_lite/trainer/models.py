@@ -57,7 +57,13 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     """
     trainer, algo = config.trainer, config.algo
     decay = algo.average_decay if objective.needs_average else None
-    policy = Policy(trainer, Path(config.model), config.seed, average_decay=decay)
+    policy = Policy(
+        trainer,
+        Path(config.model),
+        config.seed,
+        average_decay=decay,
+        routing_replay=algo.routing_replay,
+    )
     models = Models(policy, offload=trainer.offload)
     if objective.needs_reference:
         # Validation refuses such an objective without a reference.

@@ -90,6 +90,8 @@ def policy_step(
             reduce=data_parallel_sum,
         ),
     }
+    if models.policy.replays_routes:
+        metrics["routes_changed"] = models.policy.routes_changed()
     skipped = metrics["skipped"] + metrics.get("critic_skipped", 0.0)
     return StepResult(metrics, flat.prox.float().cpu(), skipped)
 
@@ -124,7 +126,8 @@ def _forward_passes(
     if objective.recompute_prox:
         flat.prox, flat.entropy = models.policy.logprobs_and_entropies(microbatches, temperature)
     if models.reference:
-        flat.reference = models.reference.logprobs(batch, temperature)
+        # The reference policy chooses its own experts.
+        flat.reference = models.reference.logprobs(replace(batch, routes=None), temperature)
     if models.critic:
         flat.values = models.critic.values(microbatches)
 

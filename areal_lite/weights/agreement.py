@@ -8,7 +8,7 @@ Every step makes up to two comparisons. Each is a mean absolute difference in na
   left out: older weights computed their KV cache.
 * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts, under the
   version that the trainer has too. It needs temperature 1, because the log-probs of a prompt are
-  not scaled by the temperature.
+  not scaled by the temperature. Replayed routes are not those of a prompt, so it is None then.
 
 `logprob_diff` is the larger of the two.
 """
@@ -58,7 +58,9 @@ class LogprobAgreement:
         own = prox.numpy()
         sampled = difference_of_fresh(batch, own, version)
         scored = None
-        if self._config.rollout.temperature == 1.0 and self._config.algo.prox != "loglinear":
+        algo = self._config.algo
+        exact = algo.prox != "loglinear" and not algo.routing_replay
+        if self._config.rollout.temperature == 1.0 and exact:
             scored = self._score_prompts(batch, own, servers)
         known = [difference for difference in (sampled, scored) if difference is not None]
         return {

@@ -353,6 +353,35 @@ def test_the_proximal_policy_is_the_average_of_the_weights_so_far(model):
     assert torch.equal(flat_weights(policy), seen[-1])
 
 
+def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
+    out = tmp_path / "moe"
+    sizes = dict(hidden_size=32, num_layers=2, head_dim=8, mlp_size=64, num_experts=8)
+    make_model(
+        MakeModelConfig(out=str(out), architecture="qwen3_moe", tie_embeddings=False, **sizes)
+    )
+    data, rng = batch(), np.random.default_rng(1)
+    routes = rng.random((len(data.tokens), 2, 8)).argsort(-1)[..., :2]
+    data = replace(data, routes=np.sort(routes).astype(np.uint8))
+    config = TrainConfig(
+        model=str(out),
+        algo=AlgoConfig(routing_replay=True, reference=str(out), kl=KLConfig(coef=0.1)),
+        trainer=TrainerConfig(steps=10, lr=1e-3, tokens_per_microbatch=50),
+    )
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    policy = models.policy
+    replayed = policy.logprobs(policy.microbatches(data))
+    own = policy.logprobs(policy.microbatches(replace(data, routes=None)))
+    assert (own - replayed).abs().max() > 1e-3
+    result = policy_step(models, objective, data, config, 3)
+    torch.testing.assert_close(result.prox, replayed.cpu(), rtol=0, atol=1e-6)
+    assert result.metrics["ratio_chi2"] < 1e-10, "the update computes what the first pass did"
+    assert 0.5 < result.metrics["routes_changed"] < 1
+    assert result.metrics["reference_kl"] > 1e-8, "equal weights, but experts of its own"
+    plain = Policy(config.trainer, out, config.seed)
+    assert torch.equal(plain.logprobs(plain.microbatches(data)), own), "without it they are ignored"
+
+
 def every_token_after(prompts: np.ndarray, vocabulary: int) -> TrainBatch:
     """Make a group of each prompt, int [n, l]: each token of the vocabulary as a completion."""
     length = prompts.shape[1] + 1

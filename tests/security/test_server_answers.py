@@ -1,6 +1,7 @@
 """A server that lies, stalls or sends rubbish is left out; the others and the run go on."""
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import json
@@ -9,11 +10,14 @@ import random
 import resource
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from areal_lite.routes import ExpertLayout
+from areal_lite.servers.answers import parse_generation
 from areal_lite.servers.client import (
     ServerError,
     ServerFailed,
@@ -349,7 +353,6 @@ def fuzz(cases: int, seed: int) -> None:
     """Each mutated answer is a ServerFailed, or a chunk that keeps every promise."""
     from areal_lite.servers import client
     from areal_lite.servers.answers import (
-        parse_generation,
         parse_load,
         parse_model_info,
         parse_reply,
@@ -391,6 +394,43 @@ def assert_promises(chunk) -> None:
     assert chunk.finish_reason in ("stop", "length", "abort")
     assert chunk.finish_reason != "stop" or chunk.tokens[-1] == EOS
     assert chunk.finish_reason != "length" or count == PARAMS.max_new_tokens
+
+
+ROUTED = replace(PARAMS, experts=ExpertLayout(layers=1, experts=4, top_k=2), first_route=1)
+
+
+def routed(*experts: int, finish: str = "stop", **changes) -> bytes:
+    packed = base64.b64encode(np.array(experts, np.int32).tobytes()).decode()
+    return json.dumps(generation(finish=finish, **({"routed_experts": packed} | changes))).encode()
+
+
+def test_routes_are_of_the_tokens_that_were_asked_for() -> None:
+    chunk = parse_generation(routed(0, 3, 2, 1, 3, 2), ROUTED, num_input=3)
+    assert chunk.routes.tolist() == [[[0, 3]], [[1, 2]], [[2, 3]]]
+    assert chunk.routes.dtype == np.uint8
+    without = json.dumps(generation(finish="abort")).encode()
+    assert parse_generation(without, ROUTED, num_input=3).routes is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        json.dumps(generation()).encode(),
+        routed(),
+        routed(0, 3, 2, 1),
+        routed(0, 3, 2, 1, 3, 2, 0, 1),
+        routed(0, 3, 2, 1, 3, 4),
+        routed(0, 3, 2, 1, 3, -1),
+        routed(0, 3, 2, 1, 3, 3),
+        routed(0, 3, 2, 1, finish="abort"),
+        routed(routed_experts="AAAA"),
+        routed(routed_experts="?"),
+        routed(routed_experts=[0, 3, 2, 1, 3, 2]),
+    ],
+)
+def test_other_routes_are_refused(lie: bytes) -> None:
+    with pytest.raises(ValueError, match="rout|buffer|base64"):
+        parse_generation(lie, ROUTED, num_input=3)
 
 
 def test_mutated_answers() -> None:

@@ -37,6 +37,7 @@ def trajectory(group_id: int, sample_index: int, version: int = 0) -> Trajectory
         finish_reason="stop",
         reward=-0.0 if sample_index else 1.0,
         finished_at=1,
+        routes=random_state.integers(0, 9, (20, 2, 3)).astype(np.uint8),
     )
 
 
@@ -75,7 +76,7 @@ def resume(path: Path) -> tuple[int, set[str]]:
             assert group.prompt_index == group.group_id and len(group.trajectories) == 2
             for index, got in enumerate(group.trajectories):
                 expected = trajectory(group.group_id, index)
-                for name in ("tokens", "behavior_logprobs", "versions", "loss_mask"):
+                for name in ("tokens", "behavior_logprobs", "versions", "loss_mask", "routes"):
                     np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
                 assert (got.reward, got.finish_reason) == (expected.reward, "stop")
         return len(waiting), {row["reason"] for row in store.groups() if row["reason"]}
@@ -187,8 +188,8 @@ def replace(store: Store, other: Trajectory, **sequence: bytes) -> None:
     The checksums are right.
     """
     rows = to_rows(other, None, None)
-    *ids, tokens, logprobs, texts, _ = rows.sequence
-    columns = {"tokens": tokens, "logprobs": logprobs, "texts": texts} | sequence
+    *ids, tokens, logprobs, texts, routes, _ = rows.sequence
+    columns = dict(tokens=tokens, logprobs=logprobs, texts=texts, routes=routes) | sequence
     values = (*ids, *columns.values())
     for table, row in (("trajectories", rows.facts), ("sequences", (*values, checksum(values)))):
         store._execute(f"DELETE FROM {table} WHERE group_id = {ids[0]} AND sample_index = 0")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal_lite.config import RolloutConfig
 from areal_lite.config.fields import settings_of
+from areal_lite.routes import is_recorded
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group, InterruptMode, Segment, Trajectory
 
@@ -37,15 +39,28 @@ def trajectory(
     return replace(made, **changes)
 
 
+def routes_of(length: int, recorded: int, dtype: type = np.uint8) -> np.ndarray:
+    """Routes in 2 layers of top-3, of which the first `recorded` are known."""
+    routes = np.arange(6 * length, dtype=dtype).reshape(length, 2, 3)
+    routes[recorded:] = np.iinfo(dtype).max
+    return routes
+
+
 trajectories = st.builds(
-    lambda prompt, steps, group, sample_index, reason: trajectory(
-        prompt, list(np.cumsum(steps)), group, sample_index, finish_reason=reason
+    lambda prompt, steps, group, sample_index, reason, routed: trajectory(
+        prompt,
+        list(np.cumsum(steps)),
+        group,
+        sample_index,
+        finish_reason=reason,
+        routes=routes_of(prompt + len(steps), prompt + len(steps) - 1) if routed else None,
     ),
     st.integers(1, 6),
     st.lists(st.integers(0, 2), max_size=9),
     st.integers(0, 4),
     st.integers(0, 3),
     st.sampled_from(["stop", "length"]),
+    st.booleans(),
 )
 
 
@@ -90,6 +105,9 @@ def test_segments_cover_exactly_the_sampled_tokens(t):
         ({"behavior_logprobs": np.array([0, 0, 0, -1, 0.5, -1], np.float32)}, "above zero"),
         ({"behavior_logprobs": np.array([0, -1, 0, -1, -1, -1], np.float32)}, "not sampled"),
         ({"finish_reason": "done"}, "finish reason 'done'"),
+        ({"routes": np.zeros((5, 2, 2), np.uint8)}, "6 tokens but routes of uint8"),
+        ({"routes": np.zeros((6, 2, 2), np.int32)}, "routes of int32"),
+        ({"routes": routes_of(6, recorded=4)}, "before a sampled one has no recorded route"),
     ],
 )
 def test_a_broken_invariant_is_named(broken, message):
@@ -111,7 +129,7 @@ def test_frames_bring_back_the_same_batch(items):
     back = TrainBatch.from_frames([bytes(frame) for frame in batch.to_frames()])
     for name in TrainBatch.__dataclass_fields__:
         a, b = getattr(batch, name), getattr(back, name)
-        assert a.dtype == b.dtype
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
         np.testing.assert_array_equal(a, b)
 
 
@@ -123,13 +141,39 @@ def test_frames_that_are_not_a_batch_are_refused():
         TrainBatch.from_frames([frames[0], frames[1][:-4], *frames[2:]])
 
 
+def test_frames_of_other_dtypes_are_refused():
+    t = trajectory(routes=routes_of(6, 5, np.uint16))
+    header, *frames = TrainBatch.from_trajectories([t.check()]).to_frames()
+    decoded = msgspec.msgpack.decode(header)
+    assert decoded[-1] == ["routes", "uint16", [6, 2, 3]]
+    for name, dtype in ((-1, "int16"), (-1, "object"), (0, "uint16")):
+        changed = [list(row) for row in decoded]
+        changed[name][1] = dtype
+        with pytest.raises(ValueError, match="not a batch"):
+            TrainBatch.from_frames([msgspec.msgpack.encode(changed), *frames])
+
+
+def test_sequences_without_routes_have_none_in_a_batch_with_some():
+    with_routes = trajectory(routes=routes_of(6, 5)).check()
+    batch = TrainBatch.from_trajectories([trajectory(2, [0]), with_routes])
+    assert is_recorded(batch.routes).tolist() == [False] * 3 + [True] * 5 + [False]
+    np.testing.assert_array_equal(batch.routes[3:], with_routes.routes)
+    other = trajectory(routes=routes_of(6, 5)[:, :1])
+    with pytest.raises(ValueError, match=r"different models: uint8\[1, 3\], uint8\[2, 3\]"):
+        TrainBatch.from_trajectories([with_routes, other])
+
+
 @given(st.lists(trajectories, min_size=1, max_size=6), st.data())
 def test_select_takes_whole_sequences(items, data):
     batch = TrainBatch.from_trajectories(items)
     chosen = data.draw(st.lists(st.integers(0, len(items) - 1), min_size=1, max_size=6))
     expected = TrainBatch.from_trajectories([items[i] for i in chosen])
     for name in TrainBatch.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(batch.select(chosen), name), getattr(expected, name))
+        got, wanted = getattr(batch.select(chosen), name), getattr(expected, name)
+        if name == "routes" and wanted is None and got is not None:
+            assert not is_recorded(got).any()
+            continue
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_minibatches_are_whole_groups():

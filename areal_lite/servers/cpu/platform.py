@@ -1,5 +1,8 @@
 """The out-of-tree platform for SGLang without a GPU: psutil and plain torch."""
 
+from typing import Any
+
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.interface import PlatformEnum, SRTPlatform
 
@@ -21,10 +24,13 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
     def init_backend(self) -> None:
         """Register the attention backend: called in each worker before its model runner."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from areal_lite.servers.cpu.attention import PagedCpuAttention
 
         register_attention_backend(ATTENTION_BACKEND)(PagedCpuAttention)
+        # SGLang keeps routes in host memory, which it would register with CUDA.
+        ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
@@ -38,3 +44,7 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
         from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
         return PagedTokenToKVPoolAllocator
+
+
+def _host_memory(dims: tuple[int, ...], dtype: torch.dtype, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)

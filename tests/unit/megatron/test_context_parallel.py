@@ -10,6 +10,7 @@ import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen, rotate
 from areal_lite.megatron.context_parallel import local_length, local_tokens
 from areal_lite.megatron.packing import Microbatch
+from areal_lite.routes import is_recorded
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -46,6 +47,18 @@ def test_gathered_tokens_are_the_microbatch(lengths, size, extra):
     length = local_length(whole, size) + extra
     assert {len(rank.tokens) for rank in ranks} == {length}
     assert {int(rank.cu_seqlens[-1]) for rank in ranks} == {length}
+
+
+@given(LENGTHS, st.sampled_from([1, 2, 3]), st.integers(0, 90))
+def test_every_token_keeps_its_route_and_padding_has_none(lengths, size, extra):
+    whole = microbatch_of(lengths)
+    routes = np.arange(2 * sum(lengths), dtype=np.uint16).reshape(-1, 1, 2)
+    whole.routes = torch.from_numpy(routes)
+    length = local_length(whole, size) + extra
+    ranks = [local_tokens(whole, size, rank, length) for rank in range(size)]
+    gathered = np.concatenate([rank.routes.numpy() for rank in ranks])
+    np.testing.assert_array_equal(gathered[ranks[0].gathered_index.numpy()], routes)
+    assert is_recorded(gathered).sum() == sum(lengths) and len(gathered) == size * length
 
 
 @given(LENGTHS, st.sampled_from([2, 3, 4]), st.integers(0, 90))

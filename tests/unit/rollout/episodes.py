@@ -10,6 +10,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.rollout.episode import Episode
+from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import ServerFailed
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Fleet
@@ -60,7 +61,8 @@ def chat_prompt(tokenizer: Tokenizer, text: str = "Hi") -> Prompt:
 class Scripted:
     """A client whose servers answer with the texts of `script[sample_index]` in turn.
 
-    `seen` records (server, input tokens, answer tokens) of each request.
+    `seen` records (server, input tokens, answer tokens) of each request. The route of a token is
+    its id modulo 250.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: list[list[str]]):
@@ -85,12 +87,17 @@ class Scripted:
         )
         self.seen.append((server, input_ids.tolist(), tokens))
         self.params.append(params)
+        routes = None
+        if params.experts:
+            computed = [*input_ids.tolist(), *tokens][params.first_route : -1]
+            routes = (np.array(computed) % 250).astype(np.uint8).reshape(-1, 1, 1)
         logprobs = -0.01 * (len(input_ids) + np.arange(len(tokens), dtype=np.float32))
         return GenerationChunk(
             tokens=np.array(tokens, np.int32),
             logprobs=logprobs,
             versions=np.full(len(tokens), self.version, np.int32),
             finish_reason=finish,
+            routes=routes,
         )
 
     async def weight_version(self, server) -> int:
@@ -105,7 +112,11 @@ class Scripted:
 
 @contextlib.asynccontextmanager
 async def playing(
-    tokenizer: Tokenizer, prompt: Prompt, *script: list[str], max_new_tokens: int = 1000
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    *script: list[str],
+    max_new_tokens: int = 1000,
+    experts: ExpertLayout | None = None,
 ) -> AsyncIterator[tuple[list[Episode], Scripted, Fleet]]:
     """Yield the episodes 0-0, 0-1, … of one group, one per script, the client and the fleet."""
     client = Scripted(tokenizer, list(script))
@@ -113,7 +124,7 @@ async def playing(
     watching = asyncio.create_task(fleet.watch())
     try:
         server = await fleet.reserve(len(script))
-        params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids)
+        params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids, experts=experts)
         sessions = [
             RolloutSession(fleet, params, tokenizer, f"0-{sample_index}", server)
             for sample_index in range(len(script))

@@ -22,6 +22,7 @@ from areal_lite.rollout.workflows.multi_turn import MultiTurn
 from areal_lite.rollout.workflows.single_turn import single_turn
 from areal_lite.rollout.workflows.together import Together
 from areal_lite.rollout.workflows.tools import Tools
+from areal_lite.routes import ExpertLayout, is_recorded
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import SERVERS, Scripted, chat_prompt, playing, save_chat_tokenizer
 
@@ -537,3 +538,31 @@ def test_an_unusable_workflow_is_refused(
     user_code(USER_WORKFLOWS)
     with pytest.raises(ValueError, match=complaint):
         load_workflow(RolloutConfig(workflow=name, workflow_args=arguments))
+
+
+def test_routes_follow_the_tokens_through_turns(tokenizer) -> None:
+    """Every token has a route, but the last that was sampled and what nothing was sampled after."""
+    layout = ExpertLayout(layers=1, experts=250, top_k=1)
+
+    async def workflow(episode) -> list[Transcript]:
+        first = Transcript(episode)
+        await first.sample_text(stop=["st"])
+        assert first.add_messages([{"role": "user", "content": "go on"}])
+        fork = first.fork(len(first.tokens) - 2)
+        await first.sample()
+        await fork.sample()
+        assert first.add_messages([{"role": "user", "content": "unanswered"}])
+        return [first, fork]
+
+    script = ["first and more", "second", "third"]
+    (first, fork), client = play_one(
+        tokenizer, workflow, chat_prompt(tokenizer), script, experts=layout
+    )
+    for transcript in (first, fork):
+        made = transcript.trajectory(1.0).check()
+        recorded = is_recorded(made.routes)
+        last = np.flatnonzero(made.loss_mask)[-1]
+        assert recorded.tolist() == [i < last for i in range(len(made.tokens))]
+        np.testing.assert_array_equal(made.routes[:last, 0, 0], made.tokens[:last] % 250)
+    cut = int(first.trajectory().segments[0].end)
+    assert [params.first_route for params in client.params] == [0, cut - 1, 0]

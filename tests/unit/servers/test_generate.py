@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from areal_lite.servers.generate import generate
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.requests import RequestGate
 from areal_lite.servers.router import Router
-from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
+from areal_lite.servers.session import _cut_at_stop
+from tests.fake_sglang import EOS, EXPERTS, FakeSGLang, completion, logprob, route
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SERVER = ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1)
@@ -134,6 +136,62 @@ def test_pushes_in_the_middle_lose_nothing(mode: str) -> None:
                 assert all(result.requests == 1 for result in results)
 
     asyncio.run(run())
+
+
+def expected_routes(prompt: np.ndarray, result: Completion) -> list:
+    """The routes of the forward passes that sampled the tokens of `result`."""
+    tokens, first = [*prompt.tolist(), *result.tokens.tolist()], len(prompt)
+    versions = [str(result.versions[max(i + 1 - first, 0)]) for i in range(len(tokens) - 1)]
+    rows = [route(tokens[: i + 1], version) for i, version in enumerate(versions)]
+    return np.sort(np.array(rows), axis=-1).tolist()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "abort"])
+def test_each_token_was_sampled_with_its_route(mode: str) -> None:
+    async def run() -> None:
+        async with serving(delay_s=0.001) as (fakes, (server,), client):
+            gate, prompt = gate_to(client, server), prompt_of_length(40)
+            routed = replace(params(60), experts=EXPERTS)
+            task = asyncio.create_task(finished(gate, server, prompt, routed))
+            for version in range(1, 4):
+                while not (fakes[0].running and len(fakes[0].running[0].tokens) > 2):
+                    await asyncio.sleep(0.001)
+                await push(client, server, mode, version)
+            result = await task
+            assert len(set(result.versions)) > 1 and result.routes.dtype == np.uint16
+            assert result.routes.tolist() == expected_routes(prompt, result)
+            known = [request["routed_experts_start_len"] for request in fakes[0].requests]
+            sent = [len(request["input_ids"]) - 1 for request in fakes[0].requests]
+            assert known == [0, *sent[1:]], "no route is asked for twice"
+
+    asyncio.run(run())
+
+
+def test_routes_that_an_abort_did_not_bring_are_asked_for_again() -> None:
+    async def run() -> None:
+        async with serving() as (fakes, (server,), client):
+            prompt = prompt_of_length(20)
+            so_far = Completion([aborted(completion(prompt.tolist(), 5))])
+            routed = replace(params(20), experts=EXPERTS, first_route=1)
+            gate = gate_to(client, server)
+            result = await finished(gate, server, prompt, routed, so_far=so_far)
+            assert result.routes.tolist() == expected_routes(prompt, result)[1:]
+
+    asyncio.run(run())
+
+
+def test_a_cut_completion_keeps_the_routes_before_its_last_token() -> None:
+    class Letters:
+        def decode(self, tokens: np.ndarray) -> str:
+            return "".join(chr(token) for token in tokens)
+
+    def cut(text: str) -> Completion:
+        ids = np.array([ord(letter) for letter in text], np.int32)
+        chunk = replace(aborted(ids.tolist()), routes=np.arange(2 + len(ids)).reshape(-1, 1, 1))
+        return _cut_at_stop(Completion([chunk]), ["x"], Letters())
+
+    assert cut("abxcd").routes.ravel().tolist() == [0, 1, 2, 3, 4]
+    assert cut("abx").routes.ravel().tolist() == [0, 1, 2, 3, 4]
 
 
 def test_it_continues_on_another_server_from_its_last_known_token() -> None:

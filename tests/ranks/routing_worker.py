@@ -1,0 +1,76 @@
+"""One rank of the tests of routing replay: `routing_worker.py JOB`, with torchrun's environment.
+
+JOB is a JSON file of layouts (see test_routing_replay.py), which run one after another. Every rank
+writes its results to results-RANK.pt in the job's folder `out`.
+"""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_lite.config import TrainerConfig
+from areal_lite.megatron.parallel import init_distributed, shutdown
+from areal_lite.megatron.policy import Policy
+from areal_lite.routes import ExpertLayout
+from areal_lite.train_batch import TrainBatch
+from tests.ranks.architectures_worker import SETTINGS, VOCAB
+from tests.ranks.engine_worker import random_batch
+
+LAYOUT = ExpertLayout(layers=4, experts=4, top_k=2)
+UPDATES = 3
+
+
+def routed_batch(num_sequences: int, seed: int) -> TrainBatch:
+    """Make a batch with random routes. Last tokens and the second sequence have none."""
+    batch, rng = random_batch(num_sequences, VOCAB, seed), np.random.default_rng(seed)
+    scores = rng.random((len(batch.tokens), LAYOUT.layers, LAYOUT.experts))
+    routes = np.sort(scores.argsort(-1)[..., : LAYOUT.top_k]).astype(LAYOUT.dtype)
+    routes[batch.cu_seqlens[1:] - 1] = 255
+    routes[batch.sequence_ids == 1] = 255
+    return replace(batch, routes=routes)
+
+
+def update(engine: Policy, step: int) -> dict[str, float]:
+    """Update on the mean log-prob of a batch, distributed to the data-parallel ranks in turns."""
+    whole = routed_batch(8, seed=step)
+    batch = whole.select(range(engine.dp_group.rank(), whole.num_sequences, engine.dp_group.size()))
+
+    def loss(logprobs, entropy, microbatch):
+        return -logprobs.sum() / len(whole.tokens), {}
+
+    return engine.update(engine.microbatches(batch), loss)
+
+
+def run(job: dict, layout: dict, out: Path) -> dict:
+    settings = TrainerConfig(**SETTINGS, **layout, tokens_per_microbatch=64)
+    init_distributed(settings, seed=1)
+    engine = Policy(settings, job["model"], seed=1, routing_replay=True)
+    batch = routed_batch(12, seed=100)
+    results = {"logprobs": engine.logprobs(engine.microbatches(batch))}
+    results["changed"] = engine.routes_changed()
+    results["own"] = engine.logprobs(engine.microbatches(replace(batch, routes=None)))
+    results["changed_own"] = engine.routes_changed()
+    results["metrics"] = [update(engine, step) for step in range(UPDATES)]
+    engine.export_hf(out)
+    shutdown()
+    return results
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    results, rank = {}, os.environ["RANK"]
+    for name, layout in job["layouts"].items():
+        os.environ["MASTER_PORT"] = str(job["ports"][name])
+        results[name] = run(job, layout, Path(job["out"]) / name)
+    assert not dist.is_initialized()
+    torch.save(results, Path(job["out"]) / f"results-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

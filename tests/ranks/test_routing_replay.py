@@ -1,0 +1,159 @@
+"""Replayed routes in every layout, against transformers whose routers are told what to choose."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from areal_lite.config import TrainerConfig
+from areal_lite.system.network import free_port
+from tests.ranks.architectures_worker import SETTINGS
+from tests.ranks.processes import run_ranks
+from tests.ranks.routing_worker import UPDATES, routed_batch
+from tests.ranks.test_architectures import make_model, reference_logprobs, weights_of
+
+WORKER = Path(__file__).with_name("routing_worker.py")
+TWO = {
+    "tensor": dict(tensor_parallel=2, sequence_parallel=True, recompute="full"),
+    "interleaved": dict(pipeline_parallel=2, virtual_pipeline=2),
+    "context": dict(context_parallel=2),
+    "experts": dict(data_parallel=2, expert_parallel=2),
+}
+FOUR = {
+    "pipeline": dict(data_parallel=2, pipeline_parallel=2, recompute="selective"),
+    "tensor_context": dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+    "tensor_experts": dict(
+        tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2
+    ),
+    "experts_pipeline": dict(data_parallel=2, expert_parallel=2, pipeline_parallel=2),
+    "context_pipeline": dict(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
+}
+layouts = pytest.mark.parametrize(
+    "name", [*TWO, *(pytest.param(name, marks=pytest.mark.slow) for name in FOUR)]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("routing")
+    make_model("moe", folder / "moe")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """results(name): what each rank of a layout computed. Layouts of a size run together."""
+
+    @cache
+    def of(world: int) -> list[dict]:
+        chosen = TWO if world == 2 else FOUR
+        assert all(TrainerConfig(**layout).world_size == world for layout in chosen.values())
+        out = folder / f"world{world}"
+        ports = {name: free_port() for name in chosen}
+        job = {"layouts": chosen, "ports": ports, "model": str(folder / "moe"), "out": str(out)}
+        run_ranks(WORKER, job, out, world)
+        return [torch.load(out / f"results-{rank}.pt") for rank in range(world)]
+
+    return lambda name: [rank[name] for rank in of(2 if name in TWO else 4)]
+
+
+class Routed(torch.nn.Module):
+    """A model of transformers that is given sequence after sequence of a batch with routes.
+
+    `changed` counts the recorded routes that it would not have chosen, and all recorded ones.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.left = torch.empty(0)
+        self.changed = [0, 0]
+        for layer, block in enumerate(self.model.model.layers):
+            gate = block.mlp.gate
+            gate.forward = lambda hidden, gate=gate, layer=layer: self._choose(hidden, gate, layer)
+
+    def _choose(self, hidden: torch.Tensor, gate, layer: int):
+        logits = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+        probs = logits.softmax(-1)
+        own = probs.topk(gate.top_k).indices
+        routes = self.left[: len(own), layer]
+        for mine, route in zip(own.tolist(), routes.tolist()):
+            if max(route) < gate.num_experts:
+                self.changed[0] += set(mine) != set(route)
+                self.changed[1] += 1
+        chosen = torch.where(routes < gate.num_experts, routes, own)
+        weights = probs.gather(1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    def forward(self, tokens: torch.Tensor):
+        output = self.model(tokens)
+        self.left = self.left[tokens.shape[1] :]
+        return output
+
+    def logprobs(self, batch) -> torch.Tensor:
+        self.left = torch.from_numpy(batch.routes.astype("int64"))
+        return reference_logprobs(self, batch)
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict:
+    """The same by transformers and AdamW."""
+    routed = Routed(folder / "moe")
+    with torch.no_grad():
+        logprobs = routed.logprobs(routed_batch(12, seed=100))
+        own = reference_logprobs(
+            AutoModelForCausalLM.from_pretrained(folder / "moe", dtype=torch.float32),
+            routed_batch(12, seed=100),
+        )
+    changed, recorded = routed.changed
+    betas = (SETTINGS["adam_beta1"], SETTINGS["adam_beta2"])
+    optimizer = torch.optim.AdamW(
+        routed.parameters(),
+        lr=SETTINGS["lr"],
+        betas=betas,
+        eps=SETTINGS["adam_eps"],
+        weight_decay=0.0,
+    )
+    metrics = []
+    for step in range(UPDATES):
+        batch = routed_batch(8, seed=step)
+        loss = -routed.logprobs(batch).sum() / len(batch.tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [p.grad for p in routed.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        optimizer.step()
+        metrics.append((loss.item(), norm.item()))
+    routed.model.save_pretrained(folder / "trained")
+    return {
+        "logprobs": logprobs,
+        "own": own,
+        "changed": changed / recorded,
+        "metrics": metrics,
+        "weights": weights_of(folder / "trained"),
+    }
+
+
+@layouts
+def test_log_probs_are_those_of_the_recorded_experts(results, expected, name) -> None:
+    assert (expected["own"] - expected["logprobs"]).abs().max() > 0.1
+    for rank in results(name):
+        assert (rank["logprobs"] - expected["logprobs"]).abs().max() <= 5e-6
+        assert (rank["own"] - expected["own"]).abs().max() <= 5e-6
+        assert rank["changed"] == pytest.approx(expected["changed"], rel=1e-9)
+        assert 0.2 < rank["changed"] < 1 and rank["changed_own"] != rank["changed_own"]
+
+
+@layouts
+def test_updates_match_adamw_on_transformers(results, expected, folder, name) -> None:
+    ranks = results(name)
+    for rank in ranks:
+        for got, (loss, norm) in zip(rank["metrics"], expected["metrics"], strict=True):
+            assert got["loss"] == pytest.approx(loss, rel=2e-5)
+            assert got["grad_norm"] == pytest.approx(norm, rel=5e-5)
+    trained = weights_of(folder / f"world{len(ranks)}" / name)
+    wanted = expected["weights"]
+    assert wanted.keys() == trained.keys()
+    assert max((wanted[key] - trained[key]).abs().max().item() for key in wanted) <= 1e-5
