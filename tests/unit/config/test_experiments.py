@@ -76,7 +76,7 @@ def test_every_experiment_fits_its_nodes(name, where, capsys):
         )
         == 0
     )
-    assert "step trainer" in capsys.readouterr().out
+    assert "start trainer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -17,7 +17,7 @@ CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "average_kl", "
 CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_changed"}
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
 CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
-CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs"}
+CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs", "resting_prompts"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
