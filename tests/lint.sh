@@ -33,6 +33,12 @@ check() {
   "$@" || failed+=("$name")
 }
 
+if [ "${1:-}" != --quick ]; then
+  # The type checker takes most of the time, and runs beside the others.
+  type_errors=$(mktemp)
+  basedpyright >"$type_errors" 2>&1 &
+  type_checker=$!
+fi
 check "ruff check" ruff check --quiet .
 check "ruff format" ruff format --quiet --check .
 check "import-linter" lint-imports --no-logo
@@ -40,7 +46,9 @@ check "shellcheck" shellcheck --external-sources "${shell_files[@]}"
 check "codespell" codespell "${text_files[@]}"
 check "house rules" python tests/house_rules.py
 if [ "${1:-}" != --quick ]; then
-  check "basedpyright" basedpyright
+  check "basedpyright" wait "$type_checker"
+  cat "$type_errors"
+  rm -f "$type_errors"
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then
