@@ -314,6 +314,7 @@ def test_training_goes_on_without_a_server_that_dies(model, tmp_path):
     assert f"areal-lite diagnose {folder} explains" in printed
 
 
+@pytest.mark.slow  # with stand-ins for servers: test_server_faults.py
 def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_path):
     """The weights are saved, and the run ends at once with an error."""
     folder = tmp_path / "run"
