@@ -25,7 +25,7 @@ class ExpertLayout:
 
     @property
     def dtype(self) -> np.dtype:
-        """Return the dtype of the model's routes. Its largest number is no expert."""
+        """Return the dtype of the model's routes. Its largest number marks no record."""
         return DTYPES[self.experts > np.iinfo(np.uint8).max]
 
     @property

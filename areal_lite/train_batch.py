@@ -145,7 +145,7 @@ class TrainBatch:
         """Encode for a socket, without pickle.
 
         The first frame is a msgpack header of names, dtypes and shapes. Each further frame is the
-        raw little-endian buffer of one array. Without routes there is no frame of them.
+        raw little-endian buffer of one array. A batch without routes has no such frame.
         """
         named = {name: a for name in _DTYPES if (a := getattr(self, name)) is not None}
         header = msgspec.msgpack.encode([[n, a.dtype.name, a.shape] for n, a in named.items()])

@@ -6,7 +6,7 @@ log-prob of a token jumps. Replay of the recorded choice removes that (R3, arXiv
 
 * Only the choice is replayed. The weights of the chosen experts are still the softmax of this
   model's logits, so its router gets their gradient. An expert that was not chosen gets none, as
-  without replay. There is no balancing loss that would see the choice.
+  without replay. The trainer has no balancing loss, which would see the choice.
 * Every forward pass of the policy replays: that of the proximal log-probs and that of the update.
   Reference and critic route by themselves.
 * A token without a recorded route, padding too, is routed by this model's own router.

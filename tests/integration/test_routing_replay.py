@@ -168,7 +168,7 @@ def test_replayed_log_probs_are_the_servers(server, models, mode) -> None:
 
     assert distance(batch).max() < 5e-5
     assert policy.routes_changed() > 0.1
-    # The same weights, but for what rounding chooses.
+    # The weights are the same. Only the experts that rounding chooses differ.
     assert distance(replace(batch, routes=None)).max() > 0.1
 
 

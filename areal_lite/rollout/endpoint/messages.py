@@ -35,7 +35,8 @@ class RequestRefused(Exception):
 class ChatRequest:
     """A request for the next message of a conversation.
 
-    `messages` and `tools` are those of the chat template. `max_tokens` None is no limit of its own.
+    `messages` and `tools` are those of the chat template. Without `max_tokens`, only the budget of
+    the trace limits the answer.
     """
 
     messages: list[Message]
