@@ -186,6 +186,17 @@ def check_evaluation(config: TrainConfig) -> None:
         raise ValueError(
             f"eval.sets={sets} are for a single source: set data.sources.NAME.eval_path instead"
         )
+    kept, count = config.eval.servers, config.server.count
+    if kept and kept >= count:
+        raise ValueError(
+            f"eval.servers={kept} of server.count={count} leaves none for rollouts: "
+            "use more servers, or fewer for the evaluations"
+        )
+    if kept and config.server.deterministic:
+        raise ValueError(
+            f"eval.servers={kept}: with server.deterministic=true no push changes the weights "
+            "during an evaluation, because the trainer waits for it. Set eval.servers=0"
+        )
 
 
 def check_debug(config: TrainConfig) -> None:

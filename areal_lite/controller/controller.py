@@ -153,7 +153,7 @@ class Controller:
         if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.gate.drain()
             self.drained += drained
-        servers = list(router.servers.values()) if is_new else router.stale
+        servers = router.takes_pushes if is_new else router.stale
         self.fleet.begin_push(version, servers)
         self._pushing = True
         return PushTargets(servers, drained)

@@ -31,11 +31,13 @@ class EvalRecord(EvalScores):
     """One line of evals.jsonl.
 
     `version` is the trainer's version when it asked; `versions` are those that sampled tokens.
+    `servers` counts the servers that kept their version until the end.
     `sets` holds the scores of each of `data.sources` or `eval.sets`, if there are any.
     """
 
     name: str
     version: int
+    servers: NotRequired[int]
     sets: NotRequired[dict[str, EvalScores]]
     seconds: float
 

@@ -1,11 +1,17 @@
-"""The evaluations that the trainer asks for, and the servers that return during the last one.
+"""The evaluations that the trainer asks for, and the servers that they run on.
+
+With `eval.servers`, an evaluation gets that many servers to itself, which keep their version until
+it has ended. Without, and where no other server would be left, it shares all servers with rollouts,
+and a push in its middle changes the weights. After the last step nothing changes them: that
+evaluation always has all servers.
 
 After the last step no push follows. The trainer then waits for the evaluation and pushes its
 weights again whenever servers come back (`Resync`). Without any server, the evaluation fails.
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
@@ -18,7 +24,17 @@ from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system import back_off
 
+log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 0.5
+
+
+class _ServersLost(Exception):
+    """An evaluation has lost all servers that it had to itself."""
+
+
+def _check_kept(fleet: Fleet) -> None:
+    if not fleet.router.servers:
+        raise _ServersLost
 
 
 class Evaluator:
@@ -58,23 +74,62 @@ class Evaluator:
         """
         steps = self._config.trainer.steps
         self.running.add(version)
+        try:
+            kept = await self._evaluate_on_kept_servers(version)
+            return kept or await self._run(
+                self._fleet, version, lambda: self._check_all_servers(version)
+            )
+        finally:
+            self.running.discard(version)
+            if version == steps:
+                self._last_ended.set()
+
+    async def _evaluate_on_kept_servers(self, version: int) -> EvalRecord | None:
+        """Evaluate on servers that keep their version. None if there are none or all of them fail.
+
+        Until the next evaluation is due, it waits for servers that start, that come back, or that
+        the evaluation before has. Their version is then newer than `version`.
+        """
+        count, steps = self._config.eval.servers, self._config.trainer.steps
+        if not count or version == steps:
+            return None
+        due = min(version + max(self._config.eval.every, 1), steps)
+        while len(self._fleet.router.ready) <= count and self._batches.step < due:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+        async with self._fleet.lend(count) as kept:
+            if kept is None:
+                log.warning("the evaluation of version %d has no server of its own", version)
+                return None
+            try:
+                record = await self._run(kept, version, lambda: _check_kept(kept))
+                record["servers"] = count
+                return record
+            except _ServersLost:
+                log.warning("the evaluation of version %d lost its servers: once more", version)
+        return None
+
+    async def _run(self, fleet: Fleet, version: int, check: Callable[[], None]) -> EvalRecord:
+        """Evaluate on `fleet`. `check` is called meanwhile. What it raises ends the evaluation."""
         evaluation = asyncio.ensure_future(
-            evaluate(self._config, self._dependencies, self._fleet, self._workflows, version)
+            evaluate(self._config, self._dependencies, fleet, self._workflows, version)
         )
         try:
             while not evaluation.done():
                 await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S)
-                if evaluation.done() or self._batches.step < steps:
-                    continue
-                self._check_servers_return(version)
-                if version == steps:
-                    self._batches.request_resync()
+                if not evaluation.done():
+                    check()
             return evaluation.result()
         finally:
-            self.running.discard(version)
             evaluation.cancel()
-            if version == steps:
-                self._last_ended.set()
+
+    def _check_all_servers(self, version: int) -> None:
+        """After the last step, ask for the weights of servers that return, and wait for them."""
+        steps = self._config.trainer.steps
+        if self._batches.step < steps:
+            return
+        self._check_servers_return(version)
+        if version == steps:
+            self._batches.request_resync()
 
     async def await_last(self, resyncs: int) -> Resync | EvaluationEnded:
         """Wait for the end of the last evaluation, or for a resync that the rank has not had."""

@@ -134,6 +134,19 @@ def falling_accuracy(run: History) -> Sign | None:
     return None
 
 
+def mixed_evaluations(run: History) -> Sign | None:
+    """Find evaluations in which the weights changed for too long to compare them."""
+    every, share = run.config.eval.every, limit("mixed_share")
+    mixed = [line for line in run.evals if every and np.ptp(line["versions"]) > share * every]
+    if not mixed:
+        return None
+    first = mixed[0]["versions"]
+    return hint(
+        f"{len(mixed)} of {len(run.evals)} evaluations, {every} steps apart; that of version "
+        f"{mixed[0]['version']} was answered by versions {first[0]} to {first[-1]}"
+    )
+
+
 def _accuracy(line: dict[str, Any]) -> float | None:
     """Return the accuracy at the temperature of training, or the greedy one."""
     return line["greedy"] if line.get("sampled") is None else line["sampled"]

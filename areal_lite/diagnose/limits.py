@@ -31,6 +31,7 @@ LIMITS = {
     "solved_reward": Limit(0.95, "of the largest reward: low entropy is right for a solved task"),
     "reward_ratio": Limit(0.5, "of the best recent mean: half of what was learned is lost"),
     "accuracy_drop": Limit(0.03, "below the best evaluation, besides two standard errors"),
+    "mixed_share": Limit(0.5, "of the steps between two evaluations, which then hardly differ"),
     "ess": Limit(0.5, "half of the tokens are wasted (Kong, 1992; arXiv 2509.19128, eq. 6)"),
     "behave_kl": Limit(
         0.05,

@@ -15,8 +15,8 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -261,6 +261,41 @@ class Fleet:
         if self.router.ready:
             self._ready.set()
         self.gate.open()
+
+    @asynccontextmanager
+    async def lend(self, count: int) -> AsyncIterator["Fleet | None"]:
+        """Lend the `count` least loaded ready servers, as a fleet that no push reaches.
+
+        Their requests move to the other servers and continue there. The fleet is None if no other
+        server would be left, or during a push. A server that comes back with older weights is
+        stale.
+        """
+        lent = [] if self._pushing else self.router.lend(count)
+        if not lent:
+            yield None
+            return
+        await asyncio.gather(*map(self.gate.vacate, lent))
+        fleet = Fleet(
+            self._client,
+            lambda: [server for server in lent if server in self.router.lent],
+            lambda: None,
+            self._mark_unhealthy,
+            self._health_interval_s,
+            self._seed,
+        )
+        fleet.router.version = self.router.lent[lent[0]]
+        log.info("lent at version %d: %s", fleet.router.version, ", ".join(s.name for s in lent))
+        watching = asyncio.create_task(fleet.watch())
+        try:
+            yield fleet
+        finally:
+            watching.cancel()
+            for server in lent:
+                self.router.take_back(server)
+            self.counts.update(fleet.counts)
+            if self.router.ready:
+                self._ready.set()
+            self._on_change()
 
     async def abort_all(self) -> None:
         """End all requests on the servers. A server that is already gone is no error."""

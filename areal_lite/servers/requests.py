@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from areal_lite.servers.client import Client, ServerError, ServerFailed, ServerN
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.router import Router
+
+_ABORT_AGAIN_S = 1.0
 
 
 class RequestGate:
@@ -107,6 +110,17 @@ class RequestGate:
             self._calls[server].discard(request)
             if not self._calls[server]:
                 del self._calls[server]
+
+    async def vacate(self, server: ServerInfo) -> None:
+        """Abort all requests on `server`, which must not be ready. They continue elsewhere.
+
+        If the server fails meanwhile, its health check finds out.
+        """
+        with suppress(ServerError):
+            # Again and again: a request may reach the server after an abort.
+            while calls := self._calls.get(server):
+                await self._client.abort_all(server)
+                await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
 
     def in_flight_on(self, server: ServerInfo) -> int:
         return len(self._calls.get(server, ()))

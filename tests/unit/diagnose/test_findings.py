@@ -233,7 +233,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_every_finding_is_tested() -> None:
-    others = {"stalled", "ended_early", "falling_accuracy", "restarted"}
+    others = {"stalled", "ended_early", "falling_accuracy", "mixed_evaluations", "restarted"}
     others |= {"stuck_batch", "rogue_normalizer", "lost_seed"}  # test_integrity.py
     assert {case[0] for case in CASES} | others == {advice.name for advice in GUIDE}
 
@@ -241,10 +241,11 @@ def test_every_finding_is_tested() -> None:
 @pytest.mark.parametrize("name", ["demo", "demo-sync"])
 def test_the_demo_runs_have_no_alarm_and_the_hints_that_are_true(tmp_path: Path, name: str) -> None:
     found = findings(demo.unpack(name, tmp_path))
-    # They solve most problems, make one update a batch, and a step lasts less than a second.
+    # They solve most problems and make one update a batch. A step lasts less than a second, and an
+    # evaluation several steps.
     expected = {"too_easy": HINT, "idle_clip": HINT}
     if name == "demo":
-        expected["long_pauses"] = HINT
+        expected |= {"long_pauses": HINT, "mixed_evaluations": HINT}
     assert {key: finding.severity for key, finding in found.items()} == expected
     assert "53 at the top, 2 at the bottom" in found["too_easy"].evidence or name != "demo"
 
@@ -320,6 +321,23 @@ def test_held_out_accuracy_falls_while_the_reward_rises(tmp_path: Path) -> None:
     assert not findings(make_run(tmp_path / "c", evals=(0.5, 0.6, 0.54), **rising))
     falling = {"reward_mean": lambda step: 0.9 - 0.01 * step}
     assert not findings(make_run(tmp_path / "d", evals=(0.5, 0.6, 0.4), **falling))
+
+
+def test_evaluations_that_mix_the_weights_of_many_steps(tmp_path: Path) -> None:
+    def run_with(name: str, *spans: tuple[int, int]) -> Path:
+        run_dir = make_run(tmp_path / name, "eval.every=10")
+        lines = [
+            {"name": "held-out", "version": a, "versions": list(range(a, b + 1)), "problems": 400}
+            for a, b in spans
+        ]
+        text = "".join(f"{json.dumps({**line, 'sampled': 0.5})}\n" for line in lines)
+        (run_dir / "evals.jsonl").write_text(text)
+        return run_dir
+
+    mixed = run_with("a", (0, 5), (10, 16), (20, 20))
+    evidence = the_only(mixed, "mixed_evaluations", HINT)
+    assert "1 of 3 evaluations, 10 steps apart; that of version 10 was answered by" in evidence
+    assert not findings(run_with("b", (0, 5), (10, 10)))
 
 
 def test_uniform_groups_are_counted_from_the_store(tmp_path: Path) -> None:
