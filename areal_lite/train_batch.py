@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ _SEQUENCE_ARRAYS = {
     "trace_indices": np.int32,
     "truncated": np.bool_,
     "kv_versions": np.int32,
+    "source_keys": np.int64,
 }
 _ARRAYS = {**_TOKEN_ARRAYS, **_SEQUENCE_ARRAYS, "cu_seqlens": np.int64}
 # The dtypes that each array may have.
@@ -45,6 +47,7 @@ class TrainBatch:
         sample_indices, trace_indices: int32 [n].
         truncated: bool [n], true for finish reason `length`.
         kv_versions: int32 [n], as in Trajectory.
+        source_keys: int64 [n], the `source_key` of each trajectory's data source.
         cu_seqlens: int64 [n + 1]; sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         routes: [T, layers, top_k], as in Trajectory; None if no sequence has any.
     """
@@ -59,6 +62,7 @@ class TrainBatch:
     trace_indices: np.ndarray
     truncated: np.ndarray
     kv_versions: np.ndarray
+    source_keys: np.ndarray
     cu_seqlens: np.ndarray
     routes: np.ndarray | None = None
 
@@ -85,6 +89,7 @@ class TrainBatch:
             trace_indices=np.array([t.trace_index for t in trajectories], np.int32),
             truncated=np.array([t.finish_reason == FinishReason.LENGTH for t in trajectories]),
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
+            source_keys=np.array([source_key(t.prompt_id) for t in trajectories], np.int64),
             cu_seqlens=_cumulative(lengths),
             routes=join_routes([t.routes for t in trajectories], lengths),
         )
@@ -170,6 +175,14 @@ class TrainBatch:
             # Copied because a socket's buffer is read-only and may be reused.
             arrays[name] = array.reshape(shape).copy()
         return cls(**arrays)
+
+
+def source_key(prompt_id: str) -> int:
+    """Return a number for the part of `prompt_id` before its first slash.
+
+    With several data sources that is the name of the prompt's source.
+    """
+    return zlib.crc32(prompt_id.partition("/")[0].encode())
 
 
 def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -40,6 +40,6 @@ from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
 from areal_lite.config.simulate import SimulationConfig
-from areal_lite.config.sources import naming, source_configs
+from areal_lite.config.sources import naming, reference_folders, source_configs
 from areal_lite.config.store import StoreConfig
 from areal_lite.config.trainer import LoggerConfig, LoraConfig, TrainerConfig

@@ -4,6 +4,7 @@ import math
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig
+from areal_lite.config.sources import reference_folders
 
 
 def check_algo(config: TrainConfig) -> None:
@@ -64,10 +65,11 @@ def _reference_policy(config: TrainConfig) -> None:
             "of the KL divergence with k1 only, set algo.kl.estimator=k1"
         )
     to_reference = algo.kl.coef and algo.kl.to == "reference"
-    if algo.reference is None and (to_reference or algo.loss == "tb"):
+    if None in reference_folders(config).values() and (to_reference or algo.loss == "tb"):
         cause = "algo.loss=tb" if algo.loss == "tb" else f"algo.kl.coef={algo.kl.coef}"
+        where = " or data.sources.NAME.reference" if config.data.sources else ""
         raise ValueError(
-            f"{cause} needs a reference policy: set algo.reference to a checkpoint folder "
+            f"{cause} needs a reference policy: set algo.reference{where} to a checkpoint folder "
             "(algo.reference='${model}' is the initial policy)"
         )
     if algo.loss == "tb" and algo.scale_lr_by_ess:

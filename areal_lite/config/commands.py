@@ -68,10 +68,9 @@ class TrainConfig:
         passing = self.buffer.window or 0
         return self.buffer.max_staleness - -(-passing // self.trainer.batch_groups)
 
-    @property
-    def reference_is_base(self) -> bool:
-        """Return whether the reference policy is the trained model without its adapters."""
-        return self.trainer.lora.rank > 0 and self.algo.reference == self.model
+    def is_base(self, reference: str) -> bool:
+        """Return whether a reference policy is the trained model without its adapters."""
+        return self.trainer.lora.rank > 0 and reference == self.model
 
 
 @dataclass

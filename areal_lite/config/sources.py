@@ -32,6 +32,9 @@ class SourceConfig(DataConfig):
     reward: RewardConfig = field(default_factory=RewardConfig)
     workflow: str = setting("", "As rollout.workflow.")
     workflow_args: dict[str, Any] = setting({}, "As rollout.workflow_args.")
+    reference: str | None = setting(
+        None, "train: as algo.reference, such as a teacher for these prompts."
+    )
 
 
 def source_configs(config: C) -> dict[str, C]:
@@ -51,7 +54,14 @@ def source_configs(config: C) -> dict[str, C]:
             config.rollout, workflow=source.workflow, workflow_args=source.workflow_args
         )
         configs[name] = replace(config, data=source, reward=source.reward, rollout=rollout)
+        if isinstance(config, TrainConfig):
+            configs[name].algo = replace(config.algo, reference=source.reference)
     return configs or {"": config}
+
+
+def reference_folders(config: TrainConfig) -> dict[str, str | None]:
+    """Return by the name of each source the checkpoint folder of its reference policy."""
+    return {name: own.algo.reference for name, own in source_configs(config).items()}
 
 
 def weight_of(data: DataConfig) -> int:
@@ -90,6 +100,7 @@ def _source(config: TrainConfig | EvalCommandConfig, own: Any) -> SourceConfig:
         workflow=config.rollout.workflow,
         # The arguments of another workflow would not fit.
         workflow_args={} if "workflow" in own else config.rollout.workflow_args,
+        reference=config.algo.reference if isinstance(config, TrainConfig) else None,
     )
     try:
         source = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(shared), own))

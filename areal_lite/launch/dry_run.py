@@ -5,13 +5,20 @@ model's architecture and layout, and the GPUs of this machine. Nothing is starte
 downloaded.
 """
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, naming, source_configs
+from areal_lite.config import (
+    LoraConfig,
+    TrainConfig,
+    TrainerConfig,
+    naming,
+    reference_folders,
+    source_configs,
+)
 from areal_lite.config.cautions import cautions
 from areal_lite.config.sources import shares
 from areal_lite.data.model_folder import expert_layout
@@ -244,9 +251,13 @@ def trainer_lines(
         lines.append(_line("critic", critic, "weights, gradients and moments of its own"))
     if average:
         lines.append(_line("average", average, "of the policy's weights, in float32"))
-    if config.algo.reference and not config.reference_is_base:
-        note = "on a GPU only during its forward pass, when there are no activations"
-        lines.append(_line("reference", _reference_bytes(config, dtype, worst.weights), note))
+    for folder in sorted(set(filter(None, reference_folders(config).values()))):
+        if not config.is_base(folder):
+            own = folder == config.model
+            other = hf if own else AutoConfig.from_pretrained(folder, local_files_only=True)
+            size = memory.reference_bytes(other, trainer, dtype.itemsize)
+            note = f"{folder}, on a GPU only during its forward pass, without activations"
+            lines.append(_line("reference", size, note))
     stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
     lines.append(_line("in all", worst.total + critic + average, f"on each rank{stage}"))
     copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1) + average
@@ -255,19 +266,6 @@ def trainer_lines(
         moved = worst.gradients + worst.moments + average
         lines.append(_line("offloaded", moved, "between steps, from a GPU"))
     return lines
-
-
-def _reference_bytes(config: TrainConfig, dtype: torch.dtype, own: int) -> int:
-    """Return the bytes of the reference's weights on a rank. `own`: the bytes of the policy's."""
-    if config.algo.reference in (None, config.model):
-        return own
-    hf = AutoConfig.from_pretrained(config.algo.reference, local_files_only=True)
-    trainer = replace(config.trainer, lora=LoraConfig())
-    check_layout(hf, trainer)
-    return max(
-        memory.rank_memory(hf, trainer, dtype.itemsize, stage).weights
-        for stage in range(config.trainer.pipeline_parallel)
-    )
 
 
 def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:

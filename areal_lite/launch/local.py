@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.config import TrainConfig, save_config
+from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
@@ -85,7 +85,7 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     if start_version(run_dir) >= config.trainer.steps:
         _report_complete(config, run_dir)
         return False
-    for model in filter(None, (config.model, config.algo.reference)):
+    for model in filter(None, {config.model, *reference_folders(config).values()}):
         check_model_folder(Path(model))
     started_at = time.time()
     try:

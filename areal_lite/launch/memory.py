@@ -19,13 +19,14 @@ pipeline stage.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from transformers import PretrainedConfig
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
 from areal_lite.megatron.logprobs import CHUNK, KEPT
+from areal_lite.megatron.model import check_layout
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
 # weights and moments as shards, gathered, and as copies to write. Measured on a CPU, at the peak.
@@ -172,6 +173,19 @@ def rank_memory(
         moments=8 * sharded if adam else 0,
         activations=int(tokens * per_token),
         head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
+    )
+
+
+def reference_bytes(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int) -> int:
+    """Return the bytes of a reference policy's weights on the rank that has most.
+
+    Raises ValueError if the model cannot have the trainer's layout.
+    """
+    whole = replace(trainer, lora=LoraConfig())
+    check_layout(hf, whole)
+    return max(
+        rank_memory(hf, whole, itemsize, stage).weights
+        for stage in range(trainer.pipeline_parallel)
     )
 
 

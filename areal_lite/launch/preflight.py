@@ -30,6 +30,7 @@ from areal_lite.config import (
     TrainConfig,
     check_fields,
     naming,
+    reference_folders,
     source_configs,
     stored_settings,
 )
@@ -104,9 +105,11 @@ def _chat(config: ChatConfig) -> None:
 
 def _training(config: TrainConfig) -> None:
     # The model itself has been checked, or the quickstart is about to make it.
-    if config.algo.reference not in (None, config.model):
-        _model_folder("algo.reference", config.algo.reference)
-        _same_tokens(config.model, config.algo.reference)
+    for source, folder in reference_folders(config).items():
+        if folder not in (None, config.model):
+            key = f"data.sources.{source}.reference" if source else "algo.reference"
+            _model_folder(key, folder)
+            _same_tokens(config.model, key, folder)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
     _prompts_come_again(config)
     for path in config.eval.sets:
@@ -148,7 +151,7 @@ def _routing_replay(config: TrainConfig) -> None:
         )
 
 
-def _same_tokens(model: str, reference: str) -> None:
+def _same_tokens(model: str, key: str, reference: str) -> None:
     """Check that the reference policy gives every token of the model the same id."""
     if not os.path.exists(Path(model) / "tokenizer.json"):
         return  # the quickstart is about to make it
@@ -156,7 +159,7 @@ def _same_tokens(model: str, reference: str) -> None:
     for token, number in own.items():
         if other.get(token) != number:
             raise ValueError(
-                f"algo.reference={reference}: token {token!r:.50} is {other.get(token)} there and "
+                f"{key}={reference}: token {token!r:.50} is {other.get(token)} there and "
                 f"{number} in model={model}; choose a reference policy with the same tokenizer"
             )
 

@@ -1,8 +1,11 @@
 """Reference: a frozen policy on the policy's engine, and a cache of its log-probs.
 
+Data sources may have references of their own: `SourceReferences` asks the right one.
+
 `CachedReference` computes each sequence once. It serves replay, which draws a sequence repeatedly.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.lora import without_adapters
 from areal_lite.megatron.parallel_model import ParallelModel
 from areal_lite.megatron.policy import Policy
-from areal_lite.train_batch import TrainBatch
+from areal_lite.train_batch import TrainBatch, source_key
 
 _CACHED_TOKENS = 2**24  # 8 bytes each, for token and log-prob
 
@@ -59,22 +62,62 @@ class BaseReference:
             return self._policy.logprobs(self._policy.microbatches(batch), temperature)
 
 
+class SourceReferences:
+    """The references of the data sources. Each scores the sequences of its sources."""
+
+    def __init__(self, references: Mapping[str, Reference | BaseReference]):
+        """Take the references by the names of sources; a single source may have any name.
+
+        Raises ValueError for two names that a batch cannot tell apart.
+        """
+        self._sources: dict[Reference | BaseReference, list[int]] = {}
+        for name, reference in references.items():
+            self._sources.setdefault(reference, []).append(source_key(name))
+        if len({key for keys in self._sources.values() for key in keys}) < len(references):
+            raise ValueError(
+                f"data.sources: {', '.join(references)} have the same checksums: rename one of them"
+            )
+
+    def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
+        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
+        if len(self._sources) == 1:
+            return next(iter(self._sources)).logprobs(batch, temperature)
+        result = torch.zeros(len(batch.tokens))
+        # With expert parallelism all ranks compute together, whatever sources each of them has.
+        shortest = [int(np.argmin(batch.lengths))]
+        for reference, keys in self._sources.items():
+            own = np.flatnonzero(np.isin(batch.source_keys, keys))
+            chosen = own if len(own) else shortest
+            computed = reference.logprobs(batch.select(chosen), temperature)
+            result = result.to(computed.device)
+            if len(own):
+                result[torch.from_numpy(batch.token_indices(own)).to(computed.device)] = computed
+        return result
+
+
 class CachedReference:
     """A reference that keeps log-probs of at most `max_tokens` tokens, those used last.
 
     The ranks of a model see the same batches, so their caches are equal.
     """
 
-    def __init__(self, reference: Reference | BaseReference, max_tokens: int = _CACHED_TOKENS):
+    def __init__(
+        self,
+        reference: Reference | BaseReference | SourceReferences,
+        max_tokens: int = _CACHED_TOKENS,
+    ):
         self._reference = reference
         self._max_tokens = max_tokens
-        self._known: dict[bytes, np.ndarray] = {}  # tokens -> log-probs, the last used at the end
+        self._known: dict[bytes, np.ndarray] = {}  # source and tokens -> log-probs, last used last
         self._tokens = 0
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
         """Return what `Reference.logprobs` returns. Every call has the same `temperature`."""
         ends = batch.cu_seqlens
-        keys = [batch.tokens[ends[i] : ends[i + 1]].tobytes() for i in range(batch.num_sequences)]
+        keys = [
+            source.tobytes() + batch.tokens[ends[i] : ends[i + 1]].tobytes()
+            for i, source in enumerate(batch.source_keys)
+        ]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
         # At least one sequence is computed: with expert parallelism all ranks compute together,
         # whatever each of them knows.

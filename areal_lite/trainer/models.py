@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_lite.algo.objectives.base import Objective
-from areal_lite.config import LoraConfig, TrainConfig
+from areal_lite.config import LoraConfig, TrainConfig, reference_folders
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.policy import Policy
-from areal_lite.megatron.reference import BaseReference, CachedReference, Reference
+from areal_lite.megatron.reference import (
+    BaseReference,
+    CachedReference,
+    Reference,
+    SourceReferences,
+)
 from areal_lite.megatron.trainable import TrainableModel
 
 
@@ -22,7 +27,7 @@ class Models:
     """
 
     policy: Policy
-    reference: Reference | BaseReference | CachedReference | None = None
+    reference: SourceReferences | CachedReference | None = None
     critic: Critic | None = None
     offload: bool = False
 
@@ -66,12 +71,7 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     )
     models = Models(policy, offload=trainer.offload)
     if objective.needs_reference:
-        # Validation refuses such an objective without a reference.
-        assert algo.reference is not None
-        if config.reference_is_base:
-            models.reference = BaseReference(policy)
-        else:
-            models.reference = Reference(replace(trainer, lora=LoraConfig()), Path(algo.reference))
+        models.reference = _references(config, policy)
         if config.buffer.replay.capacity:
             models.reference = CachedReference(models.reference)
     if objective.needs_critic:
@@ -84,3 +84,19 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
         )
         models.critic = Critic(settings, Path(config.model), config.seed)
     return models
+
+
+def _references(config: TrainConfig, policy: Policy) -> SourceReferences:
+    """Load the reference policy of each data source. A folder is loaded once."""
+    folders = reference_folders(config)
+    loaded: dict[str, Reference | BaseReference] = {}
+    for folder in folders.values():
+        # Validation refuses an objective that needs a reference and has none.
+        assert folder is not None
+        if folder not in loaded:
+            loaded[folder] = (
+                BaseReference(policy)
+                if config.is_base(folder)
+                else Reference(replace(config.trainer, lora=LoraConfig()), folder)
+            )
+    return SourceReferences({name: loaded[str(folder)] for name, folder in folders.items()})

@@ -273,6 +273,7 @@ def one_sequence(length: int) -> TrainBatch:
         trace_indices=np.zeros(1, np.int32),
         truncated=np.zeros(1, bool),
         kv_versions=np.zeros(1, np.int32),
+        source_keys=np.zeros(1, np.int64),
         cu_seqlens=np.array([0, length], np.int64),
     )
 

@@ -48,6 +48,7 @@ def random_batch(num_sequences: int, vocab: int, seed: int) -> TrainBatch:
         trace_indices=np.zeros(num_sequences, np.int32),
         truncated=np.zeros(num_sequences, bool),
         kv_versions=np.zeros(num_sequences, np.int32),
+        source_keys=np.zeros(num_sequences, np.int64),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
 

@@ -30,7 +30,7 @@ from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.make_model import run as make_model
-from areal_lite.train_batch import TrainBatch
+from areal_lite.train_batch import TrainBatch, source_key
 from areal_lite.trainer.models import Models, build_models
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import policy_step
@@ -444,6 +444,30 @@ def test_distillation_follows_the_reverse_kl_to_a_larger_teacher(model, tmp_path
     metrics = [policy_step(models, objective, data, config, 3).metrics for _ in range(30)]
     assert metrics[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert divergence() < 0.1 * before
+
+
+def test_each_source_learns_from_a_teacher_of_its_own(model, tmp_path):
+    teachers = {"a": tmp_path / "small", "b": tmp_path / "large"}
+    for seed, (folder, layers) in enumerate(zip(teachers.values(), (1, 3))):
+        sizes = {"hidden_size": 48, "num_layers": layers, "head_dim": 8, "mlp_size": 96}
+        make_model(MakeModelConfig(out=str(folder), seed=seed, **sizes))
+    sources = {name: {"reference": str(folder)} for name, folder in teachers.items()}
+    config = to_dataclass(compose_config("train", [f"model={model}", "algo=distill"]))
+    config.data.sources = sources
+    data, drawn = batch(), "abba" * 3
+    data = replace(data, source_keys=np.array([source_key(f"{name}/1") for name in drawn]))
+    result = build_models(config, build_objective(config)).reference.logprobs(data, 0.7)
+    scorers = {
+        name: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for name, folder in teachers.items()
+    }
+    for i, name in enumerate(drawn):
+        own = slice(data.cu_seqlens[i], data.cu_seqlens[i + 1])
+        tokens = torch.from_numpy(data.tokens[own]).long()
+        with torch.no_grad():
+            logprobs = (scorers[name](tokens[None]).logits[0] / 0.7).log_softmax(-1)
+        expected = logprobs[:-1].gather(-1, tokens[1:, None])[:, 0].float()
+        torch.testing.assert_close(result[own][1:], expected, atol=2e-5, rtol=1e-5)
 
 
 def flat_weights(policy: Policy) -> torch.Tensor:

@@ -7,7 +7,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from areal_lite.cli import main
-from areal_lite.config import TrainConfig, load_config, save_config, source_configs
+from areal_lite.config import (
+    TrainConfig,
+    load_config,
+    reference_folders,
+    save_config,
+    source_configs,
+)
 from areal_lite.config.cautions import cautions
 from areal_lite.config.rules import check_rules
 from areal_lite.config.sources import shares
@@ -38,6 +44,19 @@ def test_a_source_has_the_settings_of_the_run_with_its_own_on_top() -> None:
     assert talk.rollout.workflow_args == {"max_turns": 2}, "those of another workflow do not fit"
     assert shares(source_configs(config)) == {"files": 0.75, "talk": 0.25}
     assert longest_sequence(config) == 1024 + config.rollout.max_new_tokens
+
+
+def test_a_source_may_have_a_teacher_of_its_own() -> None:
+    config = with_sources(a={"reference": "x"}, b={})
+    config.algo.kl.coef = 0.1
+    message = "set algo.reference or data.sources.NAME.reference to a checkpoint folder"
+    with pytest.raises(ValueError, match=message):
+        check_rules(config)
+    config.algo.reference = "y"
+    check_rules(config)
+    assert reference_folders(config) == {"a": "x", "b": "y"}
+    config.data.sources = {}
+    assert reference_folders(config) == {"": "y"}
 
 
 def test_a_single_source_is_the_run_itself() -> None:

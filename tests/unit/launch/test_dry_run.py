@@ -115,10 +115,14 @@ def test_a_larger_teacher_takes_its_own_memory(tmp_path: Path) -> None:
     def weights(reference: str, hf: PretrainedConfig) -> str:
         config.algo.reference = reference
         (line,) = [x for x in trainer_lines(config, hf, torch.float32) if x.startswith("reference")]
-        return line
+        assert reference in line
+        return line.partition(reference)[0]
 
     as_policy = weights("m", teacher)
     assert weights(str(tmp_path), own) == as_policy != weights("m", own)
+    config.data.sources = {"a": {}, "b": {"reference": "m"}, "c": {"reference": str(tmp_path)}}
+    lines = trainer_lines(config, own, torch.float32)
+    assert sum(line.startswith("reference") for line in lines) == 2, "a folder is loaded once"
 
 
 def test_the_plan_downloads_nothing(tmp_path: Path) -> None:

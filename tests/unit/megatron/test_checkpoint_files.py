@@ -134,6 +134,7 @@ def test_a_saved_batch_comes_back(tmp_path):
         trace_indices=np.zeros(2, np.int32),
         truncated=np.array([True, False]),
         kv_versions=np.array([3, 4], np.int32),
+        source_keys=np.array([8, 9], np.int64),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
     path = tmp_path / "bad_batches" / "step-3-rank-0.msgpack"

@@ -27,6 +27,7 @@ def batch_of(lengths: list[int]) -> TrainBatch:
         trace_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
         kv_versions=np.zeros(count, np.int32),
+        source_keys=np.zeros(count, np.int64),
         cu_seqlens=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
     )
 
