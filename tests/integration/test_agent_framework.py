@@ -1,0 +1,55 @@
+"""An agent of a framework, smolagents, on the endpoint: its tools run, and each step is a trace."""
+
+import asyncio
+import json
+from pathlib import Path
+
+from smolagents import OpenAIModel, ToolCallingAgent, tool
+
+from areal_lite.rollout.endpoint.server import AgentEndpoint
+from areal_lite.rollout.episode import sampled_turns
+from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first number
+        b: the second number
+    """
+    return a + b
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def solve(base_url: str, api_key: str) -> object:
+    model = OpenAIModel("policy", base_url, api_key=api_key, tool_choice="auto")
+    return ToolCallingAgent([add], model, verbosity_level=0).run("What is 17 + 25?")
+
+
+def test_smolagents_calls_its_tools_and_answers(tmp_path: Path) -> None:
+    """It tells the policy of earlier calls in words of its own, so every request is a trace."""
+    tokenizer = save_chat_tokenizer(tmp_path)
+    said = ["I add. " + tool_call("add", a=17, b=25), tool_call("final_answer", answer="42")]
+
+    async def main() -> None:
+        endpoint = AgentEndpoint()
+        await endpoint.start()
+        async with playing(tokenizer, chat_prompt(tokenizer), said) as (episodes, scripted, _):
+            with endpoint.conversations(episodes[0]) as (key, conversations):
+                assert await asyncio.to_thread(solve, endpoint.base_url, key) == "42"
+        await endpoint.close()
+        traces = conversations.traces(1.0)
+        assert len(traces) == len(scripted.seen) == 2
+        for trace, text, (_, asked, answered) in zip(traces, said, scripted.seen):
+            (turn,) = sampled_turns(trace.check())
+            tokens = trace.tokens.tolist()
+            assert (tokens[: turn.start], tokens[turn]) == (asked, answered)
+            assert tokenizer.decode(tokens[turn]) == text
+        assert "Observation:\n42" in tokenizer.decode(traces[1].tokens.tolist())
+
+    asyncio.run(main())
