@@ -65,7 +65,9 @@ def _grid(records: list[dict], path: Path) -> None:
                 continue
             _curves(axes, own)
             axes.set(title=f"lag {lag}, learning rate {lr:g}", ylim=(0, 1), xlabel="step")
-        row[0].set_ylabel("reward")
+        first = next(axes for axes in row if axes.axison)
+        first.set_ylabel("reward")
+        first.tick_params(labelleft=True)
     _legend(figure)
     figure.savefig(path, dpi=130)
     plt.close(figure)
