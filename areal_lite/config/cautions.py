@@ -128,6 +128,6 @@ def _too_stale(config: TrainConfig) -> str | None:
         return None
     return (
         f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
-        f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or see "
-        "algo=m2po and algo=vcpo"
+        f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
+        "algo=stale"
     )
