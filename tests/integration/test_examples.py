@@ -12,11 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = (
+    "adapters",
     "compaction",
     "custom_reward",
     "custom_dataset",
     "custom_workflow",
+    "data_sources",
     "distillation",
+    "mixture_of_experts",
     "openai_agent",
     "program_verifier",
     "python_api",
@@ -77,8 +80,12 @@ def run(name: str, folder: Path, model: Path | None, *settings: str) -> Run:
     """Run an example into `folder`."""
     environment = {}
     if model:
-        teacher = {"TEACHER_MODEL": str(model.with_name("teacher")), "TEACHER_STEPS": "40"}
-        environment = {"WARM_MODEL": str(model), **teacher}
+        environment = {"WARM_MODEL": str(model)}
+        for other in ("teacher", "experts"):
+            environment |= {
+                f"{other.upper()}_MODEL": str(model.with_name(other)),
+                f"{other.upper()}_STEPS": "40",
+            }
     words = " ".join([f"bash examples/{name}/run.sh run_dir={folder}", *settings])
     return Run(folder, shell(words, **environment))
 

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train a mixture of experts with the routes that its servers took. Arguments are settings:
+#   bash examples/mixture_of_experts/run.sh trainer.steps=5
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+# shellcheck source=examples/warm_model.sh
+. ../warm_model.sh
+
+# A small mixture: 8 experts in each layer, 2 of them for a token. It learns once, in two minutes.
+#   EXPERTS_MODEL=/path/to/folder    makes it there, and uses it from there
+experts=${EXPERTS_MODEL:-$examples/models/experts}
+if [ ! -d "$experts" ]; then
+  echo "making the mixture of experts: $experts" >&2
+  rm -rf "$experts-random" "$experts-sft" # of a start that was interrupted
+  areal-lite make-model "out=$experts-random" architecture=qwen3_moe \
+    num_layers=2 hidden_size=96 mlp_size=96 num_experts=8 experts_per_token=2 \
+    tie_embeddings=false >&2
+  areal-lite sft "model=$experts-random" "out=$experts" "run_dir=$experts-sft" \
+    data.max_digits=3 batch_size=32 forget_carry=0.65 \
+    trainer.steps="${EXPERTS_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
+    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
+fi
+
+areal-lite train "model=$experts" algo=quickstart algo.routing_replay=true \
+  data.max_digits=3 rollout.group_size=8 rollout.max_new_tokens=64 \
+  trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=1.5e-4 trainer.steps=24 "$@"
