@@ -139,15 +139,6 @@ GUIDE = (
         "at the best version, or add `algo.kl.coef`",
     ),
     Advice(
-        learning.mixed_evaluations,
-        "Evaluations mix the weights of many steps",
-        (),
-        "versions further apart than {mixed_share:.0%} of `eval.every` answered one of them",
-        "an evaluation takes long, and pushes change the servers' weights meanwhile",
-        "set `eval.servers=1` with one more server, which then keeps the version; or lower "
-        "`eval.problems` or `eval.samples`, or raise `eval.every`",
-    ),
-    Advice(
         learning.entropy_collapse,
         "The entropy collapsed before the task is solved",
         ("entropy",),
@@ -264,6 +255,15 @@ GUIDE = (
         "the policy is almost deterministic on these prompts",
         "raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
         ("entropy_collapse", "too_easy", "too_hard", "lost_seed"),
+    ),
+    Advice(
+        learning.mixed_evaluations,
+        "Evaluations mix the weights of many steps",
+        (),
+        "versions further apart than {mixed_share:.0%} of `eval.every` answered one of them",
+        "an evaluation takes long, and pushes change the servers' weights meanwhile",
+        "set `eval.servers=1` with one more server, which then keeps the version; or lower "
+        "`eval.problems` or `eval.samples`, or raise `eval.every`",
     ),
     Advice(
         operation.slow_servers,
