@@ -274,7 +274,6 @@ class Fleet:
         if not lent:
             yield None
             return
-        await asyncio.gather(*map(self.gate.vacate, lent))
         fleet = Fleet(
             self._client,
             lambda: [server for server in lent if server in self.router.lent],
@@ -287,6 +286,7 @@ class Fleet:
         log.info("lent at version %d: %s", fleet.router.version, ", ".join(s.name for s in lent))
         watching = asyncio.create_task(fleet.watch())
         try:
+            await asyncio.gather(*map(self.gate.vacate, lent))
             yield fleet
         finally:
             watching.cancel()

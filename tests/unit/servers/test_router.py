@@ -10,6 +10,15 @@ def info(name: str, pid: int = 1, tensor_parallel: int = 1) -> ServerInfo:
     )
 
 
+def with_ready(*names: str) -> Router:
+    router = Router()
+    servers = [info(name) for name in names]
+    router.update_servers(servers)
+    for server in servers:
+        router.record_version(server, 0)
+    return router
+
+
 def test_least_loaded_per_rank_then_by_name() -> None:
     a, b, wide = info("a"), info("b"), info("c", tensor_parallel=2)
     assert least_loaded([], {}) is None
@@ -57,20 +66,14 @@ def test_a_failed_server_is_left_out_until_it_is_another_process() -> None:
 
 
 def test_a_server_that_was_withdrawn_or_replaced_is_no_longer_ready() -> None:
-    router = Router()
-    router.update_servers([info("a"), info("b")])
-    router.record_version(info("a"), 0)
-    router.record_version(info("b"), 0)
+    router = with_ready(*"ab")
     router.update_servers([info("b", pid=2)])
     assert router.choose() is None and router.ready == set()
 
 
 def test_a_server_that_holds_the_prefix_is_preferred_while_it_is_ready() -> None:
-    router = Router()
+    router = with_ready(*"abc")
     a, b, c = (info(name) for name in "abc")
-    router.update_servers([a, b, c])
-    for server in (a, b, c):
-        router.record_version(server, 0)
     router.load.update(a=5, b=7, c=1)
     assert router.choose() == c and router.choose([a, b]) == a
     router.mark_failed(a)
@@ -78,11 +81,8 @@ def test_a_server_that_holds_the_prefix_is_preferred_while_it_is_ready() -> None
 
 
 def test_a_lent_server_gets_no_request_and_no_push_until_it_is_back() -> None:
-    router = Router()
+    router = with_ready(*"abc")
     a, b, c = (info(name) for name in "abc")
-    router.update_servers([a, b, c])
-    for server in (a, b, c):
-        router.record_version(server, 0)
     router.load.update(a=5, b=7, c=1)
     assert router.lend(3) == [] and router.lend(2) == [c, a]
     assert router.choose([a, c]) == b and router.takes_pushes == [b]
@@ -96,10 +96,7 @@ def test_a_lent_server_gets_no_request_and_no_push_until_it_is_back() -> None:
 
 
 def test_a_lent_server_that_is_replaced_does_not_come_back() -> None:
-    router = Router()
-    router.update_servers([info("a"), info("b")])
-    router.record_version(info("a"), 0)
-    router.record_version(info("b"), 0)
+    router = with_ready(*"ab")
     assert router.lend(1) == [info("a")]
     router.update_servers([info("a", pid=2), info("b")])
     router.take_back(info("a"))
