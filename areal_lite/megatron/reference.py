@@ -6,6 +6,7 @@ Data sources may have references of their own: `SourceReferences` asks the right
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -79,9 +80,14 @@ class SourceReferences:
             )
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
-        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`."""
+        """Compute the log-probs of all tokens of `batch`: float32 [T], as `Policy.logprobs`.
+
+        Raises ValueError for a sequence of a source that has no reference here.
+        """
         if len(self._sources) == 1:
             return next(iter(self._sources)).logprobs(batch, temperature)
+        if not np.isin(batch.source_keys, list(chain(*self._sources.values()))).all():
+            raise ValueError("data.sources: the batch has prompts of a source that is not there")
         result = torch.zeros(len(batch.tokens))
         # With expert parallelism all ranks compute together, whatever sources each of them has.
         shortest = [int(np.argmin(batch.lengths))]

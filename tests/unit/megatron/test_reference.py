@@ -118,3 +118,9 @@ def test_a_single_source_without_a_name_has_one_reference() -> None:
 def test_sources_that_a_batch_cannot_tell_apart_are_refused() -> None:
     with pytest.raises(ValueError, match="plumless, buckeroo have the same checksums"):
         SourceReferences({"plumless": Counting(), "buckeroo": Counting()})
+
+
+def test_a_batch_of_an_unknown_source_is_refused() -> None:
+    references = SourceReferences({"a": Counting(), "b": Counting()})
+    with pytest.raises(ValueError, match="prompts of a source that is not there"):
+        references.logprobs(batch_of([(1, 2), (3,)], "ac"))
