@@ -112,7 +112,9 @@ def check_groups(
     has_trajectories = used | filtered | groups.are(GroupState.FINISHED)
     none_may(groups.damaged, "groups whose admission its checksum contradicts")
     none_may(used & (groups.step < 0), "used groups without a step")
-    none_may(~used & (groups.step >= 0), "groups with a step that are not used")
+    # The batch of the present step is assigned, and not yet used.
+    assigned = groups.are(GroupState.FINISHED) & (groups.step > groups.step[used].max(initial=-1))
+    none_may(~used & ~assigned & (groups.step >= 0), "groups with a step that are not used")
     none_may((dropped | filtered) & ~groups.reason, "groups left out without a reason")
     none_may(np.isnan(groups.ended_at) != flying, "groups whose end and state do not agree")
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")

@@ -24,7 +24,7 @@ trainer completes step 0, `on_version(1)`, and two more may start, which step 2 
 staleness 1. If one group fails, `on_rejected()`, one more may start at once. With eta = 0 only the
 groups of the coming step may start: synchronous training.
 
-A run that resumes at version v has used v * B groups. These and the finished groups that wait
+A run that resumes after s steps has used s * B groups. These and the finished groups that wait
 count as accepted again (`recover`). Groups that were in flight are lost and do not count. Counters
 that started at 0 would admit the groups of all completed steps at once.
 """
@@ -122,11 +122,11 @@ class AdmissionGate:
         self.on_step(version)
         self.version = version
 
-    def recover(self, version: int, waiting: int) -> None:
-        """Resume at `version` with `waiting` finished groups that no step has used.
+    def recover(self, step: int, version: int, waiting: int) -> None:
+        """Resume after `step` steps with `waiting` finished groups that no step has used.
 
-        Call this before anything is admitted.
+        Call this before anything is admitted. The servers have `version`.
         """
         assert self.running == self.accepted == self.step == 0, "the run has already begun"
-        self.version = self.step = version
-        self.accepted = version * self.batch_groups + waiting
+        self.step, self.version = step, version
+        self.accepted = step * self.batch_groups + waiting

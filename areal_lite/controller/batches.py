@@ -4,21 +4,25 @@
   resyncs.
 * While the trainer waits for a batch anyway, it pushes its weights to stale servers (`Resync`).
 * `step` counts the trainer's completed steps, which only some pushes follow (`sync.every`).
+* A batch and a resync are recorded before a rank hears of them, so that another controller can
+  continue under the same trainer (handover.py).
 """
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.controller.handover import Handover, record_handover
 from areal_lite.controller.loop_lag import LoopLag
 from areal_lite.controller.messages import Answer, BatchReady, PullBatch, Resync
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.controller.run_stats import batch_info
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group
 
@@ -31,6 +35,14 @@ class _AssignedBatch:
     info: dict[str, Any]
 
 
+class UsedBatch(NamedTuple):
+    """What a completed step has used: as in BatchAssignment."""
+
+    step: int
+    group_ids: list[int]
+    draws: list[list[tuple[int, int]]]
+
+
 class Batches:
     """Assigns finished groups to steps.
 
@@ -41,6 +53,7 @@ class Batches:
         config: the run's configuration.
         dispatcher: drops overdue groups, and is described in the facts of a batch.
         fleet: knows the stale servers.
+        store: records batches and resyncs.
         clock: wall-clock seconds.
     """
 
@@ -49,11 +62,13 @@ class Batches:
         config: TrainConfig,
         dispatcher: Dispatcher,
         fleet: Fleet,
+        store: StoreThread,
         clock: Callable[[], float],
     ):
         self._config = config
         self._dispatcher = dispatcher
         self._fleet = fleet
+        self._store = store
         self._clock = clock
         self.step = 0
         self.queue = _make_queue(config)
@@ -71,10 +86,14 @@ class Batches:
         self._resyncing = False
         # Since when a whole batch waits for an older group, in wall-clock seconds.
         self._held_since: float | None = None
+        # The batch of the present step, if an earlier controller has assigned it.
+        self._inherited: list[Group] = []
 
-    def recover(self, store: Store, version: int) -> None:
-        """Resume at `version` with the finished groups of `store`."""
-        self.step = version
+    def recover(self, store: Store, step: int, handover: Handover) -> None:
+        """Resume after `step` steps with the finished groups of `store`."""
+        self.step = step
+        self._resyncs = handover.resyncs
+        self._inherited = store.assigned_groups(step)
         if isinstance(self.queue, ReplayBuffer):
             for group, used in store.finished_groups():
                 self.queue.put(group, used)
@@ -106,12 +125,19 @@ class Batches:
         """Record the end of a push: servers that are stale after it need another one."""
         self._resyncing = False
 
-    def on_step(self, step: int) -> list[tuple[int, BatchAssignment]]:
-        """Record that `step` steps are complete; return the latest of them with their batches."""
+    def on_step(self, step: int) -> list[UsedBatch]:
+        """Record that `step` steps are complete; return what the latest of them have used."""
+        used: list[UsedBatch] = []
+        if self._inherited and step > self.step:  # every rank has it from an earlier controller
+            used.append(UsedBatch(self.step, [group.group_id for group in self._inherited], []))
+            self._inherited = []
         self.step = step
         self.notify()
         done = [s for s, task in self._assignments.items() if s < step and task.done()]
-        return [(s, self._assignments.pop(s).result().assignment) for s in done]
+        for s in done:
+            batch = self._assignments.pop(s).result().assignment
+            used.append(UsedBatch(s, batch.group_ids, batch.draws))
+        return used
 
     async def pull(self, request: PullBatch) -> Answer:
         """Wait for the batch of a step, or for a resync request that this rank has not had yet.
@@ -168,8 +194,11 @@ class Batches:
             changed = self._changed
             if step == self.step:
                 if assignment := await self._take(step, world):
-                    return _AssignedBatch(assignment, self._info(assignment, step, started))
-                self.request_resync()
+                    info = self._info(assignment, step, started)
+                    if isinstance(self.queue, GroupQueue):
+                        await self._store.submit(Store.assign, assignment.group_ids, step)
+                    return _AssignedBatch(assignment, info)
+                await self.request_resync()
             await changed.wait()
         raise ValueError(f"{self.step} steps are complete, but step {step} never got its batch")
 
@@ -179,8 +208,13 @@ class Batches:
         A resumed run may have a whole batch while no server is ready. It is not taken then if an
         evaluation needs a server before the next push: with `server.deterministic`, and at step 0
         after a restart. With a fixed lag a batch is only taken when nothing more can be generated
-        before the step, and with a window when it passes few enough groups that still run.
+        before the step, and with a window when it passes few enough groups that still run. A batch
+        that an earlier controller has assigned stays as it is.
         """
+        if self._inherited and isinstance(self.queue, GroupQueue):
+            inherited = self.queue.deal(self._inherited, step, world)
+            self._inherited = []
+            return inherited
         starts_over = step == 0 and bool(self._fleet.taken_over)
         if (starts_over or self._config.server.deterministic) and not self._fleet.router.ready:
             return None
@@ -196,10 +230,11 @@ class Batches:
             self._held_since = self._clock()
         return self.queue.take(count, step, world, oldest)
 
-    def request_resync(self) -> None:
+    async def request_resync(self) -> None:
         """Let the trainer, which is waiting anyway, push its weights to the stale servers."""
         if self._fleet.router.stale and not self._resyncing:
             self._resyncing = True
+            await record_handover(self._store, resyncs=self._resyncs + 1)
             self._resyncs += 1
             self._resync_requested.set()
             self._resync_requested = asyncio.Event()

@@ -1,8 +1,10 @@
 """The trainer's client of the controller."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,31 +38,42 @@ from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.system import heartbeat
 from areal_lite.train_batch import TrainBatch
 
+log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Response)
 Frames = list[memoryview]
 
 _POLL_S = 1.0
+# Another controller starts within a minute, and loads prompts and store before it answers.
+_SUCCESSOR_S = 600.0
 
 
 class ControllerClient:
     """Blocking calls to the controller, one at a time, from one thread.
 
-    Every call raises RuntimeError with the controller's error message, or if the controller's
-    process is gone. After `timeout_s` seconds it raises TimeoutError, which names the request.
+    Every call raises RuntimeError with the controller's error message. If the controller is
+    killed, the call waits for the one that takes its place, and asks it again. It raises
+    RuntimeError if none does within ten minutes. After `timeout_s` seconds it raises TimeoutError,
+    which names the request.
     """
 
     def __init__(self, run_dir: Path | str, timeout_s: float):
         self._timeout_s = timeout_s
-        self._address = _read_address(Path(run_dir) / CONTROLLER_FILE, timeout_s)
+        self._file = Path(run_dir) / CONTROLLER_FILE
         self._context = zmq.Context()
+        self._connect(_read_address(self._file, timeout_s))
+        self._last_id = 0
+        self._resyncs = 0
+
+    def _connect(self, address: Address) -> None:
+        self._address = address
+        # When its process was found dead, in seconds of the monotonic clock.
+        self._died_at: float | None = None
         self._socket = self._context.socket(zmq.DEALER)
         # An unread request must not keep this process from exiting.
         self._socket.linger = 0
-        self._socket.curve_serverkey = self._address.key.encode()
+        self._socket.curve_serverkey = address.key.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.connect(self._address.url)
-        self._last_id = 0
-        self._resyncs = 0
+        self._socket.connect(address.url)
 
     def close(self) -> None:
         self._socket.close(linger=0)
@@ -131,12 +144,16 @@ class ControllerClient:
     def _call(self, request: Request, *expected: type[R]) -> tuple[R, Frames]:
         """Send a request and wait for its reply, which is one of the `expected` responses."""
         self._last_id += 1
-        self._socket.send(msgspec.msgpack.encode(Envelope(self._last_id, request)))
+        frame = msgspec.msgpack.encode(Envelope(self._last_id, request))
+        self._socket.send(frame)
         deadline = time.monotonic() + self._timeout_s
         while (left := deadline - time.monotonic()) > 0:
             if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):
-                self._check_alive(request)
                 heartbeat.beat()  # the wait has a limit of its own
+                if successor := self._successor(request):
+                    self._socket.close(linger=0)
+                    self._connect(successor)
+                    self._socket.send(frame)
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
             reply = msgspec.msgpack.decode(head.buffer, type=Reply)
@@ -151,13 +168,37 @@ class ControllerClient:
             "the controller's log says what it is waiting for"
         )
 
-    def _check_alive(self, request: Request) -> None:
-        """Raise RuntimeError if the controller's process has died and left no reply."""
-        local = self._address.namespace == process_namespace()
-        if local and not _alive(self._address.pid) and not self._socket.poll(0):
+    def _successor(self, request: Request) -> Address | None:
+        """Return the address of the controller that took the place of this one, if there is one.
+
+        Raises RuntimeError if the new controller continues another trainer's run.
+        """
+        address = None
+        with suppress(FileNotFoundError):
+            address = msgspec.json.decode(self._file.read_bytes(), type=Address)
+        if address is None or address.key == self._address.key:
+            self._check_alive(request)
+            return None
+        if not address.takes_over:
             raise RuntimeError(
-                f"the controller (process {self._address.pid}) died while the trainer waited "
-                f"for {request}: see its log"
+                f"the controller was started anew while the trainer waited for {request}: start "
+                "the trainer again, too"
+            )
+        log.warning("another controller took over: asking it for %s", request)
+        return address
+
+    def _check_alive(self, request: Request) -> None:
+        """Raise RuntimeError if the controller's process died ten minutes ago."""
+        now, pid = time.monotonic(), self._address.pid
+        if self._address.namespace != process_namespace() or _alive(pid):
+            return
+        if self._died_at is None:
+            self._died_at = now
+            log.warning("the controller (process %d) died: waiting for another one", pid)
+        if now - self._died_at >= _SUCCESSOR_S:
+            raise RuntimeError(
+                f"the controller (process {pid}) died while the trainer waited for {request}, and "
+                "none took its place: see its log"
             )
 
 

@@ -21,6 +21,7 @@ from areal_lite.controller.batches import Batches
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.evaluator import Evaluator
+from areal_lite.controller.handover import begin_handover, read_handover, record_handover
 from areal_lite.controller.messages import (
     Answer,
     AwaitEvaluation,
@@ -75,9 +76,9 @@ class Controller:
             config.seed,
         )
         self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)
-        self.batches = Batches(config, self.dispatcher, self.fleet, dependencies.clock)
+        self.batches = Batches(config, self.dispatcher, self.fleet, self._store, dependencies.clock)
         self.evaluator = Evaluator(
-            config, dependencies, self.fleet, self.dispatcher.workflows, self.batches
+            config, dependencies, self.fleet, self.dispatcher.workflows, self.batches, self._store
         )
         self.retention = Retention(config, self._store, self.dispatcher, self.batches)
         # Requests that were waited for, over all pushes in mode `none`.
@@ -86,16 +87,26 @@ class Controller:
         self._generation: asyncio.Task[None] | None = None
         self._saved_totals: dict[str, int] = {}
         self._resumes = False
+        # Whether this controller has taken the place of one that was killed under the trainer.
+        self._trainer_runs = False
 
-    def recover(self, store: Store, version: int) -> None:
-        """Resume at `version` with the content of `store`, which may be empty. Call before `run`.
+    def recover(self, store: Store, step: int, trainer_runs: bool = False) -> None:
+        """Resume after `step` steps with the content of `store`, which may be empty.
 
-        Nothing else may use the store yet. Raises ValueError if the run began with another data
-        set. See run_dir/resume.py.
+        Call it before `run`. If the trainer runs, `step` is that of its newest checkpoint, and the
+        store says how many steps it has completed since. Nothing else may use the store yet. Raises
+        ValueError if the run began with another data set. See run_dir/resume.py.
         """
-        self.dispatcher.recover(store, version)
-        self.fleet.router.version = version
-        self.batches.recover(store, version)
+        self._trainer_runs = trainer_runs
+        if trainer_runs:
+            step, handover = max(step, store.completed_steps()), read_handover(store)
+        else:
+            handover = begin_handover(store, step)
+        self._pushing = bool(handover.pushing)
+        self.dispatcher.recover(store, step, handover.version, trainer_runs)
+        self.fleet.router.version = handover.version
+        self.batches.recover(store, step, handover)
+        self.evaluator.recover(handover)
         totals = store.totals()
         self.drained = totals.get("drained", 0)
         self.fleet.counts.update({name: totals.get(name, 0) for name in REQUEST_COUNTS})
@@ -105,7 +116,7 @@ class Controller:
     async def run(self) -> None:
         """Run all parts until cancelled. Raises the error of any part."""
         if self._resumes:
-            await self.fleet.take_over()
+            await self.fleet.take_over(self._trainer_runs, self._pushing)
         async with asyncio.TaskGroup() as tasks:
             self._generation = tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.fleet.watch())
@@ -154,12 +165,16 @@ class Controller:
             drained = await self.fleet.gate.drain()
             self.drained += drained
         servers = router.takes_pushes if is_new else router.stale
+        await record_handover(self._store, pushing=1)
         self.fleet.begin_push(version, servers)
         self._pushing = True
         return PushTargets(servers, drained)
 
     async def _record_push(self, version: int, failed: list[str]) -> Recorded:
-        """End a push and open admission for `version`."""
+        """End a push and open admission for `version`.
+
+        If it began under an earlier controller, the servers stay stale until the next resync.
+        """
         if not self._pushing or version < self.batches.step:
             raise ValueError(
                 f"version {version} was pushed without permission: call begin_push first "
@@ -169,27 +184,32 @@ class Controller:
         self._pushing = False
         self.dispatcher.on_version(version)
         self.batches.on_push()
-        return await self._complete(version)
+        await self._complete(version)
+        await record_handover(self._store, pushing=0, version=version)
+        return Recorded()
 
     async def _record_step(self, step: int) -> Recorded:
-        """Record that `step` steps are complete, while the servers keep their version."""
-        if step <= self.batches.step:
+        """Record that `step` steps are complete, while the servers keep their version.
+
+        The rank reports a step again if a controller was killed before its reply.
+        """
+        if step < self.batches.step:
             raise ValueError(
                 f"step {step} is reported, but {self.batches.step} steps are complete already"
             )
         self.dispatcher.on_step(step)
-        return await self._complete(step)
+        await self._complete(step)
+        return Recorded()
 
-    async def _complete(self, step: int) -> Recorded:
+    async def _complete(self, step: int) -> None:
         """Let the batch of `step` be assigned, and mark the batches before it as used."""
-        for done, batch in self.batches.on_step(step):
+        for used in self.batches.on_step(step):
             await asyncio.gather(
                 self.save_totals(),
                 # A checkpoint of this step must not outlive what the store says of it.
-                self._store.submit(Store.use, batch.group_ids, done, batch.draws, durable=True),
+                self._store.submit(Store.use, used.group_ids, used.step, used.draws, durable=True),
             )
-            self.retention.on_step(batch.group_ids)
-        return Recorded()
+            self.retention.on_step(used.group_ids)
 
     async def save_totals(self) -> None:
         """Commit the counts that the store cannot make from its rows, if they have changed."""

@@ -115,15 +115,16 @@ class Dispatcher:
             for name, source in self._sources.items()
         }
 
-    def recover(self, store: Store, version: int) -> None:
-        """Resume at `version` with the state in `store`. Call this before `run`.
+    def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
+        """Resume after `step` steps with the state in `store`. Call this before `run`.
 
-        Nothing else may use the store yet. Raises ValueError for another data set. With
-        `server.deterministic`, lost groups are played again under their numbers, on which their
-        sampling and their place in the batch depend.
+        The servers have `version`, and the trainer starts again unless it runs. Nothing else may
+        use the store yet. Raises ValueError for another data set. With `server.deterministic`, lost
+        groups are played again under their numbers, on which their sampling and their place in the
+        batch depend.
         """
         play_again = self._config.server.deterministic
-        recovered = store.recover(version, self._clock(), play_again)
+        recovered = store.recover(step, self._clock(), play_again, trainer_runs)
         if play_again:
             self._again.extend(_Submission(*group, again=True) for group in recovered.again)
         self.sampler.check_draws(recovered.draws)
@@ -138,7 +139,7 @@ class Dispatcher:
         self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})
         store.set_totals(self.sampler.sizes)
         self.filtered.update(recovered.filtered)
-        self.admission.recover(version, recovered.waiting)
+        self.admission.recover(step, version, recovered.waiting)
 
     async def run(self) -> None:
         """Start groups while there is capacity. Runs until cancelled.

@@ -11,16 +11,18 @@ weights again whenever servers come back (`Resync`). Without any server, the eva
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.evaluation import EvalRecord, evaluate
+from areal_lite.controller.handover import Handover, record_handover
 from areal_lite.controller.messages import EvaluationEnded, Resync
 from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
+from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system import back_off
 
@@ -32,7 +34,7 @@ class _ServersLost(Exception):
     """An evaluation has lost all servers that it had to itself."""
 
 
-def _check_kept(fleet: Fleet) -> None:
+async def _check_kept(fleet: Fleet) -> None:
     if not fleet.router.servers:
         raise _ServersLost
 
@@ -46,6 +48,7 @@ class Evaluator:
         fleet: the servers.
         workflows: those that training uses, by data source.
         batches: counts the completed steps, and asks the trainer for resyncs.
+        store: records the end of the last evaluation.
     """
 
     def __init__(
@@ -55,17 +58,24 @@ class Evaluator:
         fleet: Fleet,
         workflows: Mapping[str, Workflow],
         batches: Batches,
+        store: StoreThread,
     ):
         self._config = config
         self._dependencies = dependencies
         self._fleet = fleet
         self._workflows = workflows
         self._batches = batches
+        self._store = store
         self.running: set[int] = set()
         # Set when the evaluation after the last step has ended. No resync is requested after it.
         self._last_ended = asyncio.Event()
         # When an evaluation after the last step began to wait for a server, in seconds.
         self._no_server_since: float | None = None
+
+    def recover(self, handover: Handover) -> None:
+        """Resume: an earlier controller may have seen the end of the last evaluation."""
+        if handover.evaluated:
+            self._last_ended.set()
 
     async def evaluate(self, version: int) -> EvalRecord:
         """Evaluate on the servers and return a line of evals.jsonl.
@@ -82,6 +92,7 @@ class Evaluator:
         finally:
             self.running.discard(version)
             if version == steps:
+                await record_handover(self._store, evaluated=1)
                 self._last_ended.set()
 
     async def _evaluate_on_kept_servers(self, version: int) -> EvalRecord | None:
@@ -108,7 +119,9 @@ class Evaluator:
                 log.warning("the evaluation of version %d lost its servers: once more", version)
         return None
 
-    async def _run(self, fleet: Fleet, version: int, check: Callable[[], None]) -> EvalRecord:
+    async def _run(
+        self, fleet: Fleet, version: int, check: Callable[[], Awaitable[None]]
+    ) -> EvalRecord:
         """Evaluate on `fleet`. `check` is called meanwhile. What it raises ends the evaluation."""
         evaluation = asyncio.ensure_future(
             evaluate(self._config, self._dependencies, fleet, self._workflows, version)
@@ -117,19 +130,19 @@ class Evaluator:
             while not evaluation.done():
                 await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S)
                 if not evaluation.done():
-                    check()
+                    await check()
             return evaluation.result()
         finally:
             evaluation.cancel()
 
-    def _check_all_servers(self, version: int) -> None:
+    async def _check_all_servers(self, version: int) -> None:
         """After the last step, ask for the weights of servers that return, and wait for them."""
         steps = self._config.trainer.steps
         if self._batches.step < steps:
             return
         self._check_servers_return(version)
         if version == steps:
-            self._batches.request_resync()
+            await self._batches.request_resync()
 
     async def await_last(self, resyncs: int) -> Resync | EvaluationEnded:
         """Wait for the end of the last evaluation, or for a resync that the rank has not had."""

@@ -51,7 +51,17 @@ class MessageServer:
     * Any other error also ends `serve`, for example a response that cannot be encoded.
     """
 
-    def __init__(self, run_dir: Path, handler: Handler, host: str = "127.0.0.1"):
+    def __init__(
+        self,
+        run_dir: Path,
+        handler: Handler,
+        host: str = "127.0.0.1",
+        takes_over: bool = False,
+    ):
+        """Listen on `host`, and write the address to the run directory.
+
+        `takes_over`: whether clients of a controller that was killed may continue here.
+        """
         self._handler = handler
         self._malformed = 0
         self._context = zmq.asyncio.Context()
@@ -74,6 +84,7 @@ class MessageServer:
             key=key.decode(),
             pid=os.getpid(),
             namespace=process_namespace(),
+            takes_over=takes_over,
         )
         write_atomically(self._file, msgspec.json.encode(address), private=True)
 

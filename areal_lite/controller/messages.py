@@ -10,6 +10,9 @@
     AwaitEvaluation(version)       EvaluationEnded; or Resync: push `version` and ask again
     Finish()                       RunTotals; then the controller exits
 
+If the controller is killed, a client waits for the next one and sends its request again
+(handover.py). So a repeated request gets the answer that the first one got or would have got.
+
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
 frame (`Reply`), plus the frames of the batch after a `BatchReady`.
 
@@ -179,6 +182,8 @@ class Address(msgspec.Struct):
     pid: int
     # where `pid` is valid: process_namespace()
     namespace: str
+    # whether it took the place of a controller that was killed, and answers the same trainer
+    takes_over: bool = False
 
 
 Answer = tuple[Response, Sequence[bytes | memoryview]]

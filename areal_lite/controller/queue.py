@@ -146,20 +146,31 @@ class GroupQueue:
         """
         if len(self._groups) < count or self.held_back(count, oldest_running):
             return None
-        groups = self._groups[:count]
-        shards = make_shards(groups, num_shards)
         passed = self.num_passing(count, oldest_running)
-        masked = sum(_mask_overdue(shard, version - self._max_staleness) for shard in shards)
+        batch = self.deal(self._groups[:count], version, num_shards, passed)
         del self._groups[:count]
-        group_ids = [group.group_id for group in groups]
         self._passed = sorted(
-            i for i in self._passed + group_ids if oldest_running is not None and i > oldest_running
+            i
+            for i in self._passed + batch.group_ids
+            if oldest_running is not None and i > oldest_running
         )
+        return batch
+
+    def deal(
+        self, groups: list[Group], version: int, num_shards: int, passed: int = 0
+    ) -> BatchAssignment:
+        """Make the batch of these groups, which do not have to be in the queue.
+
+        Equal arguments give an equal batch. Raises ValueError if the shards cannot be equal.
+        """
+        shards = make_shards(groups, num_shards)
         return BatchAssignment(
             groups=groups,
             shards=shards,
-            masked_tokens=masked,
-            group_ids=group_ids,
+            masked_tokens=sum(
+                _mask_overdue(shard, version - self._max_staleness) for shard in shards
+            ),
+            group_ids=[group.group_id for group in groups],
             passed=passed,
         )
 

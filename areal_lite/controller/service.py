@@ -1,7 +1,8 @@
-"""The controller process: `python -m areal_lite.controller.service RUN_DIR`.
+"""The controller process: `python -m areal_lite.controller.service RUN_DIR [trainer-runs]`.
 
 It reads `<run_dir>/config.yaml`, finds the servers by their announcements in the run directory, and
-answers the trainer until `Finish`, SIGTERM or an error.
+answers the trainer until `Finish`, SIGTERM or an error. With `trainer-runs` it takes the place of a
+controller that was killed (handover.py).
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import remove_status, write_status
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.resume import lock_controller, start_version
+from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, start_version
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
@@ -42,14 +43,16 @@ _STATUS_INTERVAL_S = 1.0
 _LOG_EVERY = 10  # statuses
 
 
-async def serve(run_dir: Path) -> None:
+async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
     """Build the controller and run it until `Finish` or SIGTERM. Raises the error of any part."""
     config = load_config(run_dir)
     async with open_sources(config) as sources:
-        await _control(config, run_dir, sources)
+        await _control(config, run_dir, sources, trainer_runs)
 
 
-async def _control(config: TrainConfig, run_dir: Path, sources: Mapping[str, Source]) -> None:
+async def _control(
+    config: TrainConfig, run_dir: Path, sources: Mapping[str, Source], trainer_runs: bool
+) -> None:
     """Run the controller with these data sources."""
     store = Store(run_dir / STORE_FILE)
     store_thread = StoreThread(store)
@@ -69,11 +72,11 @@ async def _control(config: TrainConfig, run_dir: Path, sources: Mapping[str, Sou
         partial(mark_unhealthy, run_dir),
     )
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-    server = MessageServer(run_dir, controller.handle, host)
+    server = MessageServer(run_dir, controller.handle, host, trainer_runs)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     error: BaseException | None = None
     try:
-        controller.recover(store, start_version(run_dir))
+        controller.recover(store, start_version(run_dir), trainer_runs)
         status = _publish_status(controller, run_dir)
         await run_until(server.finished, controller.run(), server.serve(), status)
     except BaseExceptionGroup as group:
@@ -121,7 +124,7 @@ def main() -> int:
     run_dir = Path(sys.argv[1])
     try:
         with lock_controller(run_dir):
-            uvloop.run(serve(run_dir))
+            uvloop.run(serve(run_dir, trainer_runs=sys.argv[2:] == [TRAINER_RUNS]))
     except (ValueError, RuntimeError) as error:
         log.error("%s", error)
         return 1

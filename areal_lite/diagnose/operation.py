@@ -83,7 +83,7 @@ def failed_servers(run: History) -> Sign | None:
 
 def restarted(run: History) -> Sign | None:
     """Find restarts of controller and trainer."""
-    again = run.log_lines("restarts.log", " start again from step ")
+    again = run.log_lines("restarts.log", "(restart ")
     if not again:
         return None
     text = f"restarts: {len(again)}; the last: {again[-1][:220]}"

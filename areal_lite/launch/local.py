@@ -4,9 +4,10 @@ This process supervises the run: it starts servers, controller and trainer ranks
 ends them all. Everything starts at once, but on a shared GPU the server comes before the trainer.
 The controller waits for servers to be announced, the trainer for its first batch.
 
-* A server that fails is started again (server_pool.py). If controller or trainer fail or hang
-  (watchdog.py), both start again from the newest checkpoint (restarts.py), a limited number of
-  times. After that the run ends with the last lines of the log of the role that failed.
+* A server that fails is started again (server_pool.py). So is a controller that is killed or hangs
+  (watchdog.py), under the running trainer. If a rank fails, or the controller reports an error,
+  both start again from the newest checkpoint. All this happens a limited number of times
+  (restarts.py). After that the run ends with the last lines of the log of the role that failed.
 * However the run ends, no process is left.
 """
 
@@ -25,7 +26,7 @@ from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts
-from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
+from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
 from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.launch.transport import choose_transport
@@ -37,6 +38,7 @@ from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (
     STOPPED,
+    TRAINER_RUNS,
     clear_stop_request,
     lock_run_dir,
     remove_stale_files,
@@ -46,6 +48,7 @@ from areal_lite.run_dir.resume import (
 )
 from areal_lite.system.files import write_json
 
+CONTROLLER = "areal_lite.controller.service"
 OnStep = Callable[[dict[str, Any]], object]
 """Called with each line of metrics.jsonl, soon after its training step."""
 
@@ -158,7 +161,7 @@ def _train_with_restarts(
         while True:
             forget_after(run_dir, restarts.start)
             try:
-                return _run_roles(config, run_dir, placement, pool, on_step)
+                return _run_roles(config, run_dir, placement, pool, restarts, on_step)
             except ProcessFailed as failed:
                 restarts.prepare(failed)
 
@@ -168,16 +171,18 @@ def _run_roles(
     run_dir: Path,
     placement: Placement,
     pool: ServerPool,
+    restarts: Restarts,
     on_step: OnStep | None,
 ) -> None:
     """Run controller and trainer ranks until they have ended.
 
-    Raises ProcessFailed when one of them fails or hangs, and RoleFailed when no server is left.
+    Raises ProcessFailed when one of them fails or hangs and cannot start again alone, and
+    RoleFailed when no server is left.
     """
     steps = config.trainer.steps
     report_steps = _step_reporter(run_dir, on_step)
     with Roles(run_dir) as roles, Progress(RunWatch(config, run_dir).view) as progress:
-        controller = roles.start_module("controller", "areal_lite.controller.service")
+        controller = roles.start_module("controller", CONTROLLER)
         watchdog = Watchdog(roles, config.restart.hang_timeout_s)
 
         def watch_start() -> None:
@@ -198,7 +203,21 @@ def _run_roles(
             watchdog.check()
 
         pool.wait_ready(watch_start)
-        roles.wait([*ranks, controller], watch=watch)
+        while True:
+            try:
+                return roles.wait([*ranks, controller], watch=watch)
+            except ProcessFailed as failed:
+                controller = _replace_controller(failed, roles, restarts)
+                watchdog.forget(controller)
+
+
+def _replace_controller(failed: ProcessFailed, roles: Roles, restarts: Restarts) -> Role:
+    """Start another controller under the running trainer. Raises `failed` if that cannot help."""
+    if not restarts.alone(failed):
+        raise failed
+    roles.forget(failed.role)
+    restarts.prepare_controller(failed)
+    return roles.start_module("controller", CONTROLLER, TRAINER_RUNS)
 
 
 def _step_reporter(run_dir: Path, on_step: OnStep | None) -> Callable[[], None]:

@@ -109,9 +109,11 @@ class Roles:
         self.roles.append(role)
         return role
 
-    def start_module(self, name: str, module: str, env: dict[str, str] | None = None) -> Role:
-        """Start `python -m module RUN_DIR`."""
-        return self.start(name, [sys.executable, "-m", module, str(self.run_dir)], env)
+    def start_module(
+        self, name: str, module: str, *more: str, env: dict[str, str] | None = None
+    ) -> Role:
+        """Start `python -m module RUN_DIR MORE`."""
+        return self.start(name, [sys.executable, "-m", module, str(self.run_dir), *more], env)
 
     def start_ranks(
         self, name: str, module: str, config: TrainerConfig, gpus: list[str]
@@ -134,7 +136,7 @@ class Roles:
         }
         world = config.world_size
         if world == 1:
-            return [self.start_module(name, module, common)]
+            return [self.start_module(name, module, env=common)]
         common |= {
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
@@ -142,7 +144,9 @@ class Roles:
         }
         return [
             self.start_module(
-                f"{name}-{rank}", module, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                f"{name}-{rank}",
+                module,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world)
         ]
@@ -172,6 +176,12 @@ class Roles:
             time.sleep(poll_s)
         self.check()
         watch()
+
+    def forget(self, role: Role) -> None:
+        """Kill what is left of a role that failed. Its failure counts no more."""
+        signal_group(role, signal.SIGKILL)
+        role.process.wait()
+        self.roles.remove(role)
 
     def stop(self) -> None:
         """End all processes, starting with the newest.

@@ -100,6 +100,10 @@ class Watchdog:
             signal_group(role, signal.SIGKILL)
             raise role.failure(describe(hang))
 
+    def forget(self, role: Role) -> None:
+        """Forget the heartbeats of the process that `role` has replaced."""
+        self._states.pop(role.name, None)
+
     def _update_state(self, role: Role, now: float) -> ProcessState:
         group = role.name.partition("-")[0]
         state = self._states.setdefault(

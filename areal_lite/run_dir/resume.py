@@ -15,6 +15,8 @@ A file `stop` in the run directory asks a run to stop: the trainer finishes its 
 checkpoint and exits normally. The supervisor creates the file on SIGUSR1, and then exits with
 `STOPPED`. The file stays until the next start: it says that there are steps left.
 
+A controller that is killed can also be replaced under the running trainer: controller/handover.py.
+
 No torch here: supervisor and controller use this module.
 """
 
@@ -49,14 +51,17 @@ from areal_lite.system.files import sync_path
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a run that was stopped and can be started again."""
 
-# Addresses and states of a controller and a trainer that are gone.
-_ROLE_FILES = (
+TRAINER_RUNS = "trainer-runs"
+"""The last argument of a controller that takes the place of one that was killed."""
+
+# Addresses and states of a controller that is gone, and of a trainer that is gone, too.
+_CONTROLLER_FILES = (
     CONTROLLER_FILE,
     CONTROLLER_STATUS_FILE,
     OPENAI_ENDPOINT_FILE,
-    f"{HEARTBEATS_DIR}/*",
-    TOTALS_FILE,
+    f"{HEARTBEATS_DIR}/controller",
 )
+_ROLE_FILES = (*_CONTROLLER_FILES, f"{HEARTBEATS_DIR}/*", TOTALS_FILE)
 # Also those of servers, and files that only a finished run has.
 _STALE_FILES = (*_ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
 
@@ -149,10 +154,15 @@ def remove_role_files(run_dir: Path) -> None:
     _remove(run_dir, _ROLE_FILES)
 
 
+def remove_controller_files(run_dir: Path) -> None:
+    """Remove the stale files of the controller, and keep those of the trainer and the servers."""
+    _remove(run_dir, _CONTROLLER_FILES)
+
+
 def _remove(run_dir: Path, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         for path in run_dir.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

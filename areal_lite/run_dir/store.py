@@ -4,6 +4,7 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 
 * A group has a row in `groups` before its first request is sent. The row moves through the states
   of GroupState: in_flight -> finished -> used, or to filtered or dropped.
+* A finished group with a `step` is in the batch of that step, whose end is not recorded.
 * Only `recover` moves a group back: when a run resumes, a group that a lost step used is finished
   again, dropped, or in flight again.
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
@@ -151,6 +152,14 @@ class Store(BoundedStore):
                 list(chain.from_iterable(some)),
             )
 
+    def assign(self, group_ids: Sequence[int], step: int) -> None:
+        """Record that finished groups are the batch of `step`, which has not ended."""
+        self._execute(
+            "UPDATE groups SET step = ? WHERE state = 'finished' "
+            "AND group_id IN (SELECT value FROM json_each(?))",
+            (step, msgspec.json.encode(list(group_ids)).decode()),
+        )
+
     def use(
         self,
         group_ids: Sequence[int],
@@ -206,7 +215,9 @@ class Store(BoundedStore):
                 f"group {group_id} was to become {state}, but is not {' or '.join(before)}"
             )
 
-    def recover(self, version: int, now: float, play_again: bool = False) -> Recovered:
+    def recover(
+        self, version: int, now: float, play_again: bool = False, trainer_runs: bool = False
+    ) -> Recovered:
         """Resume at `version`: forget the training steps from `version` on.
 
         Call this before anything else. Finished groups, and used groups of a lost step, wait again
@@ -216,10 +227,14 @@ class Store(BoundedStore):
 
         With `play_again` they are in flight again: the caller plays them under their numbers. A
         filtered group is then lost, too, if lost weights sampled it.
+
+        If the trainer runs, it may have the batch of its present step, which stays assigned.
         """
         self._execute("REINDEX groups")  # SQLite does not compare an index with its table
         self.begin()
         self._forget_steps(version, now, play_again)
+        if not trainer_runs:
+            self._execute("UPDATE groups SET step = NULL WHERE state = 'finished'")
         in_flight = "FROM groups WHERE state = 'in_flight'"
         for table in ("trajectories", "sequences"):
             self._execute(f"DELETE FROM {table} WHERE group_id IN (SELECT group_id {in_flight})")

@@ -114,11 +114,25 @@ class StoreReader(StoreFile):
         )
 
     def waiting_groups(self) -> list[Group]:
-        """Return the groups that no step has used, in the order of admission.
+        """Return the finished groups that no step has, in the order of admission.
 
         Raises DamagedGroup, also for one whose tokens were removed although it waits.
         """
-        return [group for group, _ in self._select("state = 'finished' ORDER BY group_id")]
+        where = "state = 'finished' AND step IS NULL ORDER BY group_id"
+        return [group for group, _ in self._select(where)]
+
+    def assigned_groups(self, step: int) -> list[Group]:
+        """Return the batch of `step`, if it is assigned and its end is not recorded.
+
+        The groups are in the order of admission. Raises DamagedGroup.
+        """
+        where = "state = 'finished' AND step = ? ORDER BY group_id"
+        return [group for group, _ in self._select(where, (step,))]
+
+    def completed_steps(self) -> int:
+        """Return the number of training steps whose end is recorded. Not for a replay buffer."""
+        ((steps,),) = self._query("SELECT max(step) + 1 FROM groups WHERE state = 'used'")
+        return steps or 0
 
     def used_groups(self, step: int) -> list[Group]:
         """Return the groups that `step` used, in the order of admission.

@@ -89,16 +89,19 @@ class Fleet:
         """Return whether a trajectory waits for a server while none is ready."""
         return self._waiting > 0 and not self.router.ready
 
-    async def take_over(self) -> None:
+    async def take_over(self, trainer_runs: bool = False, pushing: bool = False) -> None:
         """Take over the servers that an earlier controller has used. Call it before `watch`.
 
         Their requests end. They count as stale, because a push may have ended in its middle, and a
-        trainer that goes back to a checkpoint gives other weights the same version.
+        trainer that goes back to a checkpoint gives other weights the same version. If the trainer
+        runs, it ends its push itself, and without one the servers have what they report.
         """
         servers = self._announced()
-        self.taken_over = set(servers)
-        resets = (self._client.reset(server) for server in servers)
-        for error in await asyncio.gather(*resets, return_exceptions=True):
+        end_requests = self._client.abort_all if trainer_runs else self._client.reset
+        if pushing or not trainer_runs:
+            self.taken_over = set(servers)
+        calls = (end_requests(server) for server in servers)
+        for error in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(error, ServerError):
                 self.router.mark_failed(error.server)
                 self._mark_unhealthy(error.server, str(error))

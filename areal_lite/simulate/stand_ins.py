@@ -80,6 +80,9 @@ class Ledger:
     ) -> None:
         self._move(group.group_id, (GroupState.IN_FLIGHT,), state)
 
+    def assign(self, group_ids: object, step: object) -> None:
+        """Record nothing: a simulated controller is never replaced."""
+
     def use(self, group_ids: Sequence[int], step: int, draws: object) -> None:
         for group_id in group_ids:
             self._move(group_id, (GroupState.FINISHED,), GroupState.USED)

@@ -83,19 +83,25 @@ def config(tiny_model: str, tmp_path: Path) -> TrainConfig:
 
 @pytest.mark.timeout(150)
 def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypatch, capfd) -> None:
-    """The servers go on: fake ones, whose tokens do not depend on the weights."""
+    """The controller starts alone, the trainer with it. The servers go on.
+
+    They are fake ones, whose tokens do not depend on the weights.
+    """
     folder = Path(config.run_dir)
     (folder / "logs").mkdir(parents=True)
     pool = fake_pool(folder, "server-0", delay=0.02)
     monkeypatch.setattr(local, "train_pool", lambda *_: pool)
     over = threading.Event()
     struck: list[int] = []
+    trainers: list[int] = []
 
     def faults() -> None:
         after_step(folder, 3, 2, over.is_set)
+        trainers.append(process_of(folder, TRAINER).pid)
         struck.append(strike(folder, CONTROLLER, signal.SIGKILL))
         after_step(folder, 5, 4, over.is_set)
         struck.append(strike(folder, TRAINER, signal.SIGSTOP))
+        trainers.append(struck[1])
 
     thread = threading.Thread(target=faults, daemon=True)
     thread.start()
@@ -104,13 +110,15 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     finally:
         over.set()
         thread.join()
+    assert trainers[0] == trainers[1], "the trainer went on without its controller"
     assert len(struck) == 2 and not any(map(psutil.pid_exists, struck))
     assert steps_of(folder) == list(range(1, STEPS + 1))
     assert wrong_with(folder) == {}
     restarts = (folder / "logs" / LOG).read_text()
-    assert "step 2 in 1 s (restart 1 of 3 within 3600 s): controller exited with status -9" in (
-        restarts
-    )
+    assert (
+        "the controller starts again under the running trainer in 1 s (restart 1 of 3 within "
+        "3600 s): controller exited with status -9"
+    ) in restarts
     assert "from step 4 in 2 s (restart 2 of 3" in restarts
     assert "trainer hangs: it has been stopped by a signal (SIGSTOP)" in restarts
     found = {finding.name: finding.evidence for finding in diagnose(read_history(folder))}
@@ -118,7 +126,7 @@ def test_a_killed_controller_and_a_stopped_trainer_start_again(config, monkeypat
     terminal = capfd.readouterr().err
     assert all(f"restart {number} of 3" in terminal for number in (1, 2))
     controller = (folder / "logs" / "controller.log").read_text()
-    assert controller.count("has unknown weights") == 2, "the same server went on"
+    assert controller.count("has unknown weights") >= 1, "the same server went on"
     assert processes_of(folder) == []
 
 

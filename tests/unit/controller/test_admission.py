@@ -130,7 +130,7 @@ class Run(RuleBasedStateMachine):
     def crash_and_recover(self) -> None:
         self.live = [group for group in self.live if group[1]]
         self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch, steps=self.steps)
-        self.gate.recover(self.step, len(self.live))
+        self.gate.recover(self.step, self.step, len(self.live))
         self.submitted = self.used + len(self.live)
 
     @invariant()

@@ -13,14 +13,27 @@ from tests.unit.controller.one_source import one_source
 from tests.unit.controller.test_queue import group
 
 
-def controller_with(*running: int, clock) -> Controller:
+class RecordedStore:
+    """A store that only records the calls: (method, arguments, durable)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def submit(self, method, *args, durable=False) -> asyncio.Future:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(None)
+        self.calls.append((method.__name__, args, durable))
+        return future
+
+
+def controller_with(*running: int, clock, store=None) -> Controller:
     """Return a controller of batches of two, in which these groups run and none may pass one."""
     config = TrainConfig(model="m", run_dir="r")
     config.trainer.batch_groups, config.buffer.window = 2, 1
     parts = Dependencies(
         sources=one_source(config, SimpleNamespace(num_prompts=1)),
         tokenizer=SimpleNamespace(eos_ids=(1,), vocab_size=98),
-        store=SimpleNamespace(),
+        store=store or RecordedStore(),
         clock=clock,
     )
     controller = Controller(config, parts, client=None, announced=list)
@@ -99,25 +112,19 @@ def test_the_first_step_of_a_resumed_run_waits_for_a_server_that_was_taken_over(
 
 
 def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
-    submitted: list[tuple] = []
-
-    def submit(method, *args, durable=False):
-        future = asyncio.get_running_loop().create_future()
-        future.set_result(None)
-        submitted.append((method.__name__, args, durable))
-        return future
+    store = RecordedStore()
 
     async def run() -> None:
-        controller = controller_with(clock=lambda: 0.0)
-        controller._store.submit = submit
+        controller = controller_with(clock=lambda: 0.0, store=store)
         for group_id in (0, 1):
             controller.dispatcher.admission.on_admitted()
             controller.dispatcher.admission.on_accepted()
             controller.batches.put(group(group_id, [0]))
         await controller.handle(PullBatch(0, 0, 1))
-        assert not submitted
+        assert store.calls == [("assign", ([0, 1], 0), False)]
+        store.calls.clear()
         await controller.handle(StepDone(1))
 
     asyncio.run(run())
-    assert ("use", ([0, 1], 0, []), True) in submitted
-    assert {name for name, _, durable in submitted if not durable} == {"set_totals"}
+    assert ("use", ([0, 1], 0, []), True) in store.calls
+    assert {name for name, _, durable in store.calls if not durable} == {"set_totals"}

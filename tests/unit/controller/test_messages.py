@@ -391,7 +391,59 @@ def test_no_controller(tmp_path) -> None:
         ControllerClient(tmp_path, timeout_s=0.1)
 
 
-def test_a_dead_controller_is_noticed(tmp_path) -> None:
+@contextlib.contextmanager
+def another_controller(run_dir: Path, takes_over: bool):
+    """Another controller's server, in a thread of its own."""
+    started, loops = threading.Event(), []
+
+    async def serve() -> None:
+        server = MessageServer(run_dir, handler, takes_over=takes_over)
+        loops.extend([asyncio.get_running_loop(), asyncio.create_task(server.serve())])
+        started.set()
+        await asyncio.wait([loops[1]])
+        await server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(5)
+    try:
+        yield
+    finally:
+        loops[0].call_soon_threadsafe(loops[1].cancel)
+        thread.join(5)
+
+
+@pytest.fixture
+def killed(tmp_path) -> Iterator[ControllerClient]:
+    """A client of a controller whose process is gone."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    content = {
+        "url": "tcp://127.0.0.1:1",
+        "key": zmq.curve_keypair()[0].decode(),
+        "pid": process.pid,
+        "namespace": process_namespace(),
+    }
+    (tmp_path / "controller.json").write_text(json.dumps(content))
+    client = ControllerClient(tmp_path, timeout_s=30)
+    yield client
+    client.close()
+
+
+def test_the_next_controller_gets_the_request_again(killed: ControllerClient, tmp_path) -> None:
+    with another_controller(tmp_path, takes_over=True):
+        assert killed.evaluate(3)["versions"] == [3]
+        assert killed.begin_push(4).drained == 4
+
+
+def test_a_controller_that_starts_anew_is_refused(killed: ControllerClient, tmp_path) -> None:
+    with another_controller(tmp_path, takes_over=False):
+        with pytest.raises(RuntimeError, match="started anew .* the evaluation at version 3"):
+            killed.evaluate(3)
+
+
+def test_a_dead_controller_is_noticed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("areal_lite.controller.client._SUCCESSOR_S", 0.0)
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     content = {

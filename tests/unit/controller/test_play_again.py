@@ -26,6 +26,7 @@ from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.request_seed import request_seed
 from areal_lite.trajectory import Group, Trajectory
 from tests.unit.controller.one_source import one_source
+from tests.unit.controller.test_batches import RecordedStore
 from tests.unit.controller.test_dispatcher import FakeFleet
 from tests.unit.controller.test_recover import group, new_store
 
@@ -113,7 +114,7 @@ class World:
             FakeFleet(),
             deliver,
         )
-        self.dispatcher.recover(store, start)
+        self.dispatcher.recover(store, start, start)
         for waiting in store.waiting_groups():
             queue.put(waiting)
         tasks = [
@@ -235,7 +236,7 @@ def test_a_deterministic_run_has_a_server_before_it_trains_on_a_waiting_batch(
         router = SimpleNamespace(ready=set(), stale=["s0"])
         dispatcher = SimpleNamespace(running=set())
         fleet = SimpleNamespace(router=router, taken_over=set())
-        batches = Batches(config, dispatcher, fleet, lambda: 0.0)
+        batches = Batches(config, dispatcher, fleet, RecordedStore(), lambda: 0.0)
         for group_id in range(2):
             batches.put(group(group_id, 0))
         if deterministic:

@@ -29,7 +29,7 @@ from areal_lite.run_dir.resume import (
     start_version,
     stop_requested,
 )
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store import Recovered, Store
 from areal_lite.trajectory import Group, Trajectory
 
 BATCH = 2
@@ -70,6 +70,7 @@ class Run:
         self.sources = sources
         self.store, self.sampler = new_store(), PromptSampler(*sources)
         self.prompts: list[int] = []  # of each group
+        self.batch: list[int] = []  # groups of the batch that the trainer has
         self.version, self.saved, self.now = 0, 0, 0.0
 
     def groups(self, state: str) -> list[int]:
@@ -99,15 +100,25 @@ class Run:
         self.finish(which, "filtered")
 
     def drop(self, which: int) -> None:
-        if open_ := self.groups("in_flight") + self.groups("finished"):
+        if open_ := self.groups("in_flight") + self.waiting():
             chosen = open_[which % len(open_)]
             self.store.drop(chosen, "failed", self.tick())
             self.sampler.put_back(self.prompts[chosen])
 
-    def train(self, _: int) -> None:
-        if len(waiting := self.groups("finished")) >= BATCH:
-            self.store.use(waiting[:BATCH], self.version)
+    def waiting(self) -> list[int]:
+        return [group.group_id for group in self.store.waiting_groups()]
+
+    def assign(self, _: int) -> None:
+        if not self.batch and len(waiting := self.waiting()) >= BATCH:
+            self.batch = waiting[:BATCH]
+            self.store.assign(self.batch, self.version)
+
+    def train(self, which: int) -> None:
+        self.assign(which)
+        if self.batch:
+            self.store.use(self.batch, self.version)
             self.version += 1
+            self.batch = []
 
     def save(self, _: int) -> None:
         self.saved = self.version
@@ -151,6 +162,23 @@ class Run:
             "a trajectory that could be used was thrown away"
         )
         self.version = self.saved
+        self.batch = []
+        self.restore_sampler(recovered)
+
+    def kill_controller(self, _: int) -> None:
+        """Go on under the trainer, which keeps its step and its batch: only what flew is lost."""
+        assert self.store.completed_steps() == self.version
+        flying = [self.prompts[t] for t in self.groups("in_flight")]
+        before = {t["group_id"]: t for t in self.store.groups() if t["state"] != "in_flight"}
+        waiting, put_back = self.waiting(), self.sampler.state()["put_back"]
+        recovered = self.store.recover(self.version, self.tick(), trainer_runs=True)
+        assert {t["group_id"]: t for t in self.store.groups() if t["group_id"] in before} == before
+        assert [t.group_id for t in self.store.assigned_groups(self.version)] == self.batch
+        assert self.waiting() == waiting and recovered.waiting == len(waiting) + len(self.batch)
+        assert (recovered.drawn, recovered.put_back) == (self.sampler.drawn, put_back + flying)
+        self.restore_sampler(recovered)
+
+    def restore_sampler(self, recovered: Recovered) -> None:
         self.sampler = PromptSampler(*self.sources)
         self.sampler.check_draws(recovered.draws)
         self.sampler.restore(
@@ -166,7 +194,8 @@ class Run:
         assert self.store.missing_trajectories() == 0
 
 
-EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["train"] * 2 + ["filter", "drop", "save", "kill"]
+EVENTS = ["admit"] * 4 + ["finish"] * 4 + ["assign", "train", "train"]
+EVENTS += ["filter", "drop", "save", "kill", "kill_controller"]
 
 
 @settings(max_examples=150, deadline=None)

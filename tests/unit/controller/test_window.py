@@ -111,7 +111,7 @@ class Run(RuleBasedStateMachine):
         self.running.clear()
         self.queue = GroupQueue(self.bound, self.overdue, self.window)
         self.gate = AdmissionGate(max_staleness=self.eta, batch_groups=self.batch)
-        self.gate.recover(self.step, len(self.live))
+        self.gate.recover(self.step, self.step, len(self.live))
         for group_id, version in self.live.items():
             self.queue.put(group(group_id, [version]))
 

@@ -105,6 +105,36 @@ def test_nothing_starts_again_when_a_stop_was_requested(tmp_path, slept) -> None
         restarts_of(tmp_path).prepare(killed(tmp_path))
 
 
+def test_a_killed_controller_starts_again_alone(tmp_path, slept) -> None:
+    gone = ("controller.json", "heartbeats/controller")
+    stay = ("heartbeats/trainer", "controller_totals.json", "servers/server-0.json")
+    for name in (*gone, *stay):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "stop").touch()  # the trainer needs a controller to finish its step
+    restarts = restarts_of(tmp_path)
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    failed = failure(tmp_path, code, "controller")
+    assert restarts.alone(failed)
+    restarts.prepare_controller(failed)
+    assert slept == [1.0]
+    assert [(tmp_path / name).exists() for name in (*gone, *stay)] == [False] * 2 + [True] * 3
+    for _ in range(2):
+        restarts.prepare_controller(failed)
+    with pytest.raises(RoleFailed, match="3 restarts within"):
+        restarts.prepare_controller(failed)
+
+
+def test_what_takes_the_trainer_along_starts_again_with_it(tmp_path) -> None:
+    restarts = restarts_of(tmp_path)
+    assert not restarts.alone(failure(tmp_path, "raise KeyError('told the ranks')", "controller"))
+    assert not restarts.alone(killed(tmp_path)), "a rank"
+    config = TrainConfig(model="m", run_dir=str(tmp_path))
+    config.buffer.replay.capacity = 10
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert not Restarts(config, tmp_path).alone(failure(tmp_path, code, "controller"))
+
+
 def test_an_error_after_the_last_step_ends_the_run(tmp_path, slept) -> None:
     restarts = restarts_of(tmp_path)
     trained(tmp_path, STEPS, saved=STEPS)
