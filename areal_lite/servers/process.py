@@ -104,6 +104,9 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "sleep_on_idle": True,
         # Without a GPU nothing overlaps.
         "disable_overlap_schedule": True,
+        # SGLang would stop decoding for each new group of requests. A prefill without a GPU takes
+        # as long for a few requests as for many, so it waits for some decode steps.
+        "prefill_decode_interval": 4,
     }
 
 

@@ -16,6 +16,7 @@ With a GPU nothing of this is active: `activate` returns None, and `areal_lite.s
 passes no flag that refers to it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 PLATFORM = "areal_lite_cpu"
@@ -31,6 +32,11 @@ def activate() -> str | None:
 
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._should_defer_prefill",
+        _defer_while_decoding,
+        HookType.AROUND,
     )
     _allow_determinism()
     return "areal_lite.servers.cpu.platform.CpuPlatform"
@@ -63,6 +69,15 @@ def _make_invariant(runner: Any) -> None:
 
     if get_exec().deterministic.enable_deterministic_inference:
         install_products(runner.dtype)
+
+
+def _defer_while_decoding(original: Callable[[Any], bool], scheduler: Any) -> bool:
+    """Return whether new requests wait for decode steps (`--prefill-decode-interval`).
+
+    SGLang counts the steps also while nothing decodes. A scheduler that sleeps while it is idle
+    would then take a second for each.
+    """
+    return not scheduler.running_batch.is_empty() and original(scheduler)
 
 
 def _fork_workers(*_: object) -> None:
