@@ -2,6 +2,7 @@
 
     python -m benchmarks.staleness grid      # each clip at three learning rates
     python -m benchmarks.staleness speed     # how fast a clip lets a carry be learned
+    python -m benchmarks.staleness limit     # the same with an optimizer that does not rescale
     python -m benchmarks.staleness weight    # what the weight does where no clip acts
     python -m benchmarks.staleness cures     # every clip and addition at lags of 16 to 64
     python -m benchmarks.staleness speed --show        # draws what there is, runs nothing

@@ -20,6 +20,8 @@ ARMS = {
     "range": ("#cc79a7", "ratios from 0.5 to 2"),
     "sequence": ("#999933", "one weight per trajectory"),
     "penalty": ("#222222", "penalty on the divergence"),
+    "decoupled_sgd": ("#0072b2", "decoupled, weighted, without Adam"),
+    "behavior_sgd": ("#d55e00", "clip around the behavior policy, without Adam"),
 }
 """The color and the label of each arm."""
 _MARKERS = {2: "v", 4: "P", 8: "o", 16: "s", 32: "D", 64: "^"}
@@ -28,7 +30,7 @@ _MARKERS = {2: "v", 4: "P", 8: "o", 16: "s", 32: "D", 64: "^"}
 def draw(study: str, records: list[dict], path: Path) -> None:
     """Draw the picture of a study. Without records there is none."""
     if records:
-        (_speed if study == "speed" else _grid)(records, path)
+        (_speed if study in ("speed", "limit") else _grid)(records, path)
 
 
 def draw_drift(records: list[dict], path: Path) -> None:

@@ -24,9 +24,10 @@ COMMON = (
     " buffer.fixed_lag=true eval.problems=512"
 )
 _DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
+_BEHAVIOR = "algo.decoupled=false algo.correction.mode=cap"
 ARMS = {
     "decoupled": _DECOUPLED,
-    "behavior": "algo.decoupled=false algo.correction.mode=cap",
+    "behavior": _BEHAVIOR,
     "unweighted": "algo.decoupled=true algo.correction.mode=off",
     "ess": f"{_DECOUPLED} algo.scale_lr_by_ess=true",
     "moment": f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}",
@@ -37,13 +38,16 @@ ARMS = {
         " algo.advantage.mean=optimal"
     ),
     "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
+    "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
+    "behavior_sgd": f"{_BEHAVIOR} trainer.optimizer=sgd",
 }
 """decoupled: clip around the proximal policy, weights to the behavior policy capped at 5.
 behavior: clip around the behavior policy. unweighted: decoupled without the weight.
 
 The others are decoupled with one addition. ess: a learning rate that follows the effective sample
 size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
-variation, or by the ratio. penalty: the divergence from the behavior policy in the loss."""
+variation, or by the ratio. penalty: the divergence from the behavior policy in the loss.
+decoupled_sgd, behavior_sgd: an optimizer that does not rescale gradients."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Cell:
 CLIPS = ("decoupled", "behavior", "unweighted")
 CURES = (*CLIPS, "sequence", "ess", "moment", "variation", "range", "penalty")
 LRS = (3e-5, 1e-4, 3e-4)
+SGD_LRS = (0.1, 0.3)
 
 
 def grid(seed: int) -> list[Cell]:
@@ -101,6 +106,13 @@ def speed(seed: int) -> list[Cell]:
     return [
         Cell(arm, lag, 1e-4, seed, eps)
         for eps, lag, arm in product((0.1, 0.2), (8, 4, 2, 0), CLIPS)
+    ]
+
+
+def limit(seed: int) -> list[Cell]:
+    """Return both clips with an optimizer that does not make up for tokens without gradient."""
+    return [
+        Cell(arm, 8, lr, seed) for lr, arm in product(SGD_LRS, ("decoupled_sgd", "behavior_sgd"))
     ]
 
 
@@ -119,4 +131,4 @@ def cures(seed: int) -> list[Cell]:
     return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]
 
 
-STUDIES = {"grid": grid, "speed": speed, "weight": weight, "cures": cures}
+STUDIES = {"grid": grid, "speed": speed, "limit": limit, "weight": weight, "cures": cures}
