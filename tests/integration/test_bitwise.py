@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from areal_lite.launch.restarts import LOG
+from tests.integration.test_restarts import CONTROLLER, strike
 from tests.integration.test_train import model  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,3 +139,25 @@ def test_a_run_is_the_same_again(model, unkilled, tmp_path, ranks: int, kills: i
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_controller_changes_nothing(model, unkilled, tmp_path) -> None:  # noqa: F811
+    """Two ranks go on under the next controller: in a step, between two steps, in a push."""
+    expected = unkilled(2)
+    rng = random.Random(5)
+    folder = tmp_path / "run"
+    process = start(folder, model, ranks=2)
+    try:
+        for steps in (1, 3, 5):
+            while process.poll() is None and _num_steps(folder) < steps:
+                time.sleep(0.02)
+            time.sleep(rng.random())
+            strike(folder, CONTROLLER, signal.SIGKILL)
+        assert_same(finish(folder, process), expected)
+    finally:
+        process.kill()
+        process.wait()
+    restarts = (folder / "logs" / LOG).read_text()
+    assert restarts.count("the controller starts again under the running trainer") == 3
