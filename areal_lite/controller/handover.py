@@ -1,8 +1,8 @@
 """What a controller records so that another one can take its place under the same trainer.
 
-The trainer loses no step when its controller is killed. Its ranks wait for the next controller, and
-ask it again what the last one did not answer (controller/client.py). The answers must fit those that
-other ranks have had already. The store therefore knows, before any rank does:
+The trainer loses no step when its controller is killed. Its ranks wait for the next controller.
+They ask it again what the last one did not answer (controller/client.py). The answers must fit
+those that other ranks have had already. The store therefore knows, before any rank does:
 
 * the batch that was assigned to a step (`Store.assign`);
 * how many resyncs were requested. Every rank makes them in the same order relative to the batches;

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,17 @@ class Run:
 
     def log(self, name: str = "controller") -> str:
         return (self.path / f"{name}.log").read_text()
+
+    def wait_for(self, text: str, limit_s: float = 10) -> None:
+        """Wait until the controller's log has `text`.
+
+        Raises:
+            AssertionError: it does not have it within `limit_s` seconds.
+        """
+        deadline = time.monotonic() + limit_s
+        while text not in (log := self.log()):
+            assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{log}"
+            time.sleep(0.02)
 
     def store(self) -> Store:
         return Store(self.path / "trajectories.sqlite", read_only=True)

@@ -46,9 +46,14 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
     for arm in ARMS:
         settings = Cell(arm, 8, 1e-4, 1).settings
         configs[arm] = to_dataclass(compose_config("train", ["model=w", "run_dir=r", *settings]))
+    base = configs["decoupled"]
     changed = {
-        arm: {key for key, value in vars(config.algo).items() if value != getattr(base.algo, key)}
-        for base in [configs["decoupled"]]
+        arm: {
+            key
+            for part, reference in ((config.algo, base.algo), (config.trainer, base.trainer))
+            for key, value in vars(part).items()
+            if value != getattr(reference, key)
+        }
         for arm, config in configs.items()
     }
     assert changed == {
@@ -61,6 +66,8 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "range": {"rejection"},
         "sequence": {"correction", "advantage"},
         "penalty": {"kl"},
+        "decoupled_sgd": {"optimizer"},
+        "behavior_sgd": {"decoupled", "optimizer"},
     }
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
@@ -41,7 +42,7 @@ def keys_of_a_batch_reply() -> set[str]:
         parts = Dependencies(
             sources=one_source(config, SimpleNamespace(num_prompts=1)),
             tokenizer=tokenizer,
-            store=SimpleNamespace(),
+            store=SimpleNamespace(submit=AsyncMock()),
             clock=lambda: 0.0,
         )
         controller = Controller(config, parts, client=None, announced=list)
