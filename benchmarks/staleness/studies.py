@@ -92,6 +92,7 @@ class Cell:
 CLIPS = ("decoupled", "behavior", "unweighted")
 CURES = (*CLIPS, "sequence", "ess", "moment", "variation", "range", "penalty")
 LRS = (3e-5, 1e-4, 3e-4)
+CURE_LRS = (3e-5, 6e-5, 1e-4)
 SGD_LRS = (0.1, 0.3)
 
 
@@ -126,8 +127,8 @@ def weight(seed: int) -> list[Cell]:
 
 def cures(seed: int) -> list[Cell]:
     """Return every arm at large lags, and fresh data for comparison."""
-    stale = product((16, 32, 64), (3e-5, 1e-4), CURES)
-    fresh = [Cell("decoupled", 0, lr, seed, steps=220) for lr in (3e-5, 1e-4)]
+    stale = product((16, 32, 64), CURE_LRS, CURES)
+    fresh = [Cell("decoupled", 0, lr, seed, steps=220) for lr in CURE_LRS]
     return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]
 
 
