@@ -16,6 +16,7 @@ ARMS = {
     "unweighted": ("#6a3d9a", "decoupled, no weight"),
     "ess": ("#009e73", "learning rate follows the ESS"),
     "moment": ("#e69f00", "second moment below 0.04"),
+    "decay": ("#a6761d", "second moment below 0.04, learning rate falls to zero"),
     "variation": ("#56b4e9", "total variation below 0.2"),
     "range": ("#cc79a7", "ratios from 0.5 to 2"),
     "sequence": ("#999933", "one weight per trajectory"),

@@ -25,12 +25,14 @@ COMMON = (
 )
 _DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
 _BEHAVIOR = "algo.decoupled=false algo.correction.mode=cap"
+_MOMENT = f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}"
 ARMS = {
     "decoupled": _DECOUPLED,
     "behavior": _BEHAVIOR,
     "unweighted": "algo.decoupled=true algo.correction.mode=off",
     "ess": f"{_DECOUPLED} algo.scale_lr_by_ess=true",
-    "moment": f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}",
+    "moment": _MOMENT,
+    "decay": f"{_MOMENT} trainer.lr_schedule=linear",
     "variation": f"{_DECOUPLED} algo.rejection={{by:tv,above:0.2,outward:true}}",
     "range": f"{_DECOUPLED} algo.rejection={{by:ratio,above:2,below:0.5}}",
     "sequence": (
@@ -46,8 +48,9 @@ behavior: clip around the behavior policy. unweighted: decoupled without the wei
 
 The others are decoupled with one addition. ess: a learning rate that follows the effective sample
 size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
-variation, or by the ratio. penalty: the divergence from the behavior policy in the loss.
-decoupled_sgd, behavior_sgd: an optimizer that does not rescale gradients."""
+variation, or by the ratio. decay: moment with a learning rate that falls to zero. penalty: the
+divergence from the behavior policy in the loss. decoupled_sgd, behavior_sgd: an optimizer that does
+not rescale gradients."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ class Cell:
 
 
 CLIPS = ("decoupled", "behavior", "unweighted")
-CURES = (*CLIPS, "sequence", "ess", "moment", "variation", "range", "penalty")
+CURES = (*CLIPS, "sequence", "ess", "moment", "decay", "variation", "range", "penalty")
 LRS = (3e-5, 1e-4, 3e-4)
-CURE_LRS = (3e-5, 6e-5, 1e-4)
+CURE_LRS = (3e-5, 6e-5, 1e-4, 1.5e-4)
 SGD_LRS = (0.1, 0.3)
 
 
@@ -128,7 +131,9 @@ def weight(seed: int) -> list[Cell]:
 def cures(seed: int) -> list[Cell]:
     """Return every arm at large lags, and fresh data for comparison."""
     stale = product((16, 32, 64), CURE_LRS, CURES)
-    fresh = [Cell("decoupled", 0, lr, seed, steps=220) for lr in CURE_LRS]
+    fresh = [
+        Cell(arm, 0, lr, seed, steps=220) for lr, arm in product(CURE_LRS, ("decoupled", "decay"))
+    ]
     return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]
 
 

@@ -62,6 +62,7 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "unweighted": {"correction"},
         "ess": {"scale_lr_by_ess"},
         "moment": {"rejection"},
+        "decay": {"rejection", "lr_schedule"},
         "variation": {"rejection"},
         "range": {"rejection"},
         "sequence": {"correction", "advantage"},

@@ -1,0 +1,52 @@
+"""What the controller has to do in a measurement."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from areal_lite.config import TrainConfig
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 40
+LONGEST = 5
+"""Longest answer, in means."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests in flight and what a server answers.
+
+    An answer has `mean_tokens` on average and takes `mean_s` seconds. A step has `batch_groups`
+    groups of GROUP_SIZE trajectories.
+    """
+
+    in_flight: int
+    mean_tokens: int
+    mean_s: float
+    batch_groups: int
+    max_staleness: int
+
+    @property
+    def max_tokens(self) -> int:
+        return LONGEST * self.mean_tokens
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments of `python -m benchmarks.controller_load.server`, but the run."""
+        return [str(self.mean_tokens), str(self.mean_s)]
+
+    def facts(self) -> dict[str, float]:
+        return asdict(self)
+
+    def config(self, folder: Path) -> TrainConfig:
+        """Return the configuration of a run, and write its tokenizer to <folder>/model."""
+        build_char_tokenizer().save_pretrained(folder / "model")
+        config = TrainConfig(model=str(folder / "model"))
+        config.rollout.group_size = GROUP_SIZE
+        config.rollout.max_new_tokens = self.max_tokens
+        config.rollout.max_concurrent = self.in_flight
+        config.trainer.batch_groups = self.batch_groups
+        config.trainer.steps = 10**6
+        config.buffer.max_staleness = self.max_staleness
+        config.eval.problems = 0
+        return config
