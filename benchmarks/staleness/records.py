@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,9 +31,12 @@ def run(work: Path, cell: Cell) -> dict:
     run_dir = work / cell.name
     if run_dir.exists():  # a run that was stopped
         shutil.rmtree(run_dir)
-    own = [f"run_dir={run_dir}", f"model={warm(work, cell.seed)}"]
+    model = warm(work, cell.seed)
+    own = [f"run_dir={run_dir}", f"model={model}"]
     areal_lite(work / f"{cell.name}.log", "train", *own, *cell.settings)
-    record = _record(run_dir, cell)
+    # Warm-up may round differently on another machine: then a seed has another model there.
+    checksum = zlib.crc32((model / "model.safetensors").read_bytes())
+    record = _record(run_dir, cell) | {"model": checksum}
     shutil.rmtree(run_dir)
     return record
 
