@@ -26,6 +26,10 @@ from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import dying_with_me
 
+# Without a GPU each number of tokens has about ten oneDNN primitives of its own, of 0.4 MB each.
+# oneDNN and torch both cache 1,024 of them. A step needs few of those of the step before, and their
+# small blocks between large tensors keep the heap from shrinking.
+ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _GRACE_S = 10.0
 _SHOWN_LINES = 20
 _MAX_OUTPUT_BYTES = 65536
@@ -132,6 +136,7 @@ class Roles:
             "OMP_NUM_THREADS": str(config.threads),
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            **ONEDNN_CACHES,
             **gpu_environment(gpus),
         }
         world = config.world_size
