@@ -33,6 +33,12 @@ def page(study: str, records: list[dict]) -> str:
             "of the last ten steps, in the seeds that have them all:",
             best,
         ]
+    if shares := _shares_of_fresh(records):
+        parts += [
+            "Accuracy as a share of that with fresh data after as many steps, seed by seed, with "
+            "95 % intervals. Fresh data has the learning rate that most seeds have.",
+            shares,
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,6 +101,27 @@ def _paired_at_own_best(records: list[dict]) -> str:
                 rates = f"{best['decoupled']:g}, {best[arm]:g}"
                 rows.append([*_place(lag, rates, *place), arm, *cells])
     return _markdown([*_PLACE, *_PAIRED], sorted(rows)) if rows else ""
+
+
+def _shares_of_fresh(records: list[dict]) -> str:
+    """Return the accuracy on stale data over that on fresh data, with the lowest share."""
+    rows = []
+    for steps in sorted({run["steps"] for run in records}):
+        own = [run for run in records if run["steps"] == steps]
+        rates = _grouped([r for r in own if (r["arm"], r["lag"]) == ("decoupled", 0)], ("lr",))
+        if not rates:
+            continue
+        (fresh_lr,), runs = max(rates, key=lambda rate: len(rate[1]))
+        fresh = {run["seed"]: run["accuracy"] for run in runs}
+        for (*place, arm), stale in _grouped([r for r in own if r["lag"]], (*_WHERE, "arm")):
+            shares = [r["accuracy"] / fresh[r["seed"]] for r in stale if r["seed"] in fresh]
+            if len(shares) > 1:
+                found = difference(shares, [0.0] * len(shares))
+                share = f"{found.mean:.3f} ({found.low:.3f} to {found.high:.3f})"
+                counts = [str(len(shares)), share, f"{min(shares):.3f}"]
+                rows.append([*_place(*place), arm, f"{fresh_lr:g}", *counts])
+    head = [*_PLACE, "arm", "learning rate of fresh data", "pairs", "share", "lowest"]
+    return _markdown(head, rows) if rows else ""
 
 
 def best_rate(runs: list[dict]) -> float | None:

@@ -230,6 +230,17 @@ def test_tables_compare_runs_of_a_seed() -> None:
     assert "| 0.50 (0.50 to 0.50) |" in pairs[2]
 
 
+def test_accuracy_is_compared_with_that_of_fresh_data() -> None:
+    """The shares are 0.5 and 1: their mean is 0.75, and t(0.975, 1) is 12.706."""
+    curve = [0.5] * 20
+    fresh = [record("decoupled", seed, 0, 0.8, curve) for seed in (1, 2)]
+    other_rate = [record("decoupled", 1, 0, 0.1, curve, 3e-5)]
+    stale = [record("moment", seed, 16, e, curve) for seed, e in ((1, 0.4), (2, 0.8), (3, 0.9))]
+    shares = page("cures", [*fresh, *other_rate, *stale]).split("\n\n")[-1].splitlines()
+    assert len(shares) == 2 + 1
+    assert "| moment | 0.0001 | 2 | 0.750 (-2.427 to 3.927) | 0.500 |" in shares[2]
+
+
 def test_arms_are_compared_at_their_own_best_learning_rates() -> None:
     """Rates are chosen in seed 1, which has them all: 3e-4 for decoupled, 1e-4 for the other."""
     ends = {("decoupled", 1e-4): 0.5, ("decoupled", 3e-4): 0.9}
