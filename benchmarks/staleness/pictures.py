@@ -146,6 +146,6 @@ def _legend(figure: Figure) -> None:
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         named |= dict(zip(labels, handles))
-    figure.legend(
-        named.values(), named.keys(), loc="outside upper center", ncols=2, frameon=False, fontsize=8
-    )
+    columns = 2 if figure.get_figwidth() > 5 else 1
+    where = "outside upper center"
+    figure.legend(named.values(), named.keys(), loc=where, ncols=columns, frameon=False, fontsize=8)

@@ -184,7 +184,9 @@ class ChaosRun:
         target = fault.kind.target
         with suppress(psutil.NoSuchProcess):
             if target == SUPERVISOR:
-                return psutil.Process(self._process.pid)
+                family = self._family()
+                # Before it starts a process, it may not have its handler of SIGTERM yet.
+                return family[0] if len(family) > 1 else None
             if module := _MODULES.get(target):
                 found = [one for one in self._family() if module in one.cmdline()]
                 return found[0] if found else None
