@@ -44,7 +44,7 @@ def diagnosis_text(run: History) -> str:
     """Return the findings as text for a terminal."""
     findings = diagnose(run)
     state = "going on" if run.running else "ended"
-    steps = f"{run.run_dir}: {state}, step {len(run.metrics)} of {run.config.trainer.steps}"
+    steps = f"{run.run_dir}: {state}, step {run.step} of {run.config.trainer.steps}"
     groups = run.columns.groups
     if removed := int(((groups["state"] == "used") & ~groups["kept"]).sum()):
         steps += f"\n{NOT_KEPT}: {removed:,} groups, which are not compared token by token"

@@ -51,7 +51,12 @@ class History:
     @property
     def complete(self) -> bool:
         """Return whether all steps are trained."""
-        return len(self.metrics) >= self.config.trainer.steps
+        return self.step >= self.config.trainer.steps
+
+    @property
+    def step(self) -> int:
+        """Return the number of trained steps. `metrics` may have only the newest of them."""
+        return self.metrics[-1]["step"] if self.metrics else 0
 
     @property
     def takes_turns(self) -> bool:
@@ -88,8 +93,10 @@ class History:
         return float(seconds.sum() / time_s.sum()) if len(seconds) and time_s.sum() else None
 
     def count(self, key: str) -> int:
-        """Return a count that starts at 0 with each process of the controller, over the run."""
-        known = np.nan_to_num(np.concatenate(([0.0], self.values(key))))
+        """Return a count that starts at 0 with each process of the controller, over `metrics`."""
+        found = self.values(key)
+        before = found[:1] if self.step > len(self.metrics) else np.zeros(1)
+        known = np.nan_to_num(np.concatenate((before, found)))
         grown = np.diff(known)
         return int(np.where(grown < 0, known[1:], grown).sum())
 
@@ -116,8 +123,13 @@ def _enough(known: np.ndarray) -> np.ndarray:
     return known if len(known) >= limit("least_steps") else _NO
 
 
-def read_history(run_dir: Path, now: float | None = None) -> History:
+def read_history(run_dir: Path, now: float | None = None, newest: int | None = None) -> History:
     """Read the records of a run, which may have ended, been killed or still be going.
+
+    Args:
+        run_dir: the run directory.
+        now: wall-clock seconds; None for the present.
+        newest: how many of the newest training steps to read; None for all.
 
     Raises ValueError for a directory that is not that of a training run.
     """
@@ -127,7 +139,7 @@ def read_history(run_dir: Path, now: float | None = None) -> History:
     return History(
         run_dir=run_dir,
         config=load_config(run_dir),
-        metrics=read_metrics(run_dir),
+        metrics=read_metrics(run_dir, newest),
         evals=read_events(run_dir, "evals"),
         columns=read_columns(run_dir / STORE_FILE),
         logs={

@@ -28,7 +28,7 @@ def stalled(run: History) -> Sign | None:
     if since <= patience:
         return None
     normal = f" (usually {usual:.1f} s)" if usual else ""
-    return alarm(f"no step for {since:.0f} s after step {len(run.metrics)}{normal}; {_who(run)}")
+    return alarm(f"no step for {since:.0f} s after step {run.step}{normal}; {_who(run)}")
 
 
 def _who(run: History) -> str:
@@ -61,7 +61,7 @@ def ended_early(run: History) -> Sign | None:
     """Find a run that ended before its last step without being asked to."""
     if run.running or run.complete or run.stopped or run.config.debug != "off":
         return None
-    text = f"step {len(run.metrics)} of {run.config.trainer.steps}"
+    text = f"step {run.step} of {run.config.trainer.steps}"
     errors = "; ".join(f"{name}: {line[:200]}" for name, line in run.errors.items())
     return alarm(f"{text}; {errors}") if errors else hint(f"{text}; no error in the logs")
 

@@ -20,8 +20,9 @@ from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.threads import start_daemon
 
-# A diagnosis reads all records of a run. It may take this share of one core, and is not repeated
-# before so many seconds.
+# A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
+# one core, and is not repeated before so many seconds.
+_DIAGNOSED_STEPS = 1000
 _DIAGNOSIS_SHARE = 0.05
 _DIAGNOSIS_INTERVAL_S = 10.0
 _SHOWN_FINDINGS = 2
@@ -104,7 +105,7 @@ class _Findings:
         return self._notices
 
     def _diagnose(self) -> list[Finding]:
-        return diagnose(read_history(self._run_dir))
+        return diagnose(read_history(self._run_dir, newest=_DIAGNOSED_STEPS))
 
 
 def finding_notices(findings: list[Finding], run_dir: Path) -> list[Notice]:

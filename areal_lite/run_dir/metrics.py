@@ -10,6 +10,7 @@
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -63,9 +64,9 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the training steps that a run has logged so far."""
-    return _read_lines(Path(run_dir) / METRICS_FILE)
+def read_metrics(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:
+    """Read the training steps that a run has logged so far, or only the `newest` of them."""
+    return _read_lines(Path(run_dir) / METRICS_FILE, newest)
 
 
 def append_event(
@@ -153,11 +154,12 @@ def _log_file(run_dir: Path, name: str) -> Path:
     return Path(run_dir) / f"{name}.jsonl"
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path, newest: int | None = None) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    # After the last newline comes nothing, or an incomplete line.
-    complete = path.read_bytes().split(b"\n")[:-1]
+    with open(path, "rb") as file:
+        # After the last newline comes nothing, or an incomplete line.
+        complete = deque((line for line in file if line.endswith(b"\n")), newest)
     try:
         return [json.loads(line) for line in complete]
     except ValueError as error:

@@ -88,6 +88,15 @@ def test_an_incomplete_first_line_leaves_nothing(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path)] == [9]
 
 
+@pytest.mark.parametrize("incomplete", ["", '{"step": 4'])
+@pytest.mark.parametrize("newest", [None, 1, 2, 3, 4])
+def test_only_the_newest_steps_are_read(tmp_path, newest, incomplete):
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + incomplete)
+    expected = [1, 2, 3][-(newest or 3) :]
+    assert [m["step"] for m in read_metrics(tmp_path, newest)] == expected
+
+
 def test_a_complete_line_that_is_not_json_is_an_error_that_names_the_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("hello\n{}\n")
     with pytest.raises(ValueError, match="metrics.jsonl"):
