@@ -24,6 +24,7 @@ import os
 import platform
 import statistics
 import tempfile
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def run(load: Load, steps: int = 3) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         with fresh_server(run_dir, load.config(Path(folder)), load):
-            row = load.facts() | measure(run_dir, load, steps)
+            row = asdict(load) | measure(run_dir, load, steps)
     print(json.dumps(row, default=str), flush=True)
     return row
 
@@ -127,7 +128,7 @@ def compare(rounds: int, trajectories: int) -> dict:
         "share_of_bare_client_median": statistics.median(shares),
         "shares": sorted(shares),
         "share_by_cpu_time_median": statistics.median(by_cpu),
-        "load": COMPARED.facts(),
+        "load": asdict(COMPARED),
         "rounds": found,
     }
 

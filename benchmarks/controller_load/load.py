@@ -1,6 +1,6 @@
-"""What the controller has to do in a measurement."""
+"""Describe the load of a measurement: requests in flight, lengths and times of answers."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
@@ -14,7 +14,7 @@ LONGEST = 5
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in flight and what a server answers.
+    """Requests in flight, and the answers of the server.
 
     An answer has `mean_tokens` on average and takes `mean_s` seconds. A step has `batch_groups`
     groups of GROUP_SIZE trajectories.
@@ -34,9 +34,6 @@ class Load:
     def arguments(self) -> list[str]:
         """Return the arguments of `python -m benchmarks.controller_load.server`, but the run."""
         return [str(self.mean_tokens), str(self.mean_s)]
-
-    def facts(self) -> dict[str, float]:
-        return asdict(self)
 
     def config(self, folder: Path) -> TrainConfig:
         """Return the configuration of a run, and write its tokenizer to <folder>/model."""

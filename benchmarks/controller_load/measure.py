@@ -43,6 +43,7 @@ class Trainer:
         return info | {"sampled_tokens": int(np.count_nonzero(batch.loss_mask))}
 
     def push(self) -> None:
+        """End the step: push the next version to every server."""
         self.step += 1
         for server in self.client.begin_push(self.step).servers:
             body = {"model_path": "-", "weight_version": str(self.step)}

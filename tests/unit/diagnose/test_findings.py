@@ -444,7 +444,7 @@ def test_a_terminal_gets_no_line_that_it_would_break_within_a_word():
 
 
 def test_the_newest_steps_are_enough(tmp_path: Path) -> None:
-    """What was counted before them counts neither as theirs nor as lost."""
+    """Leave out the counts of earlier steps."""
     run = make_run(tmp_path / "run", dropped_groups=lambda step: 100 + step)
     newest = read_history(run, END, newest=10)
     assert len(newest.metrics) == 10 and newest.step == STEPS and newest.complete
