@@ -20,6 +20,7 @@ ARMS = {
     "variation": ("#56b4e9", "total variation below 0.2"),
     "range": ("#cc79a7", "ratios from 0.5 to 2"),
     "sequence": ("#999933", "one weight per trajectory"),
+    "averaged": ("#117733", "clip around the averaged policy"),
     "penalty": ("#222222", "penalty on the divergence"),
     "decoupled_sgd": ("#0072b2", "decoupled, weighted, without Adam"),
     "behavior_sgd": ("#d55e00", "clip around the behavior policy, without Adam"),

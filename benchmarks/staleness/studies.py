@@ -39,6 +39,7 @@ ARMS = {
         f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=8"
         " algo.advantage.mean=optimal"
     ),
+    "averaged": f"{_DECOUPLED} algo.prox=average",
     "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
     "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
     "behavior_sgd": f"{_BEHAVIOR} trainer.optimizer=sgd",
@@ -49,8 +50,8 @@ behavior: clip around the behavior policy. unweighted: decoupled without the wei
 The others are decoupled with one addition. ess: a learning rate that follows the effective sample
 size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
 variation, or by the ratio. decay: moment with a learning rate that falls to zero. penalty: the
-divergence from the behavior policy in the loss. decoupled_sgd, behavior_sgd: an optimizer that does
-not rescale gradients."""
+divergence from the behavior policy in the loss. averaged: the proximal policy is the average of the
+last policies. decoupled_sgd, behavior_sgd: an optimizer that does not rescale gradients."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ class Cell:
 
 
 CLIPS = ("decoupled", "behavior", "unweighted")
-CURES = (*CLIPS, "sequence", "ess", "moment", "decay", "variation", "range", "penalty")
+CURES = (
+    *CLIPS,
+    *("sequence", "ess", "moment", "decay", "variation", "range", "averaged", "penalty"),
+)
 LRS = (3e-5, 1e-4, 3e-4)
 CURE_LRS = (3e-5, 6e-5, 1e-4, 1.5e-4)
 SGD_LRS = (0.1, 0.3)
@@ -124,7 +128,7 @@ def weight(seed: int) -> list[Cell]:
     """Return what the weight does where no clip acts: one update a step."""
     return [
         Cell(arm, lag, lr, seed, minibatches=1, steps=220)
-        for lag, lr, arm in product((16, 64), (3e-4, 1e-3), ("decoupled", "unweighted"))
+        for lag, lr, arm in product((16, 64), (1e-4, 3e-4, 1e-3), ("decoupled", "unweighted"))
     ]
 
 

@@ -66,6 +66,7 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "variation": {"rejection"},
         "range": {"rejection"},
         "sequence": {"correction", "advantage"},
+        "averaged": {"prox"},
         "penalty": {"kl"},
         "decoupled_sgd": {"optimizer"},
         "behavior_sgd": {"decoupled", "optimizer"},
