@@ -110,10 +110,9 @@ async def measure(
     config.rollout.interrupt = mode
     config.sync.transport = transport
     config.sync.disk_path = "/dev/shm"
-    engine = SimpleNamespace(
-        device=torch.device("cpu"), hf_weights=lambda size: iter([list(weights.items())])
-    )
-    pusher = WeightPusher(engine, Controller(fleet, mode), config, folder)
+    stream = SimpleNamespace(buckets=lambda size: iter([list(weights.items())]))
+    device = torch.device("cpu")
+    pusher = WeightPusher(stream, device, Controller(fleet, mode), config, folder)
     params = SamplingParams(arguments.tokens, 1.0, ())
     started = time.perf_counter()
     servers = [await fleet.reserve(1) for _ in range(arguments.requests)]

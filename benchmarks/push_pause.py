@@ -97,16 +97,15 @@ class Controller:
 
 def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[str, WeightPusher]:
     """Return a pusher of each transport."""
-    policy = SimpleNamespace(
-        device=torch.device("cpu"), hf_weights=lambda size: buckets(weights, size)
-    )
+    stream = SimpleNamespace(buckets=lambda size: buckets(weights, size))
+    device = torch.device("cpu")
     pushers = {}
     for transport in TRANSPORTS:
         config = TrainConfig(model=str(model))
         config.rollout.interrupt = "in_place"
         config.sync.transport = transport
         config.sync.disk_path = "/dev/shm/areal_lite-push-pause"
-        pushers[transport] = WeightPusher(policy, Controller(servers), config, model)
+        pushers[transport] = WeightPusher(stream, device, Controller(servers), config, model)
     return pushers
 
 

@@ -242,6 +242,8 @@ def check_push(config: TrainConfig) -> None:
             f"server.tensor_parallel={server.tensor_parallel}: sync.transport=memory is for "
             "servers of one process; use sync.transport=distributed"
         )
+    if sync.adapters_only:
+        check_adapters_only(config)
     if server.args.get("enable_symm_mem"):
         raise ValueError(
             "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
@@ -252,6 +254,25 @@ def check_push(config: TrainConfig) -> None:
         raise ValueError(
             f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
             "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
+        )
+
+
+def check_adapters_only(config: TrainConfig) -> None:
+    """Check the settings of a run that pushes adapters alone."""
+    sync = config.sync
+    if not config.trainer.lora.rank:
+        raise ValueError(
+            "sync.adapters_only=true needs adapters: set trainer.lora.rank, or leave it out"
+        )
+    if sync.transport not in ("auto", "distributed"):
+        raise ValueError(
+            f"sync.transport={sync.transport} pushes whole weights: use "
+            "sync.transport=distributed with sync.adapters_only=true, or leave that out"
+        )
+    if sync.verify:
+        raise ValueError(
+            "sync.verify=true with sync.adapters_only=true: it compares whole weights bit by bit, "
+            "and servers that add adapters by themselves may round otherwise: leave one out"
         )
 
 

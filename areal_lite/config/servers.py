@@ -105,6 +105,11 @@ class SyncConfig:
         "`areal-lite train` runs without GPUs, else distributed.",
         choices=("auto", "distributed", "memory", "disk"),
     )
+    adapters_only: bool = setting(
+        False,
+        "distributed, with trainer.lora: push the adapters alone. Each server adds them to the "
+        "weights of its checkpoint, which it reads within the pause.",
+    )
     bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1, maximum=1_000_000)
     disk_path: str | None = setting(
         None,

@@ -287,17 +287,20 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
 
 def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:
     """Show the size of a push; `itemsize` is that of the trainer's weights, in bytes."""
-    buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
-    size, transport = _size(sum(buckets)), choose_transport(config)
+    transport = choose_transport(config)
     chosen = "" if transport == config.sync.transport else f", which is {transport} here"
-    lines = [
-        f"{size} in {_count(len(buckets), 'bucket')}, the largest {_size(max(buckets))}, "
-        f"to each server (sync.transport={config.sync.transport}{chosen})",
+    buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
+    size = _size(sum(buckets))
+    what = f"{size} in {_count(len(buckets), 'bucket')}, the largest {_size(max(buckets))},"
+    if config.sync.adapters_only:
+        adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
+        what = f"{_size(adapters)} of adapters, in place of {size} of weights,"
+    shared = f"{size} of this machine's memory, which trainer and servers share"
+    return [
+        f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),
+        *([shared] if transport == "memory" else []),
     ]
-    if transport == "memory":
-        lines.append(f"{size} of this machine's memory, which trainer and servers share")
-    return lines
 
 
 def cadence_line(config: TrainConfig) -> str:

@@ -148,6 +148,13 @@ def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
     return each * (hf.num_hidden_layers // trainer.pipeline_parallel)
 
 
+def pushed_adapter_parameters(hf: PretrainedConfig, lora: LoraConfig) -> int:
+    """Count the numbers in a push of adapters alone: fused projections have copies of one A."""
+    copies = 2 * ("qkv" in lora.targets) + ("fc1" in lora.targets)
+    whole = adapter_parameters(hf, TrainerConfig(lora=lora))
+    return whole + copies * lora.rank * hf.hidden_size * hf.num_hidden_layers
+
+
 def rank_memory(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> RankMemory:

@@ -19,6 +19,8 @@ def choose_transport(config: TrainConfig) -> str:
     server, transport = config.server, config.sync.transport
     if transport != "auto":
         return transport
+    if config.sync.adapters_only:
+        return "distributed"
     without_gpu = {resolve_device(config.trainer.device), resolve_device(server.device)} == {"cpu"}
     local = server.host in LOOPBACK and server.tensor_parallel == 1
     plugin = entry_points(group="sglang.srt.plugins", name="areal_lite_push")

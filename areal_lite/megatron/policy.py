@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.hf.adapter_stream import AdapterStream
 from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
 from areal_lite.megatron.hf.stream import Bucket, WeightStream
 from areal_lite.megatron.packing import Microbatch
@@ -46,6 +47,8 @@ class Policy(TrainableModel):
             for chunk in self.chunks:
                 chunk.replays = install_replay(chunk, self.device)
         self.weights = WeightStream(self.chunks, self.hf_config)
+        lora = config.lora.rank > 0
+        self.adapters = AdapterStream(self.chunks, self.hf_config) if lora else None
 
     def logprobs(self, microbatches: Sequence[Microbatch], temperature: float = 1.0) -> Tensor:
         """Compute the log-probs of all tokens of a flat batch: float32 [T], on every rank.

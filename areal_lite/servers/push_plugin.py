@@ -2,6 +2,7 @@
 
 * Weight groups: a server joins, receives and leaves as `weight_group.py` describes. The answer to a
   request means that the weights have arrived, and a server whose group breaks can join the next.
+* Adapters alone: the server adds them to the weights of its checkpoint (`adapted_weights.py`).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights. With tensor
   parallelism its all-reduces could deadlock with the broadcast
@@ -14,7 +15,7 @@ Groups and pauses of other clients stay as SGLang made them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -98,17 +99,22 @@ def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, 
     return True, f"left weight group {group_name}"
 
 
-def _receive_weights(original: Callable, self: Any, **request: Any) -> list[tuple[str, Any]]:
-    """Receive one flattened bucket and return its tensors by name. A failure ends the group."""
+def _receive_weights(original: Callable, self: Any, **request: Any) -> Iterable[tuple[str, Any]]:
+    """Receive one flattened bucket and return its weights by name. A failure ends the group."""
+    from areal_lite.servers.adapted_weights import ADAPTERS, AdaptedWeights
     from areal_lite.servers.weight_group import GroupMember
 
     member = self._model_update_group.get(request["group_name"])
     if not isinstance(member, GroupMember):
         return original(self, **request)
+    door, _, scale = (request.get("load_format") or "").partition(":")
     try:
-        return receive_bucket(
+        tensors = receive_bucket(
             member, request["names"], request["dtypes"], request["shapes"], self.device
         )
+        if door != ADAPTERS:
+            return tensors
+        return AdaptedWeights(tensors, self.model_config.model_path, float(scale))
     except Exception:
         self._model_update_group.pop(request["group_name"]).abort()
         raise

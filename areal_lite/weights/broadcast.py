@@ -156,12 +156,22 @@ class WeightGroup:
             rank += server.tensor_parallel
         return calls
 
-    def send(self, bucket: FlatBucket, *, version: str | None, flush_cache: bool) -> None:
-        """Broadcast one bucket. `version` marks the last bucket of a push."""
+    def send(
+        self,
+        bucket: FlatBucket,
+        *,
+        version: str | None,
+        flush_cache: bool,
+        load_format: str = "flattened_bucket",
+    ) -> None:
+        """Broadcast one bucket. `version` marks the last bucket of a push.
+
+        `load_format` tells the servers whether it holds weights or adapters (`adapted_weights.py`).
+        """
         body = {
             **bucket.description,
             "group_name": self._name,
-            "load_format": "flattened_bucket",
+            "load_format": load_format,
             "flush_cache": flush_cache,
             "weight_version": version,
         }

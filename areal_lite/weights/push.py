@@ -29,6 +29,7 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.paths import WEIGHTS_DIR
+from areal_lite.servers.adapted_weights import ADAPTERS
 from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
@@ -80,11 +81,12 @@ def make_pusher(
         controller: the ControllerClient on rank 0, None on other ranks.
         servers_stale: whether the trainer resumes at a later version than the servers start with.
     """
-    if not policy.weights.takes_part:
+    weights = policy.adapters if config.sync.adapters_only else policy.weights
+    if not weights.takes_part:
         return NullPusher()
     if controller is None:
-        return WeightContributor(policy, config)
-    pusher = WeightPusher(policy, controller, config, run_dir)
+        return WeightContributor(weights, config)
+    pusher = WeightPusher(weights, policy.device, controller, config, run_dir)
     if servers_stale:
         pusher.servers = []
     return pusher
@@ -97,20 +99,28 @@ class NullPusher(Pusher):
 class WeightContributor(Pusher):
     """The pusher of a rank that only gives its shards of the weights to rank 0."""
 
-    def __init__(self, policy, config: TrainConfig):
-        self._policy = policy
+    def __init__(self, weights, config: TrainConfig):
+        self._weights = weights
         self._bucket_bytes = config.sync.bucket_mb * 2**20
 
     def contribute(self) -> None:
-        for _ in self._policy.hf_weights(self._bucket_bytes):
+        for _ in self._weights.buckets(self._bucket_bytes):
             pass
 
 
 class WeightPusher(Pusher):
-    """The pusher of trainer rank 0."""
+    """The pusher of trainer rank 0.
 
-    def __init__(self, policy, controller, config: TrainConfig, run_dir: Path):
-        self._policy = policy
+    Args:
+        weights: the WeightStream that is pushed, which may be one of adapters.
+        device: of the weights.
+        controller: the ControllerClient.
+    """
+
+    def __init__(
+        self, weights, device: torch.device, controller, config: TrainConfig, run_dir: Path
+    ):
+        self._weights = weights
         self._controller = controller
         self._config = config
         self._timeout_s = config.sync.timeout_s
@@ -118,8 +128,14 @@ class WeightPusher(Pusher):
             Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model)
         )
         self._memory = WeightMemory()
-        self._backend = "nccl" if policy.device.type == "cuda" else "gloo"
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._group = BroadcastGroup(self._backend, self._timeout_s)
+        lora = config.trainer.lora
+        self._load_format = (
+            f"{ADAPTERS}:{lora.alpha / lora.rank}"
+            if config.sync.adapters_only
+            else "flattened_bucket"
+        )
 
     def push_all(self, version: int) -> PushReport:
         started = time.time()
@@ -169,7 +185,7 @@ class WeightPusher(Pusher):
     def _transfer(self, recipients: PushRecipients, group: BroadcastGroup) -> Readback:
         """Give the weights to the servers, and return the tensors to verify them with."""
         readback = Readback()
-        buckets = self._policy.hf_weights(self._config.sync.bucket_mb * 2**20)
+        buckets = self._weights.buckets(self._config.sync.bucket_mb * 2**20)
         buckets = readback.watch(_measured(buckets, recipients.report))
         match self._config.sync.transport:
             case "memory":
@@ -218,6 +234,7 @@ class WeightPusher(Pusher):
                         bucket,
                         version=str(recipients.report.version) if last else None,
                         flush_cache=window.flush_cache and last,
+                        load_format=self._load_format,
                     )
                     if sending:
                         sending.result()

@@ -22,12 +22,24 @@ def areal_lite(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+def alone(run: Path) -> bool:
+    """Return whether the run pushed adapters alone."""
+    return "adapters_only: true" in (run / "config.yaml").read_text()
+
+
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+# What a push brings: whole weights, which are read back, or the adapters alone.
+PUSHES = {
+    "whole": ["sync.verify=true"],
+    "alone": ["sync.adapters_only=true", "sync.bucket_mb=1"],
+}
+
+
+@pytest.fixture(scope="module", params=PUSHES)
+def run(request, tmp_path_factory) -> Path:
     """Train the adapters of a random model to write lower-case letters."""
     folder = tmp_path_factory.mktemp("lora")
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
@@ -50,7 +62,7 @@ def run(tmp_path_factory) -> Path:
         "algo.reference=${model}",
         "algo.kl.coef=0.001",
         "eval.problems=4",
-        "sync.verify=true",
+        *PUSHES[request.param],
     )
     return folder / "run"
 
@@ -66,8 +78,17 @@ def test_it_learns(run: Path) -> None:
 
 def test_servers_compute_what_the_trainer_computes(run: Path) -> None:
     for step in lines(run / "metrics.jsonl"):
-        assert step["verified"] > 0
+        assert alone(run) or step["verified"] > 0
         assert step["logprob_diff"] < 1e-5
+
+
+def test_adapters_alone_are_smaller_than_weights(run: Path) -> None:
+    weights = (run.parent / "model/model.safetensors").stat().st_size / 2**20
+    for step in lines(run / "metrics.jsonl"):
+        if alone(run):
+            assert 0 < step["megabytes"] < 0.2 * weights
+        else:
+            assert step["megabytes"] == pytest.approx(weights, rel=0.05)
 
 
 def test_the_reference_is_the_model_before_training(run: Path) -> None:

@@ -85,15 +85,13 @@ def server(models, current_entry_points, tmp_path_factory):
 def pusher_of(model: Path, servers: list[ServerInfo], transport: str) -> WeightPusher:
     """Return the real pusher of a checkpoint, to exactly these servers."""
     weights = load_file(model / "model.safetensors")
-    policy = SimpleNamespace(
-        device=torch.device("cpu"), hf_weights=lambda size: iter([list(weights.items())])
-    )
+    stream = SimpleNamespace(buckets=lambda size: iter([list(weights.items())]))
     controller = SimpleNamespace(
         begin_push=lambda version: PushTargets(servers), pushed=lambda version, failed: None
     )
     config = TrainConfig(model=str(model))
     config.sync.transport, config.sync.verify, config.sync.timeout_s = transport, True, 60
-    return WeightPusher(policy, controller, config, model)
+    return WeightPusher(stream, torch.device("cpu"), controller, config, model)
 
 
 def push(model: Path, servers: list[ServerInfo], transport: str, version: int) -> PushReport:

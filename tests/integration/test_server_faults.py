@@ -255,12 +255,10 @@ def groups(batch) -> list[int]:
     return sorted(set(batch.group_ids.tolist()))
 
 
-class Engine:
-    """The policy of a trainer, as a pusher sees it."""
+class Weights:
+    """The weights of a trainer, as a pusher sees them."""
 
-    device = torch.device("cpu")
-
-    def hf_weights(self, bucket_bytes: int):
+    def buckets(self, bucket_bytes: int):
         yield [("a", torch.arange(6.0))]
         yield [("b", torch.ones(3, dtype=torch.bfloat16))]
 
@@ -277,7 +275,7 @@ def test_a_server_that_dies_during_a_push_is_left_out_and_the_push_goes_on(run, 
     client = r.start_controller()
     config = load_config(r.path)
     config.model = str(r.path)
-    pusher = WeightPusher(Engine(), client, config, r.path)
+    pusher = WeightPusher(Weights(), torch.device("cpu"), client, config, r.path)
     client.batch(0, 0, 1)
     assert pusher.push_all(1).failed == ["bad"]
     batch, _ = client.batch(1, 0, 1, lambda: pusher.push_stale(1))

@@ -21,6 +21,7 @@ from tests.ranks.engine_worker import SETTINGS, TEMPERATURE
 from tests.ranks.layout_worker import RESUMED_UPDATES, Case
 
 UPDATES = 10
+BUCKET_BYTES = 3000
 SGD = {"optimizer": "sgd", "lr": 1.0, "clip_grad": 0.0, "weight_decay": 0.0}
 
 
@@ -49,6 +50,11 @@ class AdapterCase(Case):
         results["gradients"] = sum(buffer.numel_unpadded for buffer in buffers)
         engine.export_hf(self.out / "export")
         engine.save(self.out / "checkpoint")
+        assert engine.adapters is not None
+        results["pushed"] = [
+            {name: tensor.clone() for name, tensor in bucket}
+            for bucket in engine.adapters.buckets(BUCKET_BYTES)
+        ]
         results["further"] = self.further(engine)
         return results
 

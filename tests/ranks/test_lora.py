@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
-from areal_lite.launch.memory import adapter_parameters
+from areal_lite.launch.memory import adapter_parameters, pushed_adapter_parameters
 from areal_lite.megatron.hf.convert import convert
 from areal_lite.system.network import free_port
 from tests.ranks.adapted_transformers import adapt, adapted_run
@@ -209,6 +209,28 @@ def test_adapters_start_as_in_peft(results, exported, folder, name):
 
 def projections(lora: dict) -> int:
     return sum({"qkv": 3, "proj": 1, "fc1": 2, "fc2": 1}[t] for t in LoraConfig(**lora).targets)
+
+
+@cases()
+def test_a_push_of_adapters_alone_has_all_of_them(results, exported, folder, name):
+    """Rank 0 has A and B of each weight, in one bucket. Other ranks only give their parts."""
+    first, *others = results(name)
+    assert not any(rank["pushed"] for rank in others)
+    pushed = {
+        f"base_model.model.{key}": x for bucket in first["pushed"] for key, x in bucket.items()
+    }
+    want = exported(name, "checkpoint")
+    assert pushed.keys() == want.keys()
+    assert all(torch.equal(pushed[key], want[key]) for key in want)
+    model, lora, _ = CASES[name]
+    planned = pushed_adapter_parameters(
+        AutoConfig.from_pretrained(folder / model), LoraConfig(**lora)
+    )
+    assert sum(tensor.numel() for tensor in pushed.values()) == planned
+    assert len(first["pushed"]) > 4
+    for bucket in first["pushed"]:
+        stems = [[key for key in bucket if factor in key] for factor in ("lora_A", "lora_B")]
+        assert [key.replace("lora_A", "lora_B") for key in stems[0]] == stems[1]
 
 
 @cases()

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig
-from areal_lite.megatron.architectures import layout
-from areal_lite.megatron.lora import adapters
+from areal_lite.megatron.hf.adapter_stream import AdapterStream
+from areal_lite.megatron.hf.export import SHARD_BYTES
 from areal_lite.megatron.model import Backbone
 from areal_lite.run_dir.manifest import write_manifest
 from areal_lite.system.files import new_folder
@@ -38,7 +37,9 @@ def export_adapter(
         dtype: of A and B in the file.
     """
     tensors = {
-        name: tensor.to("cpu", dtype).clone() for name, tensor in peft_tensors(chunks, hf).items()
+        f"base_model.model.{name}": tensor.to("cpu", dtype).clone()
+        for bucket in AdapterStream(chunks, hf).buckets(SHARD_BYTES)
+        for name, tensor in bucket
     }
     projections = sorted({name.split(".")[-3] for name in tensors})
     with new_folder(folder) as scratch:
@@ -46,18 +47,6 @@ def export_adapter(
         config.write_text(json.dumps(peft_config(lora, source, projections), indent=2) + "\n")
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         write_manifest(scratch, {})
-
-
-def peft_tensors(chunks: Sequence[Backbone], hf: PretrainedConfig) -> dict[str, Tensor]:
-    """Return A [rank, in] and B [out, rank] of every projection, after PEFT's names for them."""
-    tensors: dict[str, Tensor] = {}
-    for weight, adapter in adapters(chunks):
-        plan = layout(weight, hf)
-        for name, b in zip(plan.names, plan.join(hf, [adapter.b.detach()]), strict=True):
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{stem}.lora_A.weight"] = adapter.a.detach()
-            tensors[f"{stem}.lora_B.weight"] = b
-    return tensors
 
 
 def peft_config(lora: LoraConfig, source: Path, projections: list[str]) -> dict[str, object]:

@@ -30,9 +30,9 @@ class WeightStream:
 
     def __init__(self, chunks: Sequence[Backbone], hf: PretrainedConfig):
         self.hf = hf
-        parameters = sorted(global_parameters(chunks), key=_order)
-        self.own = {name: p for name, p in parameters if self._sends(name)}
         self._adapters = dict(adapters(chunks))
+        parameters = sorted(self._parameters(chunks), key=_order)
+        self.own = {name: p for name, p in parameters if self._sends(name)}
         mine = [(name, split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
         rank = dist.get_rank()
         self.takes_part = bool(mine) or rank == 0
@@ -60,11 +60,24 @@ class WeightStream:
         for sender in sorted(senders):
             dist.recv(numbers[0], sender)
 
+    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over this rank's parameters that are sent."""
+        return global_parameters(chunks)
+
+    def _is_replicated(self, name: str) -> bool:
+        """Return whether every tensor-parallel rank holds all of the parameter."""
+        return layout(name, self.hf).replicated
+
+    def _join(self, name: str, shards: list[Tensor]) -> Bucket:
+        """Make whole tensors of the shards of one parameter."""
+        plan = layout(name, self.hf)
+        return list(zip(plan.names, plan.join(self.hf, shards), strict=True))
+
     def _sends(self, name: str) -> bool:
         """Return whether this rank gives its shard of the parameter to rank 0."""
         if name == "output_layer.weight" and self.hf.tie_word_embeddings:
             return False  # a last pipeline stage's copy of the embedding
-        if layout(name, self.hf).replicated and split_rank(name)[0] > 0:
+        if self._is_replicated(name) and split_rank(name)[0] > 0:
             return False
         if is_expert(name):
             return parallel_state.get_expert_data_parallel_rank() == 0
@@ -89,14 +102,17 @@ class WeightStream:
         itemsize = next(iter(self.own.values())).itemsize
         for name, shards in self.shards.items():
             size = itemsize * sum(torch.Size(shape).numel() for _, _, shape in shards)
-            if bucket and held + size > bucket_bytes:
+            if bucket and held + size > bucket_bytes and self._may_begin_bucket(name):
                 heartbeat.beat()
                 yield bucket
                 bucket, held = [], 0
-            plan = layout(name, self.hf)
-            bucket.extend(zip(plan.names, plan.join(self.hf, self._receive(name, shards))))
+            bucket.extend(self._join(name, self._receive(name, shards)))
             held += size
         yield bucket
+
+    def _may_begin_bucket(self, name: str) -> bool:
+        """Return whether the tensors of the parameter need none of those before them."""
+        return True
 
     def _value(self, name: str) -> Tensor:
         """Return this rank's shard of the parameter, or of its sum with an adapter."""

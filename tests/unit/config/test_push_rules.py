@@ -2,8 +2,10 @@
 
 import pytest
 
-from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
+from areal_lite.config import LoraConfig, ServerConfig, SyncConfig, TrainConfig, TrainerConfig
 from areal_lite.config.rules import check_push
+
+WITH_ADAPTERS = TrainerConfig(lora=LoraConfig(rank=4))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,18 @@ from areal_lite.config.rules import check_push
             "server.args.preferred_sampling_params=.*top_p.* the whole vocabulary.* so remove it",
         ),
         (
+            dict(sync=SyncConfig(adapters_only=True)),
+            "sync.adapters_only=true needs adapters: set trainer.lora.rank",
+        ),
+        (
+            dict(sync=SyncConfig(adapters_only=True, transport="disk"), trainer=WITH_ADAPTERS),
+            "sync.transport=disk pushes whole weights: use sync.transport=distributed",
+        ),
+        (
+            dict(sync=SyncConfig(adapters_only=True, verify=True), trainer=WITH_ADAPTERS),
+            "sync.verify=true with sync.adapters_only=true: it compares .* leave one out",
+        ),
+        (
             dict(sync=SyncConfig(timeout_s=300)),
             "sync.timeout_s=300 must be less than the 300 s",
         ),
@@ -57,6 +71,8 @@ def test_refused(settings, message):
 
 def test_accepted():
     check_push(TrainConfig(model="m"))
+    alone = SyncConfig(adapters_only=True)
+    check_push(TrainConfig(model="m", sync=alone, trainer=WITH_ADAPTERS))
     cpu_servers = dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda"))
     check_push(TrainConfig(model="m", sync=SyncConfig(transport="disk"), **cpu_servers))
     check_push(TrainConfig(model="m", sync=SyncConfig(transport="memory"), **cpu_servers))

@@ -28,6 +28,7 @@ def test_servers_beside_a_trainer_without_gpus_share_its_memory():
         dict(server=ServerConfig(device="cuda")),
         dict(server=ServerConfig(host="0.0.0.0", api_key="key")),
         dict(server=ServerConfig(tensor_parallel=2)),
+        dict(sync=SyncConfig(adapters_only=True)),
     ],
 )
 def test_other_servers_take_part_in_a_broadcast(settings):

@@ -24,6 +24,8 @@ from areal_lite.weights.push import (
 )
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
 
+CPU = torch.device("cpu")
+
 
 class Answers:
     """An HTTP server on loopback that counts calls by path and refuses those in `bad`."""
@@ -143,7 +145,7 @@ def test_last_bucket_is_marked():
 def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
     server, gathered, sent = answers("a"), [], []
 
-    def hf_weights(size):
+    def buckets(size):
         for number in range(5):
             gathered.append(number)
             yield [("w", torch.full((2,), float(number)))]
@@ -152,7 +154,8 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
         def join(self, servers):
             assert gathered == [], "the group is joined first"
 
-        def send(self, bucket, servers, *, version, flush_cache):
+        def send(self, bucket, servers, *, version, flush_cache, load_format):
+            assert load_format == "flattened_bucket"
             number = bucket.data.view(torch.float32)[0].item()
             ahead = min(number + 2, 4)
             deadline = time.monotonic() + 20
@@ -161,8 +164,8 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
                 time.sleep(0.01)
             sent.append((number, version))
 
-    policy = SimpleNamespace(hf_weights=hf_weights, device=torch.device("cpu"))
-    pusher = WeightPusher(policy, None, TrainConfig(model=str(tmp_path)), tmp_path)
+    weights = SimpleNamespace(buckets=buckets)
+    pusher = WeightPusher(weights, CPU, None, TrainConfig(model=str(tmp_path)), tmp_path)
     push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
     pusher._transfer(push, Group())
     assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]
@@ -172,12 +175,10 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
 @pytest.mark.parametrize("interrupt", ["in_place", "retract"])
 def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_path, interrupt):
     good, bad = answers("good"), answers("bad", "/update_weights_from_disk")
-    policy = SimpleNamespace(
-        hf_weights=lambda size: iter([[("w", torch.ones(2))]]), device=torch.device("cpu")
-    )
+    weights = SimpleNamespace(buckets=lambda size: iter([[("w", torch.ones(2))]]))
     config = TrainConfig(model=str(tmp_path))
     config.sync.transport, config.rollout.interrupt = "memory", interrupt
-    pusher = WeightPusher(policy, None, config, tmp_path)
+    pusher = WeightPusher(weights, CPU, None, config, tmp_path)
     push = PushRecipients([good.info, bad.info], PushReport(version=7), timeout_s=5)
     pusher._transfer(push, None)
     pusher.close()
@@ -213,11 +214,10 @@ def test_each_rank_gets_the_pusher_for_its_part_of_the_weights():
     gathered = []
 
     def policy(takes_part: bool) -> SimpleNamespace:
-        return SimpleNamespace(
-            weights=SimpleNamespace(takes_part=takes_part),
-            device=torch.device("cpu"),
-            hf_weights=lambda size: map(gathered.append, range(3)),
+        weights = SimpleNamespace(
+            takes_part=takes_part, buckets=lambda size: map(gathered.append, range(3))
         )
+        return SimpleNamespace(weights=weights, device=CPU)
 
     def make(takes_part: bool, controller: object):
         config = TrainConfig(model="m")

@@ -1,0 +1,62 @@
+"""Adapters added on a server, against float64."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from areal_lite.servers import adapted_weights
+from areal_lite.servers.adapted_weights import AdaptedWeights
+
+SHAPES = {"layers.0.q_proj": (24, 16), "layers.0.k_proj": (8, 16), "layers.1.down_proj": (16, 40)}
+RANK, SCALE = 3, 1.7
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A checkpoint with random weights in two files."""
+    torch.manual_seed(1)
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
+    for number, (name, weight) in enumerate(weights.items()):
+        save_file({name: weight}, tmp_path / f"model-{number}.safetensors")
+    return str(tmp_path)
+
+
+def adapters(dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+    """Return A of all weights before B of all, as the trainer sends fused projections."""
+    sizes = {}
+    for factor in ("A", "B"):
+        for name, (rows, columns) in SHAPES.items():
+            sizes[f"{name}.lora_{factor}.weight"] = (
+                (RANK, columns) if factor == "A" else (rows, RANK)
+            )
+    return [(name, torch.randn(size, dtype=dtype)) for name, size in sizes.items()]
+
+
+@pytest.mark.parametrize("rows_at_a_time", [2**24, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_exact_up_to_one_rounding(folder, monkeypatch, dtype, rows_at_a_time) -> None:
+    monkeypatch.setattr(adapted_weights, "_AT_A_TIME", rows_at_a_time)
+    tensors = adapters(dtype)
+    factors = {name: tensor.double() for name, tensor in tensors}
+    found = AdaptedWeights(tensors, folder, SCALE)
+    assert dict(found).keys() == {f"{name}.weight" for name in SHAPES}
+    for name, weight in found:
+        stem = name.removesuffix(".weight")
+        base = adapted_weights._readers(folder)[name].get_tensor(name).to(dtype).double()
+        product = factors[f"{stem}.lora_B.weight"] @ factors[f"{stem}.lora_A.weight"]
+        assert weight.dtype == dtype
+        exact = base + SCALE * product
+        bound = torch.finfo(dtype).eps * (base.abs() + product.abs() * SCALE + 4)
+        assert ((weight.double() - exact).abs() <= bound).all()
+
+
+def test_adapters_of_another_model_are_refused_before_anything_is_loaded(folder) -> None:
+    a, b = torch.zeros(RANK, 16), torch.zeros(25, RANK)
+    unknown = [("layers.9.q_proj.lora_A.weight", a), ("layers.9.q_proj.lora_B.weight", b)]
+    with pytest.raises(ValueError, match="has no layers.9.q_proj.weight"):
+        AdaptedWeights([*adapters(), *unknown], folder, SCALE)
+    larger = [("layers.0.q_proj.lora_A.weight", a), ("layers.0.q_proj.lora_B.weight", b)]
+    with pytest.raises(ValueError, match=r"shape \[24, 16\], and its adapter is for \[25, 16\]"):
+        AdaptedWeights(larger, folder, SCALE)
