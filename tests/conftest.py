@@ -5,6 +5,7 @@ in one process, one after another. The files of other tests go to whichever is f
 those of trainer ranks, which take longest, come first.
 """
 
+import signal
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ settings.register_profile("any speed", deadline=None)
 settings.load_profile("any speed")
 
 _STARTS_RUNS = {"integration", "chaos"}
+
+
+def pytest_configure() -> None:
+    """Let SIGTERM, as a time limit sends it, stop the servers of a test as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist calls it
