@@ -2,9 +2,10 @@
 
     python -m benchmarks.push_pause [--sizes 2 100 600] [--servers 1 2] [--pushes 7]
 
-Real servers stream answers. The real pusher pushes the servers' own weights. The transports take
-turns, push by push. A memory copy of the same bytes is timed after each push. The script writes
-benchmarks/results/push_pause.json with medians over the pushes, in milliseconds:
+Real servers stream answers. The real pusher pushes the servers' own weights, and `adapters` pushes
+low-rank adapters alone, of which B is zero. The transports take turns, push by push. A memory copy
+of all weights is timed after each push. The script writes benchmarks/results/push_pause.json: what
+a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
@@ -23,6 +24,7 @@ import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +42,8 @@ from benchmarks.interrupt import PROMPT, become_trainer, copy_seconds, make_mode
 
 SHAPES = {2: (64, 4), 100: (512, 8), 600: (1408, 8)}
 """Hidden size and layers by size in MiB. SGLang pads no layer of these sizes on CPUs."""
-TRANSPORTS = ("memory", "disk", "distributed")
+TRANSPORTS = ("memory", "disk", "distributed", "adapters")
+RANK = 8
 OUT = Path(__file__).parent / "results" / "push_pause.json"
 
 
@@ -97,7 +100,6 @@ class Controller:
 
 def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[str, WeightPusher]:
     """Return a pusher of each transport."""
-    stream = SimpleNamespace(buckets=lambda size: buckets(weights, size))
     device = torch.device("cpu")
     pushers = {}
     for transport in TRANSPORTS:
@@ -105,8 +107,26 @@ def make_pushers(servers: list[ServerInfo], model: Path, weights: dict) -> dict[
         config.rollout.interrupt = "in_place"
         config.sync.transport = transport
         config.sync.disk_path = "/dev/shm/areal_lite-push-pause"
+        pushed = weights
+        if transport == "adapters":
+            config.sync.transport, config.sync.adapters_only = "distributed", True
+            config.trainer.lora.rank = RANK
+            pushed = adapters(weights)
+        stream = SimpleNamespace(buckets=partial(buckets, pushed))
         pushers[transport] = WeightPusher(stream, device, Controller(servers), config, model)
     return pushers
+
+
+def adapters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return A and B of every projection, with B zero."""
+    found = {}
+    for name, weight in weights.items():
+        stem = name.removesuffix(".weight")
+        if stem.endswith("_proj"):
+            out, into = weight.shape
+            found[f"{stem}.lora_A.weight"] = torch.randn(RANK, into, dtype=weight.dtype)
+            found[f"{stem}.lora_B.weight"] = torch.zeros(out, RANK, dtype=weight.dtype)
+    return found
 
 
 def buckets(weights: dict[str, torch.Tensor], size: int):
@@ -180,6 +200,7 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
                     "push": report.total_s,
                     "step": statistics.mean(steps),
                     "copy": copy_seconds(weights),
+                    "pushed_mib": report.megabytes,
                 }
             )
             # No token was seen during the copies: the next push must not count that as a gap.
@@ -194,10 +215,14 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
 
 
 def medians(rows: list[dict]) -> dict:
-    """Return the median of each value in milliseconds, and the range of the pause."""
-    result = {key: round(1000 * statistics.median(row[key] for row in rows), 2) for key in rows[0]}
+    """Return the median of each time in ms, the range of the pause, and the size in MiB."""
+    times = [key for key in rows[0] if key != "pushed_mib"]
+    result = {key: round(1000 * statistics.median(row[key] for row in rows), 2) for key in times}
     pauses = [1000 * row["pause"] for row in rows]
-    return result | {"pause_range": [round(min(pauses), 2), round(max(pauses), 2)]}
+    return result | {
+        "pause_range": [round(min(pauses), 2), round(max(pauses), 2)],
+        "pushed_mib": round(rows[0]["pushed_mib"], 2),
+    }
 
 
 def main() -> None:
