@@ -44,6 +44,9 @@ def damage(folder: Path) -> str:
         return f"{CHECKPOINT_MARKER} cannot be read ({error})"
     if not listed:
         return f"{CHECKPOINT_MARKER} names no file"
+    for name in listed:
+        if "\0" in name or Path(name).name != name:
+            return f"{CHECKPOINT_MARKER} lists {name!r:.100}, which is not the name of a file"
     with ThreadPoolExecutor(_THREADS) as pool:
         reasons = pool.map(lambda item: _file_damage(folder / item[0], *item[1]), listed.items())
         return next(filter(None, reasons), "")

@@ -104,6 +104,14 @@ def test_a_damaged_manifest_is_damage(good, tmp_path, content):
     assert len(damage(folder).splitlines()) == 1 and damage(folder) != ""
 
 
+@pytest.mark.parametrize("name", ["\0", "/dev/zero", "../1/__0_0.distcp", "..", "", "a/"])
+def test_a_manifest_lists_files_of_its_folder_only(good, tmp_path, name):
+    """A device would be read without end, and no file has a name with a null byte."""
+    (folder,) = copied(good, tmp_path, 1)
+    (folder / "manifest.json").write_text(json.dumps({name: [0, 0]}))
+    assert len(damage(folder).splitlines()) == 1
+
+
 def test_the_newest_whole_checkpoint_is_continued(good, tmp_path, capsys):
     """Metrics are cut at its step, so that store, metrics and weights agree."""
     copied(good, tmp_path, 2, 4, 6)
