@@ -17,7 +17,7 @@ from areal_lite.controller.sources import Source
 from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import run_workflow
+from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
@@ -187,8 +187,7 @@ class _Scorer:
             clock=self._clock,
             complete=session.complete,
         )
-        (running,) = run_workflow(self._workflow, [episode])
         try:
-            return await running
+            return await WorkflowRun(self._workflow, [episode]).traces(0)
         finally:
             session.release()

@@ -8,7 +8,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import run_workflow
+from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.session import RolloutSession
@@ -97,8 +97,8 @@ class GroupPlayer:
             )
             for sample_index, session in enumerate(sessions)
         ]
-        running = run_workflow(self._workflow, episodes)
-        results = await asyncio.gather(*map(self._play, episodes, running))
+        run = WorkflowRun(self._workflow, episodes)
+        results = await asyncio.gather(*(self._play(episode, run) for episode in episodes))
         for session, result in zip(sessions, results):
             session.release()
             if isinstance(result, Rollout):
@@ -114,12 +114,10 @@ class GroupPlayer:
             for i in range(self._group_size)
         ]
 
-    async def _play(
-        self, episode: Episode, running: Awaitable[list[Trajectory]]
-    ) -> Rollout | RolloutFailure:
-        """Wait for the traces of one episode and score them."""
+    async def _play(self, episode: Episode, run: WorkflowRun) -> Rollout | RolloutFailure:
+        """Play one episode and score its traces."""
         try:
-            return await self._score(episode, await running)
+            return await self._score(episode, await run.traces(episode.sample_index))
         except WorkflowFailed as error:
             return self._failure("workflow", episode, str(error))
         finally:

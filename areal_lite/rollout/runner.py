@@ -8,7 +8,7 @@ last episode.
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -54,40 +54,45 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
             await close()
 
 
-def run_workflow(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[list[Trajectory]]]:
-    """Start a workflow on a group; return an awaitable of the checked traces of each episode.
+class WorkflowRun:
+    """A workflow at work on the episodes of a group."""
 
-    It raises WorkflowFailed.
-    """
-    if not getattr(workflow, "grouped", False):
-        return [_checked(episode, workflow(episode)) for episode in episodes]
-    group = asyncio.ensure_future(workflow(episodes))
+    def __init__(self, workflow: Workflow, episodes: list[Episode]):
+        self._workflow = workflow
+        self._episodes = episodes
+        self._group: asyncio.Future[Any] | None = None
 
-    async def result(index: int) -> Any:
-        results = await group
-        if len(results) != len(episodes):
+    async def traces(self, index: int) -> list[Trajectory]:
+        """Play an episode and return its traces, checked and numbered. Raises WorkflowFailed.
+
+        A grouped workflow plays all episodes of the group when the first one is asked for.
+        """
+        try:
+            result = await self._result(index)
+            traces = result if isinstance(result, list) else [result]
+            for number, trace in enumerate(traces):
+                _check(self._episodes[index], trace)
+                trace.trace_index = number
+            _check_together(traces)
+        except Exception as error:  # a user's code may raise anything
+            raise WorkflowFailed(
+                f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
+            ) from error
+        return traces
+
+    async def _result(self, index: int) -> Any:
+        """Return what the workflow returns for an episode."""
+        if not getattr(self._workflow, "grouped", False):
+            return await self._workflow(self._episodes[index])
+        if self._group is None:
+            self._group = asyncio.ensure_future(self._workflow(self._episodes))
+        results = await self._group
+        if len(results) != len(self._episodes):
             raise ValueError(
-                f"a grouped workflow returned {len(results)} results for {len(episodes)} episodes"
+                f"a grouped workflow returned {len(results)} results for"
+                f" {len(self._episodes)} episodes"
             )
         return results[index]
-
-    return [_checked(episode, result(index)) for index, episode in enumerate(episodes)]
-
-
-async def _checked(episode: Episode, running: Awaitable[Any]) -> list[Trajectory]:
-    """Return the traces of an episode, numbered."""
-    try:
-        result = await running
-        traces = result if isinstance(result, list) else [result]
-        for number, trace in enumerate(traces):
-            _check(episode, trace)
-            trace.trace_index = number
-        _check_together(traces)
-    except Exception as error:  # a user's code may raise anything
-        raise WorkflowFailed(
-            f"workflow: {type(error).__name__}: {error} ({_origin(error)})"
-        ) from error
-    return traces
 
 
 def _check_together(traces: list[Trajectory]) -> None:

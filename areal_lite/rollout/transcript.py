@@ -112,7 +112,7 @@ class Transcript:
         return True
 
     def trajectory(self, reward: float | None = None) -> Trajectory:
-        """Return the trajectory so far; `run_workflow` checks it."""
+        """Return the trajectory so far; `WorkflowRun` checks it."""
         episode = self.episode
         versions = np.concatenate([chunk.versions for chunk in self._chunks])
         sampled = [chunk for chunk in self._chunks if chunk.finish_reason]

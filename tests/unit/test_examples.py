@@ -16,8 +16,7 @@ from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.runner import run_workflow
-from tests.unit.rollout.episodes import playing
+from tests.unit.rollout.episodes import played, playing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = sorted(page.parent for page in EXAMPLES.glob("*/README.md"))
@@ -103,7 +102,7 @@ def play(tokenizer: Tokenizer, workflow, script: list[str]):
     async def main():
         prompt = Prompt(prompt_id="p", tokens=tokenizer.encode(PROMPT), answer=ANSWER, text=PROMPT)
         async with playing(tokenizer, prompt, script) as (episodes, _, _):
-            ((trajectory,),) = await asyncio.gather(*run_workflow(workflow, episodes))
+            ((trajectory,),) = await asyncio.gather(*played(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())

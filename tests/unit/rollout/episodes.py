@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 
 import numpy as np
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
-from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.episode import Episode, Workflow
+from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import ServerFailed
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.session import RolloutSession
+from areal_lite.trajectory import Trajectory
 
 SERVERS = [
     ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
@@ -150,3 +152,9 @@ async def playing(
         assert not any(fleet.router.load.values())
     finally:
         watching.cancel()
+
+
+def played(workflow: Workflow, episodes: list[Episode]) -> list[Awaitable[list[Trajectory]]]:
+    """Play a group; each awaitable gives the traces of one episode."""
+    run = WorkflowRun(workflow, episodes)
+    return [run.traces(index) for index in range(len(episodes))]

@@ -17,9 +17,9 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout import episode
 from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.runner import load_workflow, run_workflow, started
+from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.rollout.transcript import Transcript
-from tests.unit.rollout.episodes import playing, save_chat_tokenizer
+from tests.unit.rollout.episodes import played, playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
@@ -75,7 +75,7 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
             started(workflow, None),
             playing(tokenizer, prompt, script, max_new_tokens=2000) as (episodes, _, _),
         ):
-            ((trajectory,),) = await asyncio.gather(*run_workflow(workflow, episodes))
+            ((trajectory,),) = await asyncio.gather(*played(workflow, episodes))
             return trajectory.reward, tokenizer.decode(trajectory.tokens)
 
     return asyncio.run(main())

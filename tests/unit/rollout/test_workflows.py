@@ -15,7 +15,7 @@ from areal_lite.config import RolloutConfig
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.episode import WorkflowFailed, grouped, sampled_turns
-from areal_lite.rollout.runner import load_workflow, run_workflow
+from areal_lite.rollout.runner import load_workflow
 from areal_lite.rollout.transcript import Transcript
 from areal_lite.rollout.workflows.calculator import calculator
 from areal_lite.rollout.workflows.multi_turn import MultiTurn
@@ -24,7 +24,14 @@ from areal_lite.rollout.workflows.together import Together
 from areal_lite.rollout.workflows.tools import Tools
 from areal_lite.routes import ExpertLayout, is_recorded
 from areal_lite.trajectory import Trajectory
-from tests.unit.rollout.episodes import SERVERS, Scripted, chat_prompt, playing, save_chat_tokenizer
+from tests.unit.rollout.episodes import (
+    SERVERS,
+    Scripted,
+    chat_prompt,
+    played,
+    playing,
+    save_chat_tokenizer,
+)
 
 END, START = "<|im_end|>", "<|im_start|>"
 
@@ -365,12 +372,34 @@ def test_calculator_refuses(expression: str) -> None:
         calculator(expression)
 
 
+@pytest.mark.parametrize("passes", [0, 1, 2])
+def test_a_cancelled_group_leaves_nothing_that_runs(tokenizer, passes) -> None:
+    """`passes` of the event loop come before the cancellation. The workflow runs after two."""
+
+    @grouped
+    async def waits(episodes):
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with playing(tokenizer, chat_prompt(tokenizer), ["a"], ["b"]) as (episodes, _, _):
+            before = asyncio.all_tasks()
+            group = asyncio.gather(*played(waits, episodes))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            group.cancel()
+            await asyncio.wait([group])
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == before
+
+    asyncio.run(main())
+
+
 def test_a_group_works_together(tokenizer) -> None:
     async def main() -> None:
         async with playing(
             tokenizer, chat_prompt(tokenizer), ["one", "uno"], ["two", "due"], ["three", "tre"]
         ) as (episodes, client, _):
-            results = await asyncio.gather(*run_workflow(Together(), episodes))
+            results = await asyncio.gather(*played(Together(), episodes))
             trajectories = [trajectory for (trajectory,) in results]
             assert [t.sample_index for t in trajectories] == [0, 1, 2]
             texts = [text_of(tokenizer, t.tokens) for t in trajectories]
@@ -433,9 +462,7 @@ def test_every_error_of_a_workflow_is_a_workflow_failure(tokenizer) -> None:
 
     async def outcomes(workflow) -> list[str]:
         async with playing(tokenizer, chat_prompt(tokenizer), ["a"], ["b"]) as (episodes, _, _):
-            results = await asyncio.gather(
-                *run_workflow(workflow, episodes), return_exceptions=True
-            )
+            results = await asyncio.gather(*played(workflow, episodes), return_exceptions=True)
             assert all(isinstance(r, (list, WorkflowFailed)) for r in results)
             return [str(r) if isinstance(r, WorkflowFailed) else "fine" for r in results]
 
@@ -476,7 +503,7 @@ def test_the_traces_of_an_episode_are_numbered_in_their_order(tokenizer) -> None
             client,
             _,
         ):
-            results = await asyncio.gather(*run_workflow(compacts, episodes))
+            results = await asyncio.gather(*played(compacts, episodes))
         for number, traces in enumerate(results):
             assert [t.name for t in traces] == [f"0/{number}", f"0/{number}.1"]
             assert [t.reward for t in traces] == [0.25, 1.0]
