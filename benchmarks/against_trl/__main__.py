@@ -76,7 +76,7 @@ def _measure(args: argparse.Namespace, task: Task, found: dict) -> None:
             if side == "trl":
                 record = run_trl(work, task, model, files, seed, args.steps, own)
             else:
-                record = run_areal_lite(work, task, model, files, seed, args.steps)
+                record = run_areal_lite(work, task, model, files, seed, task.own_steps * args.steps)
             _add(found, {"task": task.name, "side": side, "seed": seed, **record})
             print(page.row(record), flush=True)
 

@@ -14,6 +14,7 @@ class Task:
     """Sums of some lengths. `weights` are those of the digit counts, from one digit on.
 
     `max_staleness` is areal_lite's bound: as low as the lengths let it be without waiting.
+    `own_steps` is how many steps areal_lite makes for one of TRL's, so that both train as long.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Task:
     max_new_tokens: int
     warm_up_steps: int
     max_staleness: int
+    own_steps: int = 1
 
     @property
     def max_digits(self) -> int:
@@ -35,6 +37,7 @@ TASKS = (
         max_new_tokens=192,
         warm_up_steps=700,
         max_staleness=4,
+        own_steps=4,
     ),
 )
 """short: three digits, answers of 43 to 45 tokens. long_tail: 1 to 12 digits, 15 to 171 tokens."""

@@ -49,7 +49,9 @@ def test_the_table_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
         "runs": [{**keys, "side": "areal_lite", **own}, {**keys, "side": "trl", **other}],
     }
     text = page.table(found)
-    assert f"| short | 1 | {BATCH}, {BATCH // 4} | 4.0 | 3, 12 | 4.0 | 3, 12 | 4.0 |" in text
+    assert (
+        f"| short | 1 | {BATCH}, {BATCH // 4} | 4.0 | 3, 12 | 4.0 | 3, 12 | 4.0 | 4, 16 |" in text
+    )
     assert "| short | 32 | yes | 2 | 9.0 |" in text
     page.draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
