@@ -14,11 +14,13 @@ seeds.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import numpy as np
-from launch import ROOT, areal_lite, warm_up
+from launch import ROLES, ROOT, RoleTimes, areal_lite, warm_up
 
+CORES = os.cpu_count() or 1
 SCHEDULES = {
     "sync": "schedule=sync",
     "one_step": "schedule=one_step",
@@ -77,18 +79,19 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
             f"data.seed={seed}",
             f"trainer.steps={steps}",
         ]
-        areal_lite(
+        times = areal_lite(
             work / f"{run_dir.name}.log",
             "train",
             *TRAIN.split(),
             *SCHEDULES[schedule].split(),
             *own,
         )
+        (run_dir / "cpu_s.json").write_text(json.dumps(_cpu_s(times, read_metrics(run_dir))))
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["steps"] == steps, (
         f"{run_dir} was stopped after {summary['steps']} steps: remove it"
     )
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(run_dir)
     return {
         "schedule": schedule,
         "seed": seed,
@@ -101,8 +104,20 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
         "push_s": sum(m["push_s"] for m in metrics),
         "staleness_mean": float(np.mean([m["staleness_mean"] for m in metrics])),
         "drained": summary["requests_drained"],
+        "after_first_step_s": metrics[-1]["logged_at"] - metrics[0]["logged_at"],
+        "cpu_s": json.loads((run_dir / "cpu_s.json").read_text()),
         "rewards": [round(m["reward_mean"], 4) for m in metrics],
     }
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _cpu_s(times: RoleTimes, metrics: list[dict]) -> dict[str, float]:
+    """Return the CPU seconds of each role between the ends of the first and the last step."""
+    spent = times.between(metrics[0]["logged_at"], metrics[-1]["logged_at"])
+    return {role: round(seconds, 1) for role, seconds in spent.items()}
 
 
 def table(records: list[dict], steps: int) -> str:
@@ -129,7 +144,30 @@ def table(records: list[dict], steps: int) -> str:
             f"| {' | '.join(f'{value:.0f}' for value in seconds)} "
             f"| {mean('sync', 'train_s') / seconds[0]:.2f} x |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *role_table(records)]) + "\n"
+
+
+def role_table(records: list[dict]) -> list[str]:
+    """Return the table of processor times: what is left of the machine, and what bounds a run."""
+    roles = [
+        role for role in (*ROLES.values(), "others") if any(role in r["cpu_s"] for r in records)
+    ]
+    lines = [
+        "Processor time after the first step, in seconds. With all of it spread over the cores without"
+        " a gap, the steps would take the time in the last column.",
+        "",
+        f"| schedule | {' | '.join(roles)} | in all | of {CORES} cores | steps, s | at least, s |",
+        "|---" * (len(roles) + 5) + "|",
+    ]
+    for schedule in SCHEDULES:
+        own = [record for record in records if record["schedule"] == schedule]
+        spent = [float(np.mean([r["cpu_s"].get(role, 0.0) for r in own])) for role in roles]
+        wall = float(np.mean([r["after_first_step_s"] for r in own]))
+        lines.append(
+            f"| {schedule} | {' | '.join(f'{value:.0f}' for value in spent)} | {sum(spent):.0f} "
+            f"| {sum(spent) / wall / CORES:.0%} | {wall:.0f} | {sum(spent) / CORES:.0f} |"
+        )
+    return lines
 
 
 if __name__ == "__main__":
