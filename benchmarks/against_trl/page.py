@@ -42,8 +42,8 @@ loaded, ours with the first request to a server that is ready.
 
 The answers of `short` have 43 to 45 tokens. Those of `long_tail` have 15 to 171. A step has 64
 groups of 8. TRL's data is never stale. The data of areal_lite is at most 1 step old in `short`, and
-at most 4 in `long_tail`. There it makes four steps for one of TRL's, so that both train for about as
-long. The seconds are those to a mean reward of three steps.
+at most 4 in `long_tail`. There it makes four steps for one of TRL's, so that both train for about
+as long. The seconds are those to a mean reward of three steps.
 
 ![Mean reward over the seconds of training](against_trl.png)
 
