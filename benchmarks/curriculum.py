@@ -109,13 +109,13 @@ def train(work: Path, seed: int, arm: str) -> dict:
 
 def table(records: list[dict]) -> str:
     """Return the table of means over the seeds, as Markdown."""
+    seeds = len({record["seed"] for record in records})
     lines = [
-        f"`python benchmarks/curriculum.py`: {STEPS} steps of {BATCH} x 8 trajectories, {EACH} prompts"
-        f" that can be learned and {EACH} that cannot, means of"
-        f" {len({r['seed'] for r in records})} seeds.",
+        f"`python benchmarks/curriculum.py`: {STEPS} steps of {BATCH} x 8 trajectories, {EACH}"
+        f" prompts that can be learned and {EACH} that cannot, means of {seeds} seeds.",
         "",
-        "| setting | accuracy before | after | of each seed | groups with equal rewards, second half "
-        "| groups generated | seconds |",
+        "| setting | accuracy before | after | of each seed "
+        "| groups with equal rewards, second half | groups generated | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:

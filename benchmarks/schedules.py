@@ -153,8 +153,8 @@ def role_table(records: list[dict]) -> list[str]:
         role for role in (*ROLES.values(), "others") if any(role in r["cpu_s"] for r in records)
     ]
     lines = [
-        "Processor time after the first step, in seconds. With all of it spread over the cores without"
-        " a gap, the steps would take the time in the last column.",
+        "Processor time after the first step, in seconds. If the cores shared it without a gap,"
+        " the steps would take the time in the last column.",
         "",
         f"| schedule | {' | '.join(roles)} | in all | of {CORES} cores | steps, s | at least, s |",
         "|---" * (len(roles) + 5) + "|",
