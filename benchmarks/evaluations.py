@@ -108,7 +108,10 @@ def table(records: list[dict]) -> str:
         speed = statistics.median(speeds)
         last = "– | –"
         if seconds:
-            last = f"{statistics.median(seconds):.1f} | {min(versions)} to {max(versions)}"
+            few, many = min(versions), max(versions)
+            last = (
+                f"{statistics.median(seconds):.1f} | {few if few == many else f'{few} to {many}'}"
+            )
         lines.append(
             f"| {label} | {speed:.0f} | {min(speeds):.0f}, {max(speeds):.0f} "
             f"| {speed / fastest:.2f} | {last} |"
