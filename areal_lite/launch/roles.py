@@ -24,7 +24,7 @@ from areal_lite.run_dir.paths import HEARTBEATS_DIR, LOGS_DIR
 from areal_lite.system.gpus import gpu_environment
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import dying_with_me
+from areal_lite.system.processes import HUGE_PAGES, dying_with_me
 
 # Without a GPU each number of tokens has about ten oneDNN primitives of its own, of 0.4 MB each.
 # oneDNN and torch both cache 1,024 of them. A step needs few of those of the step before, and their
@@ -137,6 +137,7 @@ class Roles:
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **ONEDNN_CACHES,
+            **HUGE_PAGES,
             **gpu_environment(gpus),
         }
         world = config.world_size

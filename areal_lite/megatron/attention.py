@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -24,7 +25,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from areal_lite import cpu_kernels
 from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.flash4 import causal_varlen, use_flash4
 from areal_lite.megatron.packing import to_device
@@ -190,8 +193,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The two coordinates of a rotation stand in the two halves of dim. It is computed in the dtype of
     `cos` and `sin` and rounded once to that of x.
     """
+    if cpu_kernels.fits(x):
+        return _FusedRotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
     half = x.shape[-1] // 2
     return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
+
+
+class _FusedRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        return _rotated(grads[0], *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = torch.empty(x.shape)
+    cpu_kernels.rotate(
+        cpu_kernels.array(x, *x.shape),
+        cos[:, 0].numpy(),
+        sin[:, 0].numpy(),
+        np.float32(sign),
+        out.numpy(),
+    )
+    return out
 
 
 class PackedAttention(MegatronModule):

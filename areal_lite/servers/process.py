@@ -27,7 +27,7 @@ from areal_lite.servers.serve import ENV_API_KEY
 from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import nccl_environment, resolve_device
 from areal_lite.system.network import require_free_port
-from areal_lite.system.processes import dying_with_me, tail
+from areal_lite.system.processes import HUGE_PAGES, dying_with_me, tail
 
 _HEALTH_TIMEOUT_S = 5.0
 _SGLANG_ENVIRONMENT = {
@@ -120,8 +120,7 @@ def _cpu_environment(config: ServerConfig) -> dict[str, str]:
         # With more threads than free cores, waiting threads would spin and take cores away from
         # working ones.
         "OMP_WAIT_POLICY": "passive",
-        # Torch on huge pages: attention reads single slots all over the KV cache.
-        "THP_MEM_ALLOC_ENABLE": "1",
+        **HUGE_PAGES,
     }
 
 

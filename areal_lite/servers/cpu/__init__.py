@@ -1,6 +1,7 @@
 """Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
 
-SGLang itself is not edited. It has extension points for hardware that it does not know:
+The kernels are in areal_lite/cpu_kernels.py. SGLang itself is not edited. It has extension points
+for hardware that it does not know:
 
 * `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
   `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
@@ -8,7 +9,8 @@ SGLang itself is not edited. It has extension points for hardware that it does n
   operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
-  sequences in Python for each layer and token. This one uses one kernel (`paged.py`) for all.
+  sequences in Python for each layer and token. This one uses one kernel for all.
+* `operators.py`: the norm and the rotary embedding, by one kernel each.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 

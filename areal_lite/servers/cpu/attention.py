@@ -1,4 +1,4 @@
-"""SGLang's torch attention backend, with its Python loops replaced by one kernel (`paged.py`).
+"""SGLang's torch attention backend, with its Python loops replaced by one kernel.
 
 The result is that of SGLang's `TorchNativeAttnBackend`: softmax(scale · q Kᵀ) V, causal, with
 grouped queries, for any mix of lengths, cached prefixes and chunks. Decoding is the case of one
@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from areal_lite.servers.cpu.paged import paged_attention
+from areal_lite.cpu_kernels import paged_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -2,7 +2,7 @@
 
 SGLang's own batch-invariant products and its hash for seeded sampling are Triton kernels.
 
-Attention (`paged.py`), norms, softmax and activations compute each row by itself. Matrix products
+Attention, norms, softmax and activations compute each row by itself. Matrix products
 do not: the library takes other kernels for the last rows of a small batch and for the parts of a
 batch that threads share, and their sums differ in the last bit. Measured with MKL in float32: with
 one thread the products of 1, 2 and 3 rows differ from those of 4 and more, with two threads also

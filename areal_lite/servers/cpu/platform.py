@@ -22,13 +22,15 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
     get_current_memory_usage = CpuDeviceMixin.get_current_memory_usage
 
     def init_backend(self) -> None:
-        """Register the attention backend: called in each worker before its model runner."""
+        """Register attention and operators: called in each worker before its model runner."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from areal_lite.servers.cpu.attention import PagedCpuAttention
+        from areal_lite.servers.cpu.operators import register_operators
 
         register_attention_backend(ATTENTION_BACKEND)(PagedCpuAttention)
+        register_operators(self.get_dispatch_key_name())
         # SGLang keeps routes in host memory, which it would register with CUDA.
         ALLOC_MEMORY_FUNCS["cpu"] = _host_memory
 

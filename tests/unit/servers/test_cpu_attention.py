@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.servers.cpu.paged import paged_attention
+from areal_lite.cpu_kernels import paged_attention
 
 SLOTS = 512
 

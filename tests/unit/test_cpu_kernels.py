@@ -1,0 +1,108 @@
+"""The kernels for machines without a GPU agree with torch in float64, gradients included."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
+from areal_lite import cpu_kernels
+from areal_lite.megatron.attention import rotate
+from areal_lite.megatron.layers import RMSNorm
+
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 8, 34, 128]))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def norm_of(weight: torch.Tensor, eps: float) -> RMSNorm:
+    norm = RMSNorm.__new__(RMSNorm)
+    torch.nn.Module.__init__(norm)
+    norm.eps, norm.weight = eps, torch.nn.Parameter(weight)
+    return norm
+
+
+def rotate_plainly(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def assert_same_with_gradients(function, reference, inputs, tolerance=3e-6):
+    """Compare results and gradients with those of `reference` in float64."""
+    plain = [x.detach().double().requires_grad_() for x in inputs]
+    expected, got = reference(*plain), function(*inputs)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), plain)
+    found = torch.autograd.grad((got * weights.float()).sum(), inputs)
+    for a, b in zip((got, *found), (expected, *wanted), strict=True):
+        scale = b.detach().abs().max().clamp(min=1).item()
+        torch.testing.assert_close(a.double(), b, atol=tolerance * scale, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, scale=st.sampled_from([1e-2, 1.0, 1e3]), seed=st.integers(0, 2**31))
+def test_rms_norm_and_its_gradients(shape, scale, seed):
+    torch.manual_seed(seed)
+    x, weight = torch.randn(shape).requires_grad_(), torch.randn(shape[-1]).requires_grad_()
+    norm = norm_of(weight, eps=1e-6)
+
+    def plain(x, weight):
+        x = scale * x
+        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def fused(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, (scale * x,))
+
+    assert cpu_kernels.fits(x)
+    assert_same_with_gradients(fused, plain, [x, weight])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 2**31))
+def test_rotation_and_its_gradient(shape, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(shape).requires_grad_()
+    angles = 6 * torch.rand(shape[0], 1, shape[-1] // 2)
+    cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
+    assert_same_with_gradients(
+        lambda x: rotate(x, cos, sin),
+        lambda x: rotate_plainly(x, cos.double(), sin.double()),
+        [x],
+    )
+
+
+def test_a_strided_input_and_a_strided_gradient(monkeypatch):
+    torch.manual_seed(0)
+    whole = torch.randn(6, 2, 16).requires_grad_()
+    angles = torch.randn(6, 1, 4).repeat(1, 1, 2)
+    norm = norm_of(torch.randn(8), 1e-6)
+
+    def result_and_gradient():
+        result = rotate(norm(whole[..., 4:12]), angles.cos(), angles.sin()).transpose(0, 1)
+        return result, torch.autograd.grad(result.square().sum(), [whole])[0]
+
+    fused = result_and_gradient()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.testing.assert_close(fused, result_and_gradient())
+
+
+def test_exponentials_are_right_to_the_last_bits():
+    x = -np.concatenate([np.linspace(0, 87, 200_001), np.logspace(-12, 1, 1001)]).astype(np.float32)
+    scores = x.copy()
+    cpu_kernels._softmax(scores)
+    exact = np.exp(x.astype(np.float64))
+    np.testing.assert_allclose(scores / scores.max(), exact, rtol=5e-7, atol=1e-37)
+    assert math.isclose(float(scores.astype(np.float64).sum()), 1, rel_tol=1e-5)
+
+
+def test_other_types_and_more_threads_are_left_to_torch(monkeypatch):
+    assert not cpu_kernels.fits(torch.zeros(2, dtype=torch.bfloat16))
+    assert cpu_kernels.fits(torch.zeros(2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not cpu_kernels.fits(torch.zeros(2))
