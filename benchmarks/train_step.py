@@ -8,6 +8,10 @@ time. Trust the second one on a busy machine. One batch has sequences of equal l
 plain side pads nothing and is at its best. The other is long-tailed, and the plain side pads it.
 The loss is the mean negative log-likelihood. The policy also computes entropies. The losses of
 both sides must agree. The script writes results/train_step.json.
+
+It also says what share of the machine's peak the engine reaches: operations of its matrices, 6 for
+each weight and token, against the fastest product of large matrices that torch offers here. The
+forward pass before a step (algo.prox=recompute) is given as a share of the step.
 """
 
 import argparse
@@ -70,8 +74,11 @@ def make_model(folder: Path, args: argparse.Namespace) -> Path:
     return folder
 
 
-def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
-    """Run one step from the batch to the updated weights, packing included."""
+def engine_steps(model: Path, batch: TrainBatch, settings: TrainerConfig) -> tuple[Step, Step]:
+    """Return a step from the batch to the updated weights, and the pass before it.
+
+    Both include packing.
+    """
     engine = Policy(settings, model, seed=1)
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
@@ -79,9 +86,37 @@ def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step
         index = microbatch.token_index
         return -(logprobs * mask[index]).sum() / count, {"entropy": entropy.detach().sum()}
 
-    return lambda: engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)[
-        "loss"
-    ]
+    def step() -> float:
+        return engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)["loss"]
+
+    def forward() -> float:
+        microbatches = make_microbatches(batch, settings.tokens_per_microbatch)
+        return float(-(engine.logprobs_and_entropies(microbatches)[0] * mask).sum() / count)
+
+    return step, forward
+
+
+def peak(size: int = 1024, tries: int = 20) -> float:
+    """Return operations a second of processor time of large float32 products, the best of some."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    products = (
+        lambda: a @ b,
+        lambda: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""),
+    )
+    best = 0.0
+    for product in products:
+        for _ in range(tries):
+            begin = time.process_time()
+            product()
+            best = max(best, 2 * size**3 / (time.process_time() - begin))
+    return best
+
+
+def matrix_operations(model: Path, tokens: int) -> int:
+    """Return the operations of a step's matrices: 6 for each weight and token."""
+    network = AutoModelForCausalLM.from_pretrained(model)
+    weights = sum(p.numel() for p in network.parameters() if p.ndim == 2)
+    return 6 * weights * tokens  # the embedding is a gather, but it is the head, too
 
 
 def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
@@ -121,10 +156,8 @@ def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
     settings = TrainerConfig(
         steps=10**6, tokens_per_microbatch=10**6, device="cpu", dtype="float32", lr=1e-4
     )
-    sides = {
-        "engine": engine_step(model, batch, settings),
-        "plain": plain_step(model, batch, settings),
-    }
+    step, forward = engine_steps(model, batch, settings)
+    sides = {"forward": forward, "engine": step, "plain": plain_step(model, batch, settings)}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(steps + 2):
         losses = {}
@@ -141,6 +174,9 @@ def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
         }  # the first two warm up
         row |= {f"{name}_{clock}_ms": 1e3 * value for name, value in median.items()}
         row[f"{clock}_ratio"] = median["engine"] / median["plain"]
+    row["forward_share"] = row["forward_processor_ms"] / row["engine_processor_ms"]
+    operations = matrix_operations(model, int(batch.cu_seqlens[-1]))
+    row["peak_share"] = 1e3 * operations / row["engine_processor_ms"] / peak()
     return row
 
 
@@ -160,6 +196,10 @@ def main() -> None:
         for name, lengths in {"equal lengths": equal, "long-tailed lengths": tailed}.items():
             results[name] = row = compare(model, batch_of(lengths, args.vocab), args.steps)
             print(f"{name}: {len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens")
+            print(
+                f"share of the peak {row['peak_share']:.2f}, "
+                f"the pass before takes {row['forward_share']:.2f} of a step"
+            )
             for clock in ("wall", "processor"):
                 ms = [row[f"{side}_{clock}_ms"] for side in ("engine", "plain")]
                 print(

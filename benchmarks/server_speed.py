@@ -1,15 +1,18 @@
-"""Tokens per second of a server without a GPU: SGLang's torch attention against this project's.
+"""Tokens per second of a server without a GPU: SGLang's own torch code against this project's.
 
-    python benchmarks/decode_attention.py [--model FOLDER] [--rounds 3]
+    python benchmarks/server_speed.py [--model FOLDER] [--rounds 5]
 
-Both servers run at once and take turns, so that other load of the machine falls on both. Everything
-else is equal. Each workload prints two lines: tokens per second of wall-clock time, and of the
-server's processor time. Trust the second one on a busy machine. Ratios are of medians over the
-rounds. Without --model, the model is a random Qwen3 of 0.8 M parameters.
+`stock` has SGLang's attention, norm and rotary embedding, `ours` those of areal_lite/servers/cpu,
+and `ours_threads` the same with two threads. Everything else is equal. The servers run at once and
+take turns, so that other load of the machine falls on all. Speeds are tokens per second of
+wall-clock time, and of the server's processor time. Trust the second one on a busy machine. A ratio
+is the median of those of the rounds, with the lowest and the highest. Without --model, the model is
+a random Qwen3 of 0.8 M parameters. The script writes results/server_speed.json.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import statistics
@@ -25,12 +28,13 @@ from areal_lite.config import ServerConfig
 from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 
-WORKLOADS = [(64, 32), (256, 32), (128, 256)]  # requests at once, tokens each
-STOCK = "--stock-attention"
+WORKLOADS = [(64, 32), (256, 32), (128, 256), (384, 64)]  # requests at once, tokens each
+RESULTS = Path(__file__).with_name("results") / "server_speed.json"
+STOCK = "--stock-operators"
 
 
-def serve_with_stock_attention(argv: list[str]) -> None:
-    """Serve as areal_lite.servers.serve does, but keep SGLang's own attention backends."""
+def serve_with_stock_operators(argv: list[str]) -> None:
+    """Serve as areal_lite.servers.serve does, but keep SGLang's own attention and operators."""
     from areal_lite.servers import serve
     from areal_lite.servers.cpu.stand_ins import install_stand_ins
 
@@ -99,59 +103,75 @@ async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[floa
         )
 
 
-async def compare(servers: dict[str, ServerProcess], rounds: int) -> None:
+async def compare(servers: dict[str, ServerProcess], rounds: int) -> list[dict]:
     for name, server in servers.items():
         start = time.perf_counter()
         server.start()
         await server.wait_ready()
-        print(f"{name:>6}: ready after {time.perf_counter() - start:.1f} s")
+        print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
         await speed(server, 16, 8)
+    rows = []
     for requests, tokens in WORKLOADS:
         speeds = {name: [] for name in servers}
         for _ in range(rounds):
             for name, server in servers.items():
                 speeds[name].append(await speed(server, requests, tokens))
-        for i, unit in enumerate(("tok/s", "tok/s of processor time")):
-            stock, ours = (
-                statistics.median(s[i] for s in speeds[name]) for name in ("stock", "ours")
-            )
-            print(
-                f"{requests:4d} x {tokens:3d} tokens: stock {stock:6.0f}, ours {ours:6.0f} {unit}, "
-                f"ratio {ours / stock:.2f}",
-                flush=True,
-            )
+        row = {"requests": requests, "tokens": tokens} | {
+            name: summary(taken, speeds["stock"]) for name, taken in speeds.items()
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def summary(taken: list[tuple[float, float]], stock: list[tuple[float, float]]) -> dict:
+    """Return medians of both speeds, and their ratios to `stock`: median, lowest, highest."""
+    found = {}
+    for i, unit in enumerate(("per_s", "per_processor_s")):
+        ratios = sorted(own[i] / other[i] for own, other in zip(taken, stock, strict=True))
+        found[unit] = round(statistics.median(own[i] for own in taken))
+        found[f"{unit}_ratio"] = [
+            round(value, 2) for value in (statistics.median(ratios), ratios[0], ratios[-1])
+        ]
+    return found
+
+
+def server_process(name: str, model: str, folder: Path) -> ServerProcess:
+    server = ServerProcess(
+        ServerConfig(device="cpu", threads=2 if name == "ours_threads" else 1),
+        model,
+        name=name,
+        port=free_port(),
+        seed=1,
+        log_path=folder / f"{name}.log",
+    )
+    if name == "stock":
+        flags = server.argv[server.argv.index("--model-path") :]
+        server.argv = [sys.executable, os.path.abspath(__file__), STOCK, *flags]
+    return server
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_model(Path(folder, "model"))
-        config = ServerConfig(device="cpu")
-        servers = {
-            name: ServerProcess(
-                config,
-                model,
-                name=name,
-                port=free_port(),
-                seed=1,
-                log_path=Path(folder, f"{name}.log"),
-            )
-            for name in ("stock", "ours")
-        }
-        flags = servers["stock"].argv[servers["stock"].argv.index("--model-path") :]
-        servers["stock"].argv = [sys.executable, os.path.abspath(__file__), STOCK, *flags]
+        names = ("stock", "ours", "ours_threads")
+        servers = {name: server_process(name, model, Path(folder)) for name in names}
         try:
-            asyncio.run(compare(servers, options.rounds))
+            rows = asyncio.run(compare(servers, options.rounds))
         finally:
             for server in servers.values():
                 server.stop()
+    if not options.model:
+        found = {"cores": os.cpu_count(), "rounds": options.rounds, "rows": rows}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [STOCK]:
-        serve_with_stock_attention(sys.argv[2:])
+        serve_with_stock_operators(sys.argv[2:])
     else:
         main()
