@@ -26,6 +26,7 @@ COMMON = (
 _DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
 _BEHAVIOR = "algo.decoupled=false algo.correction.mode=cap"
 _MOMENT = f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}"
+_PRODUCT = f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=2"
 ARMS = {
     "decoupled": _DECOUPLED,
     "behavior": _BEHAVIOR,
@@ -39,6 +40,8 @@ ARMS = {
         f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=8"
         " algo.advantage.mean=optimal"
     ),
+    "product": _PRODUCT,
+    "settled": f"{_PRODUCT} trainer.lr_schedule=wsd trainer.lr_decay_steps=176",
     "averaged": f"{_DECOUPLED} algo.prox=average",
     "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
     "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
@@ -49,9 +52,12 @@ behavior: clip around the behavior policy. unweighted: decoupled without the wei
 
 The others are decoupled with one addition. ess: a learning rate that follows the effective sample
 size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
-variation, or by the ratio. decay: moment with a learning rate that falls to zero. penalty: the
-divergence from the behavior policy in the loss. averaged: the proximal policy is the average of the
-last policies. decoupled_sgd, behavior_sgd: an optimizer that does not rescale gradients."""
+variation, or by the ratio. product: one weight per trajectory, capped at 2. settled: the same, with
+a learning rate that falls to zero in the last fifth of the steps. sequence: a weight per trajectory
+capped at 8, and the baseline of least variance. decay: moment with a learning rate that falls to
+zero. penalty: the divergence from the behavior policy in the loss. averaged: the proximal policy is
+the average of the last policies. decoupled_sgd, behavior_sgd: an optimizer that does not rescale
+gradients."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,8 @@ class Cell:
 CLIPS = ("decoupled", "behavior", "unweighted")
 CURES = (
     *CLIPS,
-    *("sequence", "ess", "moment", "decay", "variation", "range", "averaged", "penalty"),
+    *("sequence", "product", "settled", "ess", "moment", "decay"),
+    *("variation", "range", "averaged", "penalty"),
 )
 LRS = (3e-5, 1e-4, 3e-4)
 CURE_LRS = (3e-5, 6e-5, 1e-4, 1.5e-4)
