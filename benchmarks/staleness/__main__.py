@@ -6,6 +6,7 @@
     python -m benchmarks.staleness weight    # what the weight does where no clip acts
     python -m benchmarks.staleness cures     # every clip and addition at lags of 16 to 64
     python -m benchmarks.staleness speed --show        # draws what there is, runs nothing
+    python -m benchmarks.staleness.gradients # how well the gradient of a stale batch points
 
 Every run is `areal-lite train` of this checkout, with a real SGLang server and a real Megatron
 trainer. A run takes about three minutes on one core. Runs of a seed start from the same warmed-up

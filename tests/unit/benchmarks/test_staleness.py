@@ -7,10 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from areal_lite.algo.advantages import grpo
+from areal_lite.algo.correction import Correction
+from areal_lite.algo.losses import LossInputs, ppo_loss
 from areal_lite.config import to_dataclass
 from areal_lite.config.compose import compose_config
 from areal_lite.quickstart import addition
@@ -257,3 +261,50 @@ def test_arms_are_compared_at_their_own_best_learning_rates() -> None:
     best = page("grid", records).split("\n\n")[-1].splitlines()
     assert len(best) == 2 + 1
     assert "| 0.0003, 0.0001 |" in best[2] and "| behavior | 2 | +0.200 (" in best[2]
+
+
+def test_alignment_and_direction_of_gradients() -> None:
+    from benchmarks.staleness.gradients import measured
+
+    noise = torch.Generator().manual_seed(1)
+    fresh = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).repeat(64, 1)
+    own = torch.tensor([[0.5, 0.75**0.5, 0.0, 0.0]]).repeat(64, 1)
+    assert measured(own, fresh, "other") == {"alignment": [0.5, 0.0], "direction": [0.5, 0.0]}
+    # Noise of the size of the gradient lowers the alignment by the root of two, and no direction.
+    side = torch.randn(64, 1, generator=noise).sign()
+    noisy = own + side * torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    found = measured(noisy, fresh, "other")
+    assert found["alignment"][0] == pytest.approx(0.5 / 2**0.5, abs=0.002)
+    assert found["direction"][0] == pytest.approx(0.5, abs=0.02)
+    noisy = fresh + side * torch.tensor([[0.0, 0.0, 1.0, 0.0]])
+    found = measured(noisy, noisy, "fresh")
+    assert found["alignment"][0] == pytest.approx(0.5**0.5, abs=0.02)
+    assert found["direction"][0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", "product"])
+def test_the_gradient_of_a_batch_is_that_of_the_loss(level: str) -> None:
+    from benchmarks.staleness.gradients import Batch, padded, surrogate
+
+    rows = [([5, 6, 7, 1], 2, 1.0, 0), ([5, 7], 1, 0.0, 0), ([6, 6, 1], 2, 0.0, 1)]
+    rows += [([6, 6, 7, 7, 1], 2, 1.0, 1)]
+    batch = padded(rows)
+    assert isinstance(batch, Batch) and batch.mask.sum(1).tolist() == [2, 1, 1, 3]
+    assert batch.attention.sum(1).tolist() == [4, 2, 3, 5]
+    noise = torch.Generator().manual_seed(2)
+    logps = torch.randn(batch.mask.shape, generator=noise).requires_grad_()
+    behavior = logps.detach() + 0.4 * torch.randn(batch.mask.shape, generator=noise)
+    correction = Correction("cap", 1.3, level=level)
+    (got,) = torch.autograd.grad(surrogate(batch, logps, behavior, correction), logps)
+    ids = torch.arange(len(rows))[:, None].expand_as(batch.mask)[batch.mask]
+    flat = LossInputs(
+        logprobs=logps[batch.mask],
+        prox=logps[batch.mask].detach(),
+        behavior=behavior[batch.mask],
+        advantages=grpo(batch.rewards, batch.groups)[ids],
+        mask=torch.ones_like(ids, dtype=torch.bool),
+        sequence_ids=ids,
+    )
+    loss = ppo_loss(flat, denominator=len(ids), eps_low=0.2, eps_high=0.2, correction=correction)
+    (expected,) = torch.autograd.grad(loss.loss, logps)
+    torch.testing.assert_close(got, -expected)
