@@ -1,13 +1,26 @@
 """Adapters as a user trains them: a real server, a real trainer, pushes during requests."""
 
+import asyncio
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from areal_lite.config import ServerConfig
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.process import ServerProcess
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
@@ -103,22 +116,96 @@ def test_only_adapted_weights_have_changed(run: Path) -> None:
         assert torch.equal(weight, before[name]) != name.endswith("_proj.weight"), name
 
 
-@pytest.mark.slow  # tests/ranks/test_lora.py converts checkpoints
-def test_adapters_are_exported_alone_and_merged(run: Path) -> None:
-    alone = Path(areal_lite("export", f"run_dir={run}", "--adapter"))
-    assert alone == run / f"exports/step-{STEPS}-adapter"
-    config = json.loads((alone / "adapter_config.json").read_text())
+# Slow, because tests/ranks/test_lora.py converts checkpoints, and PEFT loads the result there.
+@pytest.fixture(scope="module")
+def adapters(run: Path) -> Path:
+    """The adapters of the last step, exported alone."""
+    return Path(areal_lite("export", f"run_dir={run}", "--adapter"))
+
+
+@pytest.fixture
+def in_peft(run: Path, adapters: Path) -> PeftModel:
+    """The adapters in PEFT, on the model before training."""
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapters)
+
+
+@pytest.mark.slow
+def test_an_exported_model_is_what_peft_merges(run: Path, adapters: Path, in_peft) -> None:
+    assert adapters == run / f"exports/step-{STEPS}-adapter"
+    config = json.loads((adapters / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run.parent / "model")
-    tensors = load_file(alone / "adapter_model.safetensors")
-    before = load_file(run.parent / "model/model.safetensors")
-    after = load_file(run / "checkpoints/hf/model.safetensors")
-    scale = config["lora_alpha"] / config["r"]
-    for name, weight in before.items():
-        if name.endswith("_proj.weight"):
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            product = tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
-            torch.testing.assert_close(after[name], weight + scale * product, rtol=0, atol=1e-6)
-    merged = Path(areal_lite("export", f"run_dir={run}"))
-    whole = load_file(merged / "model.safetensors")
-    for name, weight in after.items():
+    merged = in_peft.merge_and_unload().state_dict()
+    trained = load_file(run / "checkpoints/hf/model.safetensors")
+    whole = load_file(Path(areal_lite("export", f"run_dir={run}")) / "model.safetensors")
+    for name, weight in trained.items():
+        torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
         torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-7)
+
+
+@pytest.fixture
+def with_adapters(
+    run: Path, adapters: Path, current_entry_points, tmp_path
+) -> Iterator[ServerInfo]:
+    """A server of the model before training that has loaded the adapters by SGLang's own means."""
+    info = tmp_path / "pageable-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: pageable\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\npageable = tests.integration.pageable_memory:install\n"
+    )
+    path = os.pathsep.join([str(tmp_path), current_entry_points["PYTHONPATH"]])
+    own = {"lora_paths": [f"trained={adapters}"], "lora_backend": "torch_native"}
+    server = ServerProcess(
+        ServerConfig(args=own | {"disable_radix_cache": True}),
+        str(run.parent / "model"),
+        name="adapters",
+        port=free_port(),
+        seed=1,
+        log_path=tmp_path / "server.log",
+        environment={"PYTHONPATH": path},
+    )
+    try:
+        server.start()
+        asyncio.run(server.wait_ready(240))
+        yield server.info
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_sglang_and_peft_compute_with_exported_adapters(
+    run: Path, in_peft: PeftModel, with_adapters: ServerInfo
+) -> None:
+    models = {"trained": in_peft, None: in_peft.get_base_model()}
+    trained = AutoModelForCausalLM.from_pretrained(run / "checkpoints/hf", dtype=torch.float32)
+    for adapter, model in models.items():
+        tokens, served = asyncio.run(sample(with_adapters, adapter))
+        with nullcontext() if adapter else in_peft.disable_adapter():
+            assert served == pytest.approx(logprobs(model, tokens), abs=1e-5)
+        moved = np.abs(np.subtract(served, logprobs(trained, tokens))).max()
+        assert moved < 1e-5 if adapter else moved > 0.1
+
+
+async def sample(server: ServerInfo, adapter: str | None) -> tuple[list[int], list[float]]:
+    """Sample with an adapter. Returns all tokens, and the log-probs of all but the first."""
+    prompt = list(range(3, 43))
+    request = {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "lora_path": adapter,
+    }
+    async with SGLangClient(timeout_s=60) as client:
+        facts = (await client.post(server, "/generate", request))["meta_info"]
+    sampled = facts["output_token_logprobs"]
+    both = facts["input_token_logprobs"][1:] + sampled
+    return prompt + [token for _, token, _ in sampled], [logprob for logprob, _, _ in both]
+
+
+def logprobs(model: torch.nn.Module, tokens: list[int]) -> list[float]:
+    """Return the log-prob of each token but the first."""
+    with torch.no_grad():
+        all_tokens = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return all_tokens[range(len(tokens) - 1), tokens[1:]].tolist()

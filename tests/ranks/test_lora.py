@@ -1,4 +1,4 @@
-"""Adapters in parallel layouts, against adapters beside the layers of transformers, with autograd.
+"""Adapters in parallel layouts, against those of PEFT beside the layers of transformers.
 
 The reference (adapted_transformers.py) runs one sequence at a time and is trained by torch.optim.
 """
@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.launch.memory import adapter_parameters, pushed_adapter_parameters
 from areal_lite.megatron.hf.convert import convert
 from areal_lite.system.network import free_port
-from tests.ranks.adapted_transformers import adapt, adapted_run
+from tests.ranks.adapted_transformers import BACKBONE, adapt, adapted_run
 from tests.ranks.engine_worker import SETTINGS, random_batch
 from tests.ranks.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES
 from tests.ranks.lora_worker import UPDATES
@@ -158,32 +157,44 @@ def results(request):
 
 
 @pytest.fixture
-def exported(folder, tmp_path, results):
-    """exported(name, checkpoint): the adapters in a checkpoint, in PEFT's format."""
+def written(folder, tmp_path, results):
+    """written(name, checkpoint): a folder with the adapters of a checkpoint, in PEFT's format."""
 
-    def of(name: str, checkpoint: str) -> dict[str, Tensor]:
+    def of(name: str, checkpoint: str) -> Path:
         results(name)  # runs the group
-        out = tmp_path / f"{name}-{checkpoint}"
-        source = folder / CASES[name][0]
-        convert(folder / group_of(name) / name / checkpoint, source, out, "auto", adapter=True)
-        return load_file(out / "adapter_model.safetensors")
+        out, source = tmp_path / f"{name}-{checkpoint}", folder / CASES[name][0]
+        if not out.exists():
+            convert(folder / group_of(name) / name / checkpoint, source, out, "auto", adapter=True)
+        return out
 
     return of
+
+
+@pytest.fixture
+def exported(written):
+    """exported(name, checkpoint): the adapters in a checkpoint, by name."""
+    return lambda *of: load_file(written(*of) / "adapter_model.safetensors")
 
 
 @pytest.fixture(scope="module")
-def expected(folder):
-    """expected(name, initial): the same with transformers, from the adapters `initial`."""
+def trained_by_peft(folder):
+    """trained_by_peft(name, initial): the same with PEFT, from the adapters in `initial`."""
     cache: dict = {}
 
-    def of(name: str, initial: dict[str, Tensor]) -> dict:
+    def of(name: str, initial: Path) -> dict:
         model, lora, _ = CASES[name]
         key = model, json.dumps(lora)
         if key not in cache:
-            cache[key] = adapted_run(folder, model, LoraConfig(**lora), initial)
+            cache[key] = adapted_run(folder, model, initial)
         return cache[key]
 
     return of
+
+
+@pytest.fixture
+def expected(trained_by_peft, written):
+    """expected(name): what PEFT computes from the same first adapters."""
+    return lambda name: trained_by_peft(name, written(name, "initial"))
 
 
 @cases()
@@ -234,8 +245,8 @@ def test_a_push_of_adapters_alone_has_all_of_them(results, exported, folder, nam
 
 
 @cases()
-def test_logprobs_match_transformers_with_adapters(results, expected, exported, name):
-    want = expected(name, exported(name, "initial"))
+def test_logprobs_match_peft(results, expected, name):
+    want = expected(name)
     for rank in results(name):
         assert (rank["before"] - want["before"]).abs().max() <= 5e-6
         assert (rank["after"] - want["after"]).abs().max() <= 2e-5
@@ -244,18 +255,18 @@ def test_logprobs_match_transformers_with_adapters(results, expected, exported, 
 
 
 @cases()
-def test_training_matches_autograd(results, expected, exported, name):
-    want = expected(name, exported(name, "initial"))
+def test_training_matches_peft(results, expected, exported, name):
+    want = expected(name)
     assert_curves_agree(results(name)[0]["history"], want["history"])
     assert any(h["grad_norm"] > SETTINGS["clip_grad"] for h in want["history"])
     assert largest_difference(exported(name, "checkpoint"), want["adapters"]) <= 2e-5
 
 
 @cases()
-def test_gradients_match_autograd(results, expected, exported, name):
+def test_gradients_match_peft(results, expected, exported, name):
     """Gradient descent moves A and B by their gradients, which Adam would rescale."""
     initial, got = exported(name, "initial"), exported(name, "descended")
-    want = expected(name, initial)["descended"]
+    want = expected(name)["descended"]
     for factor in ("lora_A", "lora_B"):
         keys = [key for key in want if factor in key]
         moved = max((want[key] - initial[key]).abs().max() for key in keys)
@@ -287,11 +298,11 @@ def test_the_merged_model_computes_the_same(results, folder, tmp_path, name):
 
 
 @cases()
-def test_a_resumed_run_continues(results, expected, exported, name):
+def test_a_resumed_run_continues(results, expected, name):
     """It is bitwise the same in the same layout, and equal up to rounding in another one."""
     for rank in results(name):
         if name in RESUMES:
-            want = expected(name, exported(name, "initial"))
+            want = expected(name)
             assert (rank["resumed"] - want["after"]).abs().max() <= 2e-5
             assert_curves_agree(rank["resumed_further"], want["further"])
         else:
@@ -317,12 +328,10 @@ def test_a_checkpoint_holds_no_base(results, folder, name):
 
 
 @cases(CRITICS)
-def test_critic_with_adapters_matches_a_value_model(results, exported, folder, name):
+def test_critic_with_adapters_matches_a_value_model(results, written, folder, name):
     """A critic trains its adapters and its value layer."""
-    model, lora, _ = CASES[name]
-    critic, initial = ReferenceCritic(folder / model), exported(name, "initial")
-    names = {key.replace(".model.model.", ".model."): tensor for key, tensor in initial.items()}
-    adapt(critic.backbone, names, lora["alpha"] / lora["rank"])
+    critic = ReferenceCritic(folder / CASES[name][0])
+    adapt(critic.backbone, written(name, "initial"), BACKBONE)
 
     def loss(model, batch):
         targets = torch.from_numpy(batch.rewards[batch.sequence_ids])
