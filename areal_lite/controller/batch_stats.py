@@ -64,13 +64,14 @@ def source_stats(groups: Sequence[Group], sources: Sequence[str]) -> dict[str, f
     by_source: dict[str, list[Group]] = {}
     for group in groups:
         by_source.setdefault(group.prompt_id.partition("/")[0], []).append(group)
-    return {
-        of_source(key, name): value
-        for name in filter(None, sources)
-        if name in by_source
-        for key, value in batch_stats(by_source[name], 0, None).items()
-        if key in _BY_SOURCE
-    }
+    stats: dict[str, float] = {}
+    for name in filter(None, sources):
+        if own := by_source.get(name):
+            stats[of_source("groups", name)] = len(own)
+            for key, value in batch_stats(own, 0, None).items():
+                if key in _BY_SOURCE:
+                    stats[of_source(key, name)] = value
+    return stats
 
 
 def of_source(key: str, source: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_lite.diagnose.guide import GUIDE, Advice
+from areal_lite.diagnose.advice import Advice
+from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.history import History, read_history
 from areal_lite.diagnose.limits import limit
 from areal_lite.diagnose.sign import Severity, Sign

@@ -4,32 +4,9 @@ The order is that of the output, behind the severity. A finding that another one
 out (`unless`).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
-
 from areal_lite.diagnose import integrity, learning, operation
-from areal_lite.diagnose.history import History
-from areal_lite.diagnose.sign import Sign
-
-
-class Advice(NamedTuple):
-    """A finding without its numbers. Settings stand in backticks."""
-
-    check: Callable[[History], Sign | None]
-    title: str
-    metrics: tuple[str, ...]
-    # When it is found, with the thresholds of limits.py in braces.
-    flag: str
-    cause: str
-    change: str
-    unless: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.check.__name__
-
+from areal_lite.diagnose.advice import Advice
+from areal_lite.diagnose.guide_options import OPTIONS
 
 GUIDE = (
     Advice(
@@ -117,7 +94,8 @@ GUIDE = (
         "above {logprob_diff:g} nats, or {logprob_growth:g} times what it was at first",
         "servers have other weights, another precision or other kernels than the trainer",
         "set `sync.verify=true` to check the pushes; `trainer.fp32_head=true`, and the same "
-        "`trainer.dtype` and `server.dtype`; remove quantization from `server.args`",
+        "`trainer.dtype` and `server.dtype`; remove quantization from `server.args`; with a "
+        "mixture of experts set `algo.routing_replay=true`",
     ),
     Advice(
         learning.reward_collapse,
@@ -265,6 +243,7 @@ GUIDE = (
         "set `eval.servers=1` with one more server, which then keeps the version; or lower "
         "`eval.problems` or `eval.samples`, or raise `eval.every`",
     ),
+    *OPTIONS,
     Advice(
         operation.slow_servers,
         "The trainer waits for the servers",

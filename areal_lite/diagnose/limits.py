@@ -60,6 +60,18 @@ LIMITS = {
     "loop_lag_s": Limit(
         0.1, "seconds: a decode step is shorter, so requests wait for the controller"
     ),
+    "adapter_share": Limit(
+        0.002, "of the weights' size: bfloat16 keeps 8 bits, and rounds most of less away"
+    ),
+    "reward_rise": Limit(0.02, "below the noise of the mean reward of most batches"),
+    "routes_changed": Limit(
+        0.2, "twice what different kernels make with the same weights (arXiv 2510.11370)"
+    ),
+    "teacher_kl": Limit(0.02, "nats a token: as close as a few updates move a policy"),
+    "teacher_ratio": Limit(0.95, "of the distance at the start: within its noise"),
+    "traces_share": Limit(0.5, "of the most traces: some episodes then reach the limit"),
+    "source_share": Limit(0.5, "of what its weight says: draws follow weights exactly"),
+    "value_explained": Limit(0.0, "a constant explains as much"),
     "restarts": Limit(3, "restarts: one is bad luck, three are a pattern"),
 }
 

@@ -27,6 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -109,6 +110,16 @@ class Adapter(torch.nn.Module):
         exact = torch.promote_types(weight.dtype, torch.float32)
         factors = self.b.to(exact), self.a.to(exact)
         return torch.addmm(weight.to(exact), *factors, alpha=self.scale).to(weight.dtype)
+
+    @torch.no_grad()
+    def squares(self, weight: Tensor) -> Tensor:
+        """Return the squared Frobenius norms of s B A and of `weight`: this rank's parts, float32.
+
+        The first is tr(B^T B A A^T), so that B A is never made.
+        """
+        a, b = self.a.float(), self.b.float()
+        added = self.scale**2 * ((b.t() @ b) * (a @ a.t())).sum()
+        return torch.stack((added, torch.linalg.vector_norm(weight, dtype=torch.float32).square()))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -203,6 +214,20 @@ def adapters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, Adapter]]:
         for name, module in chunk.named_modules():
             if isinstance(module, Adapter):
                 yield f"{chunk.global_name(name).removesuffix('.adapter')}.weight", module
+
+
+def added_share(chunks: Sequence[Backbone]) -> float:
+    """Return ||s B A|| / ||W|| over all adapted weights, in Frobenius norms. Every rank calls it.
+
+    Ranks with the same parts are equally many for each part, so they do not change the ratio.
+    """
+    squares = torch.zeros(2, device=next(chunks[0].parameters()).device)
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if hasattr(layer, "adapter"):
+                squares += layer.adapter.squares(layer.weight)
+    dist.all_reduce(squares)
+    return (squares[0] / squares[1]).sqrt().item()
 
 
 @contextmanager

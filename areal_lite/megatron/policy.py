@@ -16,6 +16,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.hf.adapter_stream import AdapterStream
 from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
 from areal_lite.megatron.hf.stream import Bucket, WeightStream
+from areal_lite.megatron.lora import added_share
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.routing_replay import changed_share, install_replay
 from areal_lite.megatron.trainable import LrFactor, TrainableModel
@@ -73,6 +74,10 @@ class Policy(TrainableModel):
         See `changed_share`.
         """
         return changed_share([replay for chunk in self.chunks for replay in chunk.replays])
+
+    def adapter_share(self) -> float:
+        """Return the size of what the adapters add to the weights; see `added_share`."""
+        return added_share(self.chunks)
 
     def average_logprobs(
         self, microbatches: Sequence[Microbatch], temperature: float = 1.0

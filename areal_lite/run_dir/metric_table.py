@@ -63,6 +63,8 @@ GROUPS = {
         "weights the same way",
         "average_kl": "estimated KL(policy in training || averaged policy) per trained token, in "
         "nats, with `algo.prox=average` or `algo.kl.to=average`",
+        "adapter_share": "size of what the adapters add, as a share of the weights that they adapt "
+        "(Frobenius norms of s B A and of W), with `trainer.lora`",
         "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "
         "in nats, with `algo.kl.to=reference` or Trajectory Balance",
     },

@@ -92,6 +92,8 @@ def policy_step(
     }
     if models.policy.replays_routes:
         metrics["routes_changed"] = models.policy.routes_changed()
+    if models.policy.adapters:
+        metrics["adapter_share"] = models.policy.adapter_share()
     skipped = metrics["skipped"] + metrics.get("critic_skipped", 0.0)
     return StepResult(metrics, flat.prox.float().cpu(), skipped)
 

@@ -48,6 +48,7 @@ class AdapterCase(Case):
         results["adapters"] = sum(p.numel() for n, p in parameters.items() if is_adapter(n))
         buffers = [buffer for ddp in engine.ddps for buffer in ddp.buffers]
         results["gradients"] = sum(buffer.numel_unpadded for buffer in buffers)
+        results["share"] = engine.adapter_share()
         engine.export_hf(self.out / "export")
         engine.save(self.out / "checkpoint")
         assert engine.adapters is not None

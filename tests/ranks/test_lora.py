@@ -298,6 +298,20 @@ def test_the_merged_model_computes_the_same(results, folder, tmp_path, name):
 
 
 @cases()
+def test_the_share_of_adapters_is_that_of_the_change(results, folder, name):
+    ranks, before = results(name), weights_of(folder / CASES[name][0])
+    after = weights_of(folder / group_of(name) / name / "export")
+    adapted = [key for key in before if not torch.equal(before[key], after[key])]
+    change, size = (
+        math.sqrt(sum(tensors[key].double().square().sum() for key in adapted))
+        for tensors in ({key: after[key] - before[key] for key in adapted}, before)
+    )
+    assert change > 0.01 * size
+    for rank in ranks:
+        assert rank["share"] == pytest.approx(change / size, rel=1e-4)
+
+
+@cases()
 def test_a_resumed_run_continues(results, expected, name):
     """It is bitwise the same in the same layout, and equal up to rounding in another one."""
     for rank in results(name):

@@ -145,10 +145,12 @@ def test_stats_by_source() -> None:
         replace(group(2, [4, 4, 4], rewards=[0.5]), prompt_id="talk/a/b"),
     ]
     assert source_stats(groups, ["math", "talk", "idle"]) == {
+        "groups/math": 2,
         "reward_mean/math": 0.75,
         "uniform_groups_share/math": 0.5,
         "length_mean/math": 1.25,
         "trajectories/math": 4,
+        "groups/talk": 1,
         "reward_mean/talk": 0.5,
         "uniform_groups_share/talk": 1.0,
         "length_mean/talk": 3.0,

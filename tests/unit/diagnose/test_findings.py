@@ -15,6 +15,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.diagnose.command import wrapped
 from areal_lite.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.diagnose.guide import GUIDE
+from areal_lite.diagnose.guide_options import OPTIONS
 from areal_lite.diagnose.history import read_history
 from areal_lite.diagnose.sign import Severity
 from areal_lite.report import demo
@@ -235,6 +236,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFix
 def test_every_finding_is_tested() -> None:
     others = {"stalled", "ended_early", "falling_accuracy", "mixed_evaluations", "restarted"}
     others |= {"stuck_batch", "rogue_normalizer", "lost_seed"}  # test_integrity.py
+    others |= {advice.name for advice in OPTIONS}  # test_options.py
     assert {case[0] for case in CASES} | others == {advice.name for advice in GUIDE}
 
 

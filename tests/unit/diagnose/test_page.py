@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from areal_lite.diagnose import guide, learning, operation
+from areal_lite.diagnose import guide, learning, operation, options
 from areal_lite.diagnose.guide import GUIDE
 from areal_lite.diagnose.limits import LIMITS
 from areal_lite.diagnose.page import page
@@ -15,6 +15,7 @@ from areal_lite.run_dir.metrics import read_metrics
 # The run is also older than some metrics.
 CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "average_kl", "server_lag"}
 CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_changed"}
+CONDITIONAL |= {"adapter_share"}
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
 CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
 CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs", "resting_prompts"}
@@ -42,6 +43,7 @@ def test_every_threshold_is_used_and_every_explanation_exists() -> None:
         for module, name in (
             (learning, "learning.py"),
             (operation, "operation.py"),
+            (options, "options.py"),
             (guide, "history.py"),
         )
     )
