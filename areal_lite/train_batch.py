@@ -67,8 +67,10 @@ class TrainBatch:
     routes: np.ndarray | None = None
 
     @classmethod
-    def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> TrainBatch:
-        """Lay trajectories end to end.
+    def from_trajectories(
+        cls, trajectories: Sequence[Trajectory], with_routes: bool = True
+    ) -> TrainBatch:
+        """Lay trajectories end to end, their routes only if asked to.
 
         A token whose log-prob is not finite gets mask false and log-prob 0 here.
         """
@@ -91,7 +93,7 @@ class TrainBatch:
             kv_versions=np.array([t.kv_version for t in trajectories], np.int32),
             source_keys=np.array([source_key(t.prompt_id) for t in trajectories], np.int64),
             cu_seqlens=_cumulative(lengths),
-            routes=join_routes([t.routes for t in trajectories], lengths),
+            routes=join_routes([t.routes for t in trajectories], lengths) if with_routes else None,
         )
 
     @property

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from areal_lite.routes import join_routes
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group
 
@@ -66,6 +67,15 @@ class BatchAssignment:
     group_ids: list[int]
     passed: int = 0
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    def join_routes(self) -> None:
+        """Give the shards, which are made without them, the routes of their trajectories.
+
+        These are a gigabyte for millions of tokens of a large mixture: not for an event loop.
+        """
+        for shard, groups in zip(self.shards, balanced_shards(self.groups, len(self.shards))):
+            routes = [t.routes for group in groups for t in group.trajectories]
+            shard.routes = join_routes(routes, shard.lengths.tolist())
 
 
 class GroupQueue:
@@ -176,9 +186,11 @@ class GroupQueue:
 
 
 def make_shards(groups: Sequence[Group], num_shards: int) -> list[TrainBatch]:
-    """Lay out one TrainBatch per data-parallel rank."""
+    """Lay out one TrainBatch per data-parallel rank, without routes."""
     return [
-        TrainBatch.from_trajectories([t for group in shard for t in group.trajectories])
+        TrainBatch.from_trajectories(
+            [t for group in shard for t in group.trajectories], with_routes=False
+        )
         for shard in balanced_shards(groups, num_shards)
     ]
 

@@ -120,6 +120,7 @@ class StoredRunController:
             self._assignment = (
                 drawn_batch(drawn, step, world) if drawn else self._taken(step, world)
             )
+            self._assignment.join_routes()
         return self._assignment
 
     def _taken(self, step: int, world: int) -> BatchAssignment:

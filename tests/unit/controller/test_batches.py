@@ -1,14 +1,21 @@
 """The batches of a controller without servers: what a step waits for, and what it reports."""
 
 import asyncio
+import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
+
 from areal_lite.config import TrainConfig
+from areal_lite.controller import queue
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.messages import BatchReady, PullBatch, Resync, StepDone
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.router import UNTRUSTED
+from areal_lite.train_batch import TrainBatch
+from areal_lite.trajectory import Group
 from tests.unit.controller.one_source import one_source
 from tests.unit.controller.test_queue import group
 
@@ -128,3 +135,41 @@ def test_the_end_of_a_step_is_on_disk_before_the_trainer_goes_on() -> None:
     asyncio.run(run())
     assert ("use", ([0, 1], 0, []), True) in store.calls
     assert {name for name, _, durable in store.calls if not durable} == {"set_totals"}
+
+
+def test_routes_are_joined_while_the_event_loop_goes_on(monkeypatch) -> None:
+    """Those of a large mixture take seconds, in which requests must not wait."""
+    begun, others_ran, join = threading.Event(), threading.Event(), queue.join_routes
+
+    def slow(*args):
+        begun.set()
+        assert others_ran.wait(5), "nothing else ran meanwhile"
+        return join(*args)
+
+    monkeypatch.setattr(queue, "join_routes", slow)
+
+    async def run() -> TrainBatch:
+        controller = controller_with(clock=lambda: 0.0)
+        for group_id in (0, 1):
+            controller.batches.put(routed(group_id))
+        reply = asyncio.ensure_future(controller.handle(PullBatch(0, 0, 1)))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        others_ran.set()
+        return TrainBatch.from_frames((await reply)[1])
+
+    batch = asyncio.run(run())
+    for group_id in (0, 1):
+        assert (
+            batch.routes[np.repeat(batch.group_ids, batch.lengths) == group_id] == group_id
+        ).all()
+
+
+def routed(group_id: int) -> Group:
+    """Return a group whose tokens all have the route `group_id` in each of two layers."""
+    made = group(group_id, [0], [0, 0])
+    traces = [
+        replace(t, routes=np.full((len(t.tokens), 2, 1), group_id, np.uint8))
+        for t in made.trajectories
+    ]
+    return replace(made, trajectories=traces)
