@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = (
     "adapters",
     "compaction",
+    "critic",
     "custom_reward",
     "custom_dataset",
     "custom_workflow",
