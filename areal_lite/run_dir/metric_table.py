@@ -175,6 +175,7 @@ HEALTHY = {
     "logprob_diff": "below 1e-5 in float32, 0.02 in bfloat16",
     "value_explained": "rising, above 0",
     "critic_skipped": "0",
+    "adapter_share": "above 0.002 after some steps",
     "truncated_share": "below 0.05",
     "queue_depth": "0 to a batch",
     "in_flight": "near concurrency_limit",
