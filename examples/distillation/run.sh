@@ -22,4 +22,5 @@ fi
 
 areal-lite train "model=$warm" algo=distill "algo.reference=$teacher" \
   data.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \
-  trainer.batch_groups=256 trainer.minibatches=4 trainer.lr=2e-4 trainer.steps=24 "$@"
+  trainer.batch_groups=128 trainer.minibatches=4 trainer.steps=40 \
+  trainer.lr=2e-4 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5 "$@"
