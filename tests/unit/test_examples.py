@@ -53,6 +53,15 @@ def test_an_example_has_a_command_and_a_short_page(folder: Path) -> None:
     assert 15 <= len(page.splitlines()) <= 50
 
 
+@pytest.mark.parametrize(
+    "name",
+    "adapters compaction critic data_sources distillation mixture_of_experts".split(),
+)
+def test_an_example_of_a_way_to_learn_shows_its_run(name: str) -> None:
+    assert "](report.png)" in (EXAMPLES / name / "README.md").read_text()
+    assert (EXAMPLES / name / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_reward_counts_the_right_digits() -> None:
     reward = code("custom_reward/my_reward.py")["digits_right"]
     assert reward(RIGHT, ANSWER) == 1.0
