@@ -224,7 +224,8 @@ def added_share(chunks: Sequence[Backbone]) -> float:
     squares = torch.zeros(2, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
         for layer in chunk.modules():
-            if hasattr(layer, "adapter"):
+            if isinstance(layer, AdaptedColumnParallelLinear | AdaptedRowParallelLinear):
+                assert layer.weight is not None
                 squares += layer.adapter.squares(layer.weight)
     dist.all_reduce(squares)
     return (squares[0] / squares[1]).sqrt().item()
