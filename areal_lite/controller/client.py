@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,8 +11,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from areal_lite.controller.messages import (
+    HEARTBEAT_MS,
+    SILENCE_MS,
     Address,
     AwaitEvaluation,
     BatchReady,
@@ -50,10 +54,12 @@ _SUCCESSOR_S = 600.0
 class ControllerClient:
     """Blocking calls to the controller, one at a time, from one thread.
 
-    Every call raises RuntimeError with the controller's error message. If the controller is
-    killed, the call waits for the one that takes its place, and asks it again. It raises
-    RuntimeError if none does within ten minutes. After `timeout_s` seconds it raises TimeoutError,
-    which names the request.
+    * Every call raises RuntimeError with the controller's error message.
+    * If the connection is lost, libzmq connects again, and the call sends its request again: the
+      reply may have been on its way. The controller answers it once (message_server.py).
+    * If the controller is killed, the call waits for the one that takes its place, and asks it. It
+      raises RuntimeError if none does within ten minutes.
+    * After `timeout_s` seconds it raises TimeoutError, which names the request.
     """
 
     def __init__(self, run_dir: Path | str, timeout_s: float):
@@ -69,14 +75,26 @@ class ControllerClient:
         # When its process was found dead, in seconds of the monotonic clock.
         self._died_at: float | None = None
         self._socket = self._context.socket(zmq.DEALER)
+        # By this name the controller knows the client after a loss of the connection. libzmq keeps
+        # names that begin with a zero for itself.
+        self._socket.routing_id = b"c" + secrets.token_bytes(16)
         # An unread request must not keep this process from exiting.
         self._socket.linger = 0
+        self._socket.heartbeat_ivl = HEARTBEAT_MS
+        self._socket.heartbeat_timeout = SILENCE_MS
+        self._connections = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._connected = False
         self._socket.curve_serverkey = address.key.encode()
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(address.url)
 
-    def close(self) -> None:
+    def _disconnect(self) -> None:
+        self._socket.disable_monitor()
+        self._connections.close(linger=0)
         self._socket.close(linger=0)
+
+    def close(self) -> None:
+        self._disconnect()
         self._context.term()
 
     def batch(
@@ -151,8 +169,11 @@ class ControllerClient:
             if not self._socket.poll(1 + int(1000 * min(left, _POLL_S))):
                 heartbeat.beat()  # the wait has a limit of its own
                 if successor := self._successor(request):
-                    self._socket.close(linger=0)
+                    self._disconnect()
                     self._connect(successor)
+                    self._socket.send(frame)
+                elif self._was_reconnected():
+                    log.warning("the connection to the controller was lost: asking again")
                     self._socket.send(frame)
                 continue
             head, *frames = self._socket.recv_multipart(copy=False)
@@ -167,6 +188,14 @@ class ControllerClient:
             f"waited {self._timeout_s:.0f} s for {request}: "
             "the controller's log says what it is waiting for"
         )
+
+    def _was_reconnected(self) -> bool:
+        """Return whether the connection was made again since the last look."""
+        again = False
+        while self._connections.poll(0):
+            recv_monitor_message(self._connections)
+            again, self._connected = again or self._connected, True
+        return again
 
     def _successor(self, request: Request) -> Address | None:
         """Return the address of the controller that took the place of this one, if there is one.

@@ -173,8 +173,11 @@ class Controller:
     async def _record_push(self, version: int, failed: list[str]) -> Recorded:
         """End a push and open admission for `version`.
 
-        If it began under an earlier controller, the servers stay stale until the next resync.
+        If it began under an earlier controller, the servers stay stale until the next resync. If
+        that one has recorded the end, and was killed before its reply, nothing is left to do.
         """
+        if not self._pushing and version == self.fleet.router.version == self.batches.step:
+            return Recorded()
         if not self._pushing or version < self.batches.step:
             raise ValueError(
                 f"version {version} was pushed without permission: call begin_push first "

@@ -12,6 +12,8 @@ import zmq
 import zmq.asyncio
 
 from areal_lite.controller.messages import (
+    HEARTBEAT_MS,
+    SILENCE_MS,
     Address,
     Envelope,
     Failed,
@@ -34,9 +36,6 @@ _MAX_REQUEST_BYTES = 1 << 20
 _MAX_WAITING_REQUESTS = 1000
 # A connection without the key ends after this time, so that no client can use up the descriptors.
 _HANDSHAKE_MS = 5000
-# A client that is gone without a word is noticed after `_SILENCE_MS`.
-_HEARTBEAT_MS = 30_000
-_SILENCE_MS = 120_000
 
 _LOG_EVERY = 1000
 
@@ -46,6 +45,7 @@ class MessageServer:
 
     * Only clients that know the key of controller.json can connect (see messages.py).
     * A message that cannot be decoded is dropped.
+    * A request that a client repeats, because its connection was lost, is handled once.
     * The caller hears of every error at once.
     * A ValueError or RuntimeError of the handler only fails its request, a StoreError excepted.
     * Any other error also ends `serve`, for example a response that cannot be encoded.
@@ -71,10 +71,15 @@ class MessageServer:
         self._socket.maxmsgsize = _MAX_REQUEST_BYTES
         self._socket.rcvhwm = _MAX_WAITING_REQUESTS
         self._socket.handshake_ivl = _HANDSHAKE_MS
-        self._socket.heartbeat_ivl = _HEARTBEAT_MS
-        self._socket.heartbeat_timeout = _SILENCE_MS
+        self._socket.heartbeat_ivl = HEARTBEAT_MS
+        self._socket.heartbeat_timeout = SILENCE_MS
+        # A client that connects again, under its name, takes over from its lost connection.
+        self._socket.router_handover = True
         # (client, request id) of the requests without a reply
         self._pending: set[tuple[bytes, int]] = set()
+        # The newest reply to each client, with the id of its request. A batch in it is one that
+        # the controller keeps anyway.
+        self._sent: dict[bytes, tuple[int, list[Any]]] = {}
         # set once `Finish` was answered
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
@@ -94,12 +99,19 @@ class MessageServer:
             while True:
                 client, *frames = await self._socket.recv_multipart()
                 envelope = self._decode(frames)
-                if envelope is None:
+                if envelope is None or await self._is_repeated(client, envelope.id):
                     continue
                 self._pending.add((client, envelope.id))
                 handlers.create_task(
                     self._answer(client, envelope), name=f"answer {envelope.request}"
                 )
+
+    async def _is_repeated(self, client: bytes, number: int) -> bool:
+        """Return whether a request came before. If it was answered, send that reply again."""
+        newest, reply = self._sent.get(client, (0, []))
+        if number == newest:
+            await self._socket.send_multipart(reply, copy=False)
+        return number <= newest or (client, number) in self._pending
 
     def _decode(self, frames: list[bytes]) -> Envelope | None:
         """Return the request in `frames`; None if they hold none, which is counted and logged."""
@@ -146,8 +158,9 @@ class MessageServer:
     async def _send(
         self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
     ) -> None:
-        head = msgspec.msgpack.encode(Reply(number, response))
-        await self._socket.send_multipart([client, head, *frames], copy=False)
+        reply = [client, msgspec.msgpack.encode(Reply(number, response)), *frames]
+        self._sent[client] = (number, reply)
+        await self._socket.send_multipart(reply, copy=False)
 
     async def close(self, error: str | None = None) -> None:
         """Answer every open request with `error`, and deliver what was sent (within 5 s)."""

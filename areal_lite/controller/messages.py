@@ -10,8 +10,9 @@
     AwaitEvaluation(version)       EvaluationEnded; or Resync: push `version` and ask again
     Finish()                       RunTotals; then the controller exits
 
-If the controller is killed, a client waits for the next one and sends its request again
-(handover.py). So a repeated request gets the answer that the first one got or would have got.
+A repeated request gets the answer that the first one got or would have got. A client repeats one
+after a loss of its connection: the server knows it by the client's name and the request's number.
+If the controller is killed, the client waits for the next one and asks that (handover.py).
 
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
 frame (`Reply`), plus the frames of the batch after a `BatchReady`.
@@ -185,6 +186,12 @@ class Address(msgspec.Struct):
     # whether it took the place of a controller that was killed, and answers the same trainer
     takes_over: bool = False
 
+
+HEARTBEAT_MS = 30_000
+"""Each side of a connection sends something so often."""
+
+SILENCE_MS = 120_000
+"""A peer that is gone without a word is noticed after this time."""
 
 Answer = tuple[Response, Sequence[bytes | memoryview]]
 """A response, and the frames of the batch if it is a `BatchReady`."""

@@ -124,6 +124,8 @@ def test_a_trainer_loses_no_step_wherever_the_controller_is_killed(start, every:
     ranks.clients[0].begin_push(6)
     replace_controller(run)  # during the push
     ranks.clients[0].pushed(6)
+    replace_controller(run)
+    ranks.clients[0].pushed(6)  # the first reply was lost
     ranks.pull_both(6), end(6)
     ranks.pull_both(7)
     replace_controller(run)

@@ -38,6 +38,7 @@ from areal_lite.controller.messages import (
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
+from tests.proxy import Proxy
 
 SERVER = ServerInfo(name="s0", url="http://x", api_key="key", tensor_parallel=2, pid=7)
 
@@ -93,7 +94,13 @@ async def handler(request):
 
 
 @pytest.fixture
-def wire(tmp_path):
+def handled() -> list:
+    """The requests that `wire` has handled."""
+    return []
+
+
+@pytest.fixture
+def wire(tmp_path, handled):
     """Serve in a thread; yield (run directory, function that ends it, list).
 
     At the end the last element of the list is the server's error.
@@ -101,8 +108,12 @@ def wire(tmp_path):
     started, ended = threading.Event(), threading.Event()
     stop: list = []
 
+    async def count(request):
+        handled.append(request)
+        return await handler(request)
+
     async def serve() -> None:
-        server = MessageServer(tmp_path, handler)
+        server = MessageServer(tmp_path, count)
         task = asyncio.create_task(server.serve())
         stop.extend([asyncio.get_running_loop(), task])
         started.set()
@@ -464,3 +475,46 @@ def test_a_dead_controller_is_noticed(tmp_path, monkeypatch) -> None:
     with pytest.raises(TimeoutError):  # its process id means nothing on this machine
         client.finish()
     client.close()
+
+
+@contextlib.contextmanager
+def connected_by_proxy(run_dir: Path) -> Iterator[tuple[Proxy, ControllerClient]]:
+    """A client whose connection to the controller goes through a proxy."""
+    file = run_dir / "controller.json"
+    content = json.loads(file.read_text())
+    real = urlsplit(content["url"])
+    proxy = Proxy(lambda _: (real.hostname, real.port))
+    file.write_text(json.dumps(content | {"url": f"tcp://127.0.0.1:{proxy.port}"}))
+    client = ControllerClient(run_dir, timeout_s=30)
+    try:
+        yield proxy, client
+    finally:
+        client.close()
+        proxy.close()
+
+
+LOST = ["while it is handled", "with its reply", "between two requests"]
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_request_survives_its_connection_and_is_handled_once(wire, handled, lost: str) -> None:
+    with connected_by_proxy(wire[0]) as (proxy, client):
+        assert client.evaluate(1)["versions"] == [1]
+        cuts: list[int] = []
+
+        def cut() -> None:
+            cuts.append(proxy.cut())
+            proxy.delay(0.0)
+
+        if lost == "with its reply":
+            proxy.delay(2.0)  # the request takes so long, and its reply would, too
+        delays = {"while it is handled": 0.2, "with its reply": 3.0, "between two requests": 0.0}
+        later = threading.Timer(delays[lost], cut)
+        later.start()
+        if lost == "between two requests":
+            later.join()
+        assert client.batch(7, 0, 1)[1]["step"] == 7
+        later.join()
+        assert cuts == [1]
+        assert client.evaluate(2)["versions"] == [2]
+    assert handled == [Evaluate(1), PullBatch(7, 0, 1), Evaluate(2)]
