@@ -33,10 +33,14 @@ def join(body: dict) -> dict:
     return {"success": success, "message": message}
 
 
-def receive(body: dict) -> dict:
+def receive_tensors(body: dict) -> list[tuple[str, torch.Tensor]]:
     names = ("names", "dtypes", "shapes", "group_name", "load_format")
     request = {name: body[name] for name in names}
-    tensors = push_plugin._receive_weights(stock, updater, **request)
+    return list(push_plugin._receive_weights(stock, updater, **request))
+
+
+def receive(body: dict) -> dict:
+    tensors = receive_tensors(body)
     data = b"".join(t.contiguous().view(-1).view(torch.uint8).numpy() for _, t in tensors)
     return {"success": True, "sha": hashlib.sha256(data).hexdigest()}
 

@@ -65,15 +65,13 @@ def _join_group(
     backend: str = "nccl",
 ) -> tuple[bool, str]:
     """Join a weight group and connect to its members. Return success and a message."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    from areal_lite.servers.weight_group import GROUP_PREFIX, GroupMember
+    from areal_lite.servers.weight_group import GROUP_PREFIX, JOIN_FAILED, GroupMember, connect
 
     if not group_name.startswith(GROUP_PREFIX):
         where = (master_address, master_port, rank_offset, world_size)
         return original(self, *where, group_name, backend)
     try:
-        store = TCPStore(master_address, master_port, is_master=False, timeout=_LIMIT)
+        store = connect(master_address, master_port, _LIMIT)
         self._model_update_group[group_name] = GroupMember(
             store,
             backend,
@@ -83,7 +81,7 @@ def _join_group(
             limit=_LIMIT,
         )
     except Exception as error:
-        return False, f"cannot join weight group {group_name}: {error}"
+        return False, f"{JOIN_FAILED} {group_name}: {error}"
     return True, f"joined weight group {group_name}"
 
 

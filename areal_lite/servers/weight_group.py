@@ -18,6 +18,7 @@ member to give up, and so does the death of the trainer.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,13 +32,17 @@ import torch.distributed as dist
 from torch.distributed import (
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.distributed import distributed_c10d as c10d
 
 # Every group of ours has a name that begins with this.
 GROUP_PREFIX = "areal_lite_"
+JOIN_FAILED = "cannot join weight group"
 _FAILED = "the collective failed"
 GIVEN_UP = "given up"
+# The store listens before anyone is told to join, so a connection takes no longer than the network.
+_CONNECT_S = 5.0
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 # Gloo cannot end a broadcast. Its group stays here: deleting it would wait for the broadcast.
 _unfinished: list[tuple[Any, Any]] = []
@@ -50,9 +55,25 @@ class CollectiveError(RuntimeError):
         super().__init__(f"{_FAILED}: {reason}")
 
 
-def is_collective_error(error: Exception) -> bool:
-    """Return whether an error of a server only repeats that a collective failed there too."""
-    return _FAILED in str(error)
+def is_collective_error(error: Exception, given_up: bool = False) -> bool:
+    """Return whether an error of a server only repeats that a collective failed there too.
+
+    `given_up`: whether the group was given up before the error came. A rank that has not joined by
+    then cannot join.
+    """
+    return _FAILED in str(error) or (given_up and JOIN_FAILED in str(error))
+
+
+def connect(address: str, port: int, limit: timedelta) -> TCPStore:
+    """Return a connection to the store of a group, whose calls may take `limit`.
+
+    Raises OSError at once if the store is closed: the group was given up before this rank came.
+    TCPStore itself would try to connect again and again, for as long as its calls may take.
+    """
+    socket.create_connection((address, port), _CONNECT_S).close()
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store.set_timeout(limit)
+    return store
 
 
 class GroupMember:

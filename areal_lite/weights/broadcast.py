@@ -242,6 +242,7 @@ def wait_together(
     # Step 2: give up, which the other servers then answer. Meanwhile ask those that have not
     # answered yet: all that hang cost the servers that do not one wait of _GRACE_S together.
     reason = collective.exception() if collective.done() else None
+    before = server_errors(call for call in calls if call.done())
     give_up()
     pairs = list(zip(servers, calls, strict=True))
     asked = {one.name: start_reaching(one, _GRACE_S) for one, call in pairs if not call.done()}
@@ -251,7 +252,10 @@ def wait_together(
 
     # Step 3: blame.
     silent = [server for server in late if not asked[server.name].result()]
-    culprits = _culprits(errors, late, silent, what)
+    causes = [
+        error for error in errors if not is_collective_error(error, given_up=error not in before)
+    ]
+    culprits = _culprits(errors, causes, late, silent, what)
     if culprits:
         if reason is not None:
             log.warning("%s failed on the trainer's side too: %s", what, reason)
@@ -262,17 +266,21 @@ def wait_together(
 
 
 def _culprits(
-    errors: list[ServerError], late: list[ServerInfo], silent: list[ServerInfo], what: str
+    errors: list[ServerError],
+    causes: list[ServerError],
+    late: list[ServerInfo],
+    silent: list[ServerInfo],
+    what: str,
 ) -> list[ServerError]:
     """Return the servers that gave no answer, else those that refused, else the late.
 
-    A server that only saw the collective fail is not to blame. `silent` are the late ones that do
-    not even answer a question about their health.
+    A server that only saw the collective fail is not to blame: `causes` are the other `errors`.
+    `silent` are the late ones that do not even answer a question about their health.
     """
     unresponsive = [ServerUnreachable(server, f"{what}: does not answer") for server in silent]
     return (
         [*_unreachable(errors), *unresponsive]
-        or [error for error in errors if not is_collective_error(error)]
+        or causes
         or [ServerFailed(server, f"{what} does not end") for server in late]
     )
 

@@ -20,7 +20,9 @@ from areal_lite.system.network import free_port
 
 processes = multiprocessing.get_context("forkserver")
 # There is one fork server, so this is also what the other tests fork from.
-processes.set_forkserver_preload(["areal_lite.trainer.loop", "tests.gloo_server"])
+processes.set_forkserver_preload(
+    ["areal_lite.trainer.loop", "tests.gloo_server", "tests.push_server"]
+)
 
 
 def run_ranks(
