@@ -11,7 +11,6 @@ import itertools
 import logging
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -35,6 +34,7 @@ from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
+from areal_lite.system.clock import steady_time
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
 from areal_lite.system.processes import die_with_parent
 
@@ -61,7 +61,7 @@ async def _control(
         sources=sources,
         tokenizer=Tokenizer(config.model),
         store=store_thread,
-        clock=time.time,
+        clock=steady_time,
         eval_sets=load_eval_sets(config.eval.sets, config.data, config.model),
     )
     controller = Controller(

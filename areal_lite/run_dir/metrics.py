@@ -9,7 +9,6 @@
 
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
 from areal_lite.run_dir.wandb_log import WandbLog
+from areal_lite.system.clock import steady_time
 from areal_lite.system.files import sync_path, to_plain, write_atomically
 
 # Read at once from the end of a log: a few lines.
@@ -45,7 +45,7 @@ class MetricsLog:
         missing = [key for key in STEP_KEYS if key not in record]
         if missing:
             raise ValueError(f"the record of a training step lacks {', '.join(missing)}")
-        record = to_plain({"logged_at": time.time(), **record})
+        record = to_plain({"logged_at": steady_time(), **record})
         # A checkpoint of this step must not outlive its line.
         _write_line(self._file, record, durable=True)
         if self._wandb is not None:

@@ -26,6 +26,7 @@ from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.resume import stop_requested
 from areal_lite.system import heartbeat
+from areal_lite.system.clock import steady_time
 from areal_lite.system.processes import die_with_parent
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
@@ -195,11 +196,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.time()
+        self._last = steady_time()
 
     def lap(self, name: str) -> None:
         """End the phase `name`; the next one begins."""
-        now = time.time()
+        now = steady_time()
         self.seconds[name] = now - self._last
         self._last = now
 

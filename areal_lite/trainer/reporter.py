@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, r
 from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.run_dir.resume import clear_stop_request
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.clock import steady_time
 from areal_lite.system.files import write_json
 from areal_lite.system.threads import start_daemon
 from areal_lite.train_batch import TrainBatch
@@ -124,7 +124,7 @@ class RankZeroReporter(Reporter):
         self._metrics = MetricsLog(run_dir, config.logger, asdict(public))
         self._agreement = LogprobAgreement(run_dir, config)
         self._compared: dict[str, float | None] = {}
-        self._last_log = time.time()
+        self._last_log = steady_time()
         self._evaluations: list[Future] = []
         self.evaluates_last = False
         if self._evaluation_is_due(start):
@@ -141,7 +141,7 @@ class RankZeroReporter(Reporter):
         self._compared = self._agreement.compare(batch, prox, step, servers)
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
-        now = time.time()
+        now = steady_time()
         time_s = now - self._last_log
         self._last_log = now
         record = {"step": done, "time_s": time_s, **metrics, **self._compared}

@@ -16,7 +16,6 @@
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +31,7 @@ from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.adapted_weights import ADAPTERS
 from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.clock import steady_time
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.memory import WeightMemory
@@ -138,7 +138,7 @@ class WeightPusher(Pusher):
         )
 
     def push_all(self, version: int) -> PushReport:
-        started = time.time()
+        started = steady_time()
         recipients = self._begin(version)
         readback = self._transfer(recipients, self._group)
         self._finish(recipients, readback, started)
@@ -150,7 +150,7 @@ class WeightPusher(Pusher):
         return recipients.report
 
     def push_stale(self, version: int) -> PushReport:
-        started = time.time()
+        started = steady_time()
         recipients = self._begin(version)
         # The group of the other servers stays as it is.
         group = BroadcastGroup(self._backend, self._timeout_s)
@@ -257,7 +257,7 @@ class WeightPusher(Pusher):
                 lambda server: readback.verify(server, self._timeout_s)
             )
         self._controller.pushed(report.version, report.failed)
-        report.total_s = time.time() - started
+        report.total_s = steady_time() - started
 
 
 def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

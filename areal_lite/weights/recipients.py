@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.clock import steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class PauseWindow:
         self._pauses = self.flush_cache or not between_steps
 
     def __enter__(self) -> PauseWindow:
-        self._recipients.report.paused_at = time.time()
+        self._recipients.report.paused_at = steady_time()
         if self._pauses:
             self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
         return self
@@ -128,4 +128,4 @@ class PauseWindow:
             body = {"torch_empty_cache": False}
             self._recipients.post("/continue_generation", body, self._timeout_s)
         report = self._recipients.report
-        report.pause_s = time.time() - report.paused_at
+        report.pause_s = steady_time() - report.paused_at

@@ -43,7 +43,7 @@ def test_a_checkpoint_holds_the_trained_models():
 
 def test_a_stopwatch_splits_the_time_between_phases(monkeypatch):
     times = iter([10.0, 11.0, 13.5])
-    monkeypatch.setattr("areal_lite.trainer.loop.time.time", lambda: next(times))
+    monkeypatch.setattr("areal_lite.trainer.loop.steady_time", lambda: next(times))
     watch = Stopwatch()
     watch.lap("wait_s")
     watch.lap("train_s")
