@@ -14,6 +14,7 @@ The controller waits for servers to be announced, the trainer for its first batc
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,9 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     try:
         train(config, run_dir, on_step)
     except (RuntimeError, TimeoutError, KeyboardInterrupt):
-        if read_metrics(run_dir):
-            finish(config, run_dir, started_at)
+        with suppress(OSError):  # a full disk must not hide why the run ended
+            if read_metrics(run_dir):
+                finish(config, run_dir, started_at)
         print(how_to_continue(config), file=sys.stderr)
         raise
     finish(config, run_dir, started_at)

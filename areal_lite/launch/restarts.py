@@ -25,6 +25,7 @@ from areal_lite.run_dir.resume import (
     start_version,
     stop_requested,
 )
+from areal_lite.system.files import append_log
 
 LOG = "restarts.log"
 
@@ -120,5 +121,4 @@ class Restarts:
     def _log(self, text: str, on_terminal: bool = True) -> None:
         if on_terminal:
             print(text, file=sys.stderr, flush=True)
-        with open(self._run_dir / LOGS_DIR / LOG, "a") as log:
-            log.write(f"{time.strftime('%F %T')} {text}\n")
+        append_log(self._run_dir / LOGS_DIR / LOG, text)

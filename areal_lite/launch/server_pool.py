@@ -33,6 +33,7 @@ from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
 from areal_lite.system.back_off import back_off_s
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
+from areal_lite.system.files import append_log
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
@@ -99,8 +100,8 @@ class ServerPool:
     def check(self) -> None:
         """Raise the error that ended the pool, if it has ended.
 
-        ValueError, RuntimeError or TimeoutError: a server did not come up. RoleFailed: no server is
-        left.
+        ValueError, RuntimeError, OSError or TimeoutError: a server did not come up. RoleFailed: no
+        server is left.
         """
         if self._failure:
             raise self._failure
@@ -150,7 +151,7 @@ class ServerPool:
     async def _run_once(self, name: str) -> str:
         """Run one process of a server to its end and return the reason of the end.
 
-        Raises ValueError, RuntimeError or TimeoutError if the server has never come up.
+        Raises ValueError, RuntimeError, OSError or TimeoutError if the server has never come up.
         """
         server = self._make[name]()
         grace_s = _GRACE_S
@@ -164,7 +165,7 @@ class ServerPool:
             reason = await self._wait_for_end(server)
             grace_s = 0.0
             return reason
-        except (RuntimeError, TimeoutError, ValueError) as error:
+        except (RuntimeError, TimeoutError, ValueError, OSError) as error:
             if name not in self._came_up:
                 raise
             return str(error)
@@ -182,8 +183,7 @@ class ServerPool:
 
     def _log(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        with open(self._run_dir / LOGS_DIR / LOG, "a") as log:
-            log.write(f"{time.strftime('%F %T')} {text}\n")
+        append_log(self._run_dir / LOGS_DIR / LOG, text)
 
 
 def server_pool(

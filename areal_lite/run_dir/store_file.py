@@ -14,6 +14,8 @@ from areal_lite.system.files import sync_path
 _LOG_BYTES = 64 * 2**20
 
 REMEDY = "restore the file from a copy, or start anew in another run_dir"
+_NOT_WRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR)
+_DISK_REMEDY = "make room on its disk, or make it writable, then continue with resume=auto"
 
 
 class StoreError(ValueError):
@@ -58,7 +60,10 @@ class StoreFile:
             yield
         except (sqlite3.Error, UnicodeError) as error:
             reason = " ".join(str(error).split())
-            raise StoreError(f"{self._path}: {reason}: {REMEDY}") from error
+            # The lowest byte is the kind of the error. Nothing of the file is lost then.
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            remedy = _DISK_REMEDY if code in _NOT_WRITABLE else REMEDY
+            raise StoreError(f"{self._path}: {reason}: {remedy}") from error
 
     def _execute(self, statement: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> int:
         """Execute a statement and return the number of changed rows."""

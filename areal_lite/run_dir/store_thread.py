@@ -11,10 +11,12 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_file import StoreError
 
 T = TypeVar("T")
 
@@ -80,7 +82,8 @@ class StoreThread:
                 call.result = call.method(self._store, *call.args)
             self._store.commit()
         except Exception as error:  # raised to every caller
-            self._store.rollback()
+            with suppress(StoreError):  # a disk that is full may refuse this, too
+                self._store.rollback()
             for call in calls:
                 call.error = error
         self._answer(calls)

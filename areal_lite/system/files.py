@@ -10,6 +10,7 @@ import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def write_atomically(
     except OSError as error:
         scratch.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def append_log(path: Path, text: str) -> None:
+    """Append a line with the present time to a log. A full disk loses it, and ends nothing."""
+    with contextlib.suppress(OSError), open(path, "a") as log:
+        log.write(f"{time.strftime('%F %T')} {text}\n")
 
 
 def write_json(path: Path, value: Any) -> None:

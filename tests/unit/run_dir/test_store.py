@@ -1,6 +1,7 @@
 """The trajectory store: groups move only along their path, and nothing is half-written."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_file import StoreError
 from areal_lite.run_dir.store_rows import to_rows
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.trajectory import Group, GroupState, Trajectory
@@ -261,6 +263,7 @@ def test_what_was_committed_survives_the_death_of_the_process(tmp_path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_file import StoreError
 from areal_lite.run_dir.store_thread import StoreThread
 async def main():
     thread = StoreThread(Store(Path(sys.argv[1])))
@@ -292,3 +295,39 @@ def test_counts_of_the_whole_run(store: Store) -> None:
 def test_an_empty_store_has_no_counts(store: Store) -> None:
     assert store.failures() == {"dropped_groups": 0, "empty_groups": 0, "failed_rollouts": 0}
     assert (store.overdue_lengths(), store.totals()) == ([], {})
+
+
+def test_a_full_disk_names_its_remedy_and_loses_nothing(tmp_path) -> None:
+    path = tmp_path / "t.sqlite"
+
+    async def test() -> None:
+        store = Store(path)
+        store._execute(f"PRAGMA max_page_count = {store._pragma('page_count') + 2}")
+        thread = StoreThread(store)
+        await thread.submit(Store.admit, 0, "p", 0, 1, 2, 0.0)
+        with pytest.raises(StoreError, match="disk is full: make room .* resume=auto"):
+            for number in range(1, 1000):
+                await thread.submit(Store.admit, number, "p" * 100, number, number + 1, 2, 0.0)
+        store._execute("PRAGMA max_page_count = 100000")
+        await thread.submit(Store.drop, 0, "it goes on when there is room", 1.0)
+        await thread.close()
+
+    asyncio.run(test())
+    with contextlib.closing(Store(path, read_only=True)) as store:
+        assert [row["state"] for row in store.groups()][:2] == ["dropped", "in_flight"]
+
+
+def test_a_store_thread_survives_an_error_of_its_rollback(tmp_path, monkeypatch) -> None:
+    async def test() -> None:
+        thread = StoreThread(Store(tmp_path / "t.sqlite"))
+
+        def broken(store) -> None:
+            raise StoreError("disk is full")
+
+        monkeypatch.setattr(Store, "rollback", broken)
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                await asyncio.wait_for(thread.submit(broken), 5)
+        await thread.close()
+
+    asyncio.run(test())

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_lite.system.files import to_plain, write_atomically, write_json
+from areal_lite.system.files import append_log, to_plain, write_atomically, write_json
 
 
 def test_the_content_is_replaced_and_nothing_else_remains(tmp_path):
@@ -47,3 +47,10 @@ def test_json_has_plain_types_only(tmp_path):
     assert to_plain(value) == plain
     write_json(tmp_path / "file.json", value)
     assert json.loads((tmp_path / "file.json").read_text()) == plain
+
+
+def test_a_log_on_a_full_disk_loses_its_line_and_nothing_else(tmp_path):
+    append_log(tmp_path / "log", "one")
+    append_log(tmp_path / "log", "two")
+    assert [line[20:] for line in (tmp_path / "log").read_text().splitlines()] == ["one", "two"]
+    append_log(Path("/dev/full"), "three")
