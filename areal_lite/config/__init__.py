@@ -35,7 +35,13 @@ from areal_lite.config.commands import (
 from areal_lite.config.compose import compose_config, config_dir
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import check_fields, settings_of
-from areal_lite.config.files import load_config, save_config, stored_settings, to_dataclass
+from areal_lite.config.files import (
+    changed_settings,
+    load_config,
+    save_config,
+    stored_settings,
+    to_dataclass,
+)
 from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig

@@ -43,6 +43,26 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
         raise ValueError(f"{Path(run_dir) / CONFIG_FILE}: {error}") from error
 
 
+def changed_settings(config: Any, run_dir: Path) -> list[str]:
+    """Name the settings of `config` that <run_dir>/config.yaml has otherwise.
+
+    How a run continues is none of them, nor is its key, which is drawn anew for each start.
+
+    Raises ValueError as `stored_settings` does.
+    """
+    now, before = OmegaConf.structured(config), stored_settings(run_dir)
+    ours, stored = (_flat(OmegaConf.to_container(one, resolve=True)) for one in (now, before))
+    keys = {key for key in ours.keys() | stored.keys() if ours.get(key) != stored.get(key)}
+    return sorted(keys - {"resume", "run_dir", "server.api_key"})
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return settings by their full names."""
+    if not isinstance(settings, dict) or not settings:
+        return {prefix.removesuffix("."): settings}
+    return {k: v for key, one in settings.items() for k, v in _flat(one, f"{prefix}{key}.").items()}
+
+
 def stored_settings(run_dir: Path) -> DictConfig:
     """Read the settings in <run_dir>/config.yaml, of any command and unchecked.
 

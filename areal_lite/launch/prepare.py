@@ -12,7 +12,8 @@ Servers use the GPUs that their command sees. With `server.host=node`, the defau
 servers and controller listen on their machine's own address and answer only requests with the keys
 in the run directory.
 
-To start the roles again, first run `python -m areal_lite.launch.prepare begin RUN_DIR` or
+A run that is going on is left alone if its settings are these, and refused otherwise. To start the
+roles of another one again, first run `python -m areal_lite.launch.prepare begin RUN_DIR` or
 `areal-lite prepare … resume=auto`. The run then resumes from its newest checkpoint.
 """
 
@@ -20,10 +21,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from areal_lite.config import TrainConfig, load_config, save_config
+from areal_lite.config import TrainConfig, changed_settings, load_config, save_config
 from areal_lite.run_dir.metrics import forget_after
-from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR
+from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE
 from areal_lite.run_dir.resume import (
+    is_locked,
     lock_run_dir,
     remove_stale_files,
     set_aside_damaged,
@@ -35,11 +37,36 @@ COMPLETE = 10
 
 
 def run(config: TrainConfig) -> int:
-    """Write the run directory and print its path. Returns the exit status, as `begin` does."""
+    """Write the run directory and print its path. Returns the exit status, as `begin` does.
+
+    Raises ValueError while a run with other settings is going on there.
+    """
+    if is_locked(Path(config.run_dir)):
+        return _leave_alone(config, Path(config.run_dir).resolve())
     with lock_run_dir(Path(config.run_dir)):
         run_dir = write(config)
         print(run_dir)
         return _begin(run_dir)
+
+
+def _leave_alone(config: TrainConfig, run_dir: Path) -> int:
+    """Say that the run is going on with the settings of `config`. Returns the exit status 0.
+
+    Raises ValueError if it has others.
+    """
+    if changed := changed_settings(_settings(config), run_dir):
+        raise ValueError(
+            f"run_dir={run_dir}: a run is going on there with other settings of "
+            f"{', '.join(changed)}: end it first (docker compose --profile gpu stop, or a file "
+            f"{run_dir / STOP_FILE}), or choose another folder"
+        )
+    print(f"{run_dir}: the run is going on with these settings, and is left alone")
+    return 0
+
+
+def _settings(config: TrainConfig) -> TrainConfig:
+    """Leave out the settings of commands other than `train`."""
+    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
 
 def write(config: TrainConfig) -> Path:
@@ -50,8 +77,7 @@ def write(config: TrainConfig) -> Path:
     """
     run_dir = Path(config.run_dir).resolve()
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-    settings = {field.name: getattr(config, field.name) for field in fields(TrainConfig)}
-    save_config(TrainConfig(**settings), run_dir)
+    save_config(_settings(config), run_dir)
     return run_dir
 
 

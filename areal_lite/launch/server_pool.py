@@ -7,10 +7,10 @@
   the server was ready for an hour.
 * A server that never came up ends the whole pool: a restart would not mend its configuration.
 
-    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT
+    python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]
 
 runs servers FIRST, FIRST + 1, … of a run that was started elsewhere, on the GPUs that this process
-sees.
+sees. With `until-end` they end when the trainer has ended well, and free their GPUs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from pathlib import Path
 
 from areal_lite.config import ServerConfig, TrainConfig, load_config
 from areal_lite.launch.roles import RoleFailed, interruptible
-from areal_lite.run_dir.paths import LOGS_DIR
+from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.readback_plugin import ENV_READBACK
-from areal_lite.servers.registry import announce_server, unhealthy_reason, withdraw_server
+from areal_lite.servers.registry import (
+    announce_server,
+    is_announced,
+    unhealthy_reason,
+    withdraw_server,
+)
 from areal_lite.system.back_off import back_off_s
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
 from areal_lite.system.files import append_log
@@ -178,6 +183,9 @@ class ServerPool:
         while (code := server.exit_code()) is None:
             if reason := unhealthy_reason(self._run_dir, server.info):
                 return reason
+            if not is_announced(self._run_dir, server.name):
+                self._log(f"{server.name} is announced again: its announcement was removed")
+                announce_server(self._run_dir, server.info)
             await asyncio.sleep(_POLL_INTERVAL_S)
         return f"{server.name} exited with status {code}"
 
@@ -271,6 +279,21 @@ def running_requests(max_concurrent: int, servers: int) -> int:
     return -(-max_concurrent * 5 // (servers * 4))
 
 
+async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
+    """Run the servers until the trainer has written the totals of the run. Raises as `check` does.
+
+    `prepare` has removed the totals of an earlier start.
+    """
+    servers = asyncio.create_task(pool.supervise())
+    while not servers.done() and not (run_dir / TOTALS_FILE).exists():
+        await asyncio.sleep(1.0)
+    if servers.done():
+        return servers.result()
+    servers.cancel()
+    with suppress(asyncio.CancelledError):
+        await servers
+
+
 def main() -> int:
     """Run some servers of a run that was started elsewhere. Returns the exit status."""
     die_with_parent()
@@ -281,7 +304,8 @@ def main() -> int:
             gpus = visible_gpus() if resolve_device(config.server.device) == "cuda" else []
             shares = divide_gpus(gpus, count, config.server.tensor_parallel)
             pool = train_pool(config, run_dir, dict(enumerate(shares, first)))
-            asyncio.run(pool.supervise())
+            until_end = sys.argv[4:] == ["until-end"]
+            asyncio.run(supervise_until_end(pool, run_dir) if until_end else pool.supervise())
     except KeyboardInterrupt:
         return 130
     except (RuntimeError, TimeoutError, ValueError) as error:

@@ -40,6 +40,11 @@ def announce_server(run_dir: Path, info: ServerInfo) -> Path:
     return path
 
 
+def is_announced(run_dir: Path, name: str) -> bool:
+    """Return whether a server has an announcement."""
+    return _announcement(run_dir, name).exists()
+
+
 def announced_servers(run_dir: Path) -> list[ServerInfo]:
     """Return the announced servers, by name. A malformed announcement is logged and left out."""
     servers = []

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from tests.compose_commands import LINES, parse
 from tests.docs_commands import commands
+from tests.integration.controller_run import wrong_with
 from tests.integration.docker_engine import ROOT, base_image, docker, packages, pinned_versions
 
 IMAGE, PROJECT = "areal_lite_test:compose", "areal_lite_test"
@@ -49,7 +51,7 @@ SETTINGS = {
 }
 
 
-def run(command: str, folder: Path, timeout_s: float = 60) -> str:
+def run(command: str, folder: Path, timeout_s: float = 60, status: int = 0) -> str:
     """Run a command as it is documented, without a terminal; return both of its outputs."""
     done = subprocess.run(
         ["bash", "-c", command],
@@ -61,7 +63,7 @@ def run(command: str, folder: Path, timeout_s: float = 60) -> str:
         text=True,
         timeout=timeout_s,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == status, done.stdout[-4000:]
     return done.stdout
 
 
@@ -103,10 +105,10 @@ def engine(checkout: Path) -> Iterator[Path]:
     docker("image", "rm", "--force", IMAGE)
 
 
-def set_variables(file: Path) -> None:
+def set_variables(file: Path, **changes: str) -> None:
     """Change the settings of a file `.env`, each of which has a line there."""
     text = file.read_text()
-    for name, value in SETTINGS.items():
+    for name, value in (SETTINGS | changes).items():
         text, found = re.subn(f"^{name}=.*$", f"{name}={value}", text, flags=re.MULTILINE)
         assert found == 1, name
     file.write_text(text)
@@ -146,3 +148,79 @@ def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
     run(down, engine, 120)
     assert not run("docker compose --profile gpu ps --all --quiet", engine)
     assert f"{PROJECT}_runs" in docker("volume", "ls", "--quiet").split()
+
+
+COMPOSE = "docker compose --profile gpu"
+UP = f"{COMPOSE} up -d trainer"
+
+
+def settings(steps: int, lr: float = 0.001) -> str:
+    """Return OVERRIDES for a run of small steps."""
+    small = SETTINGS["OVERRIDES"].replace("trainer.steps=2", f"trainer.steps={steps}")
+    return f"{small} trainer.lr={lr}"
+
+
+def steps_of_run(folder: Path) -> int:
+    count = "sh -c 'cat /runs/second/metrics.jsonl 2> /dev/null | wc -l'"
+    return int(run(f"{COMPOSE} exec -T controller {count}", folder))
+
+
+def await_steps(folder: Path, steps: int) -> None:
+    deadline = time.monotonic() + 300
+    while steps_of_run(folder) < steps:
+        assert time.monotonic() < deadline, run(f"{COMPOSE} logs --tail 50", folder)[-4000:]
+        time.sleep(0.5)
+
+
+def containers(folder: Path) -> dict[str, tuple[str, str, int]]:
+    """Return the id, the state and the exit status of each service's container."""
+    lines = run(f"{COMPOSE} ps --all --format json", folder).splitlines()
+    found = [json.loads(line) for line in lines]
+    return {one["Service"]: (one["ID"], one["State"], one["ExitCode"]) for one in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_roles_are_left_alone_killed_stopped_and_continued(engine: Path, tiny_model: str) -> None:
+    shutil.copytree(tiny_model, engine / "models/warm")
+    run("cp .env.example .env && chmod -R a+rX models", engine)
+    environment = engine / ".env"
+    set_variables(environment, OVERRIDES=settings(steps=500))
+    run(UP, engine, 2400)
+    await_steps(engine, 2)
+
+    before = containers(engine)
+    run(UP, engine, 120)  # a second one finds a run that is going on
+    assert {name: one for name, one in containers(engine).items() if name != "prepare"} == {
+        name: one for name, one in before.items() if name != "prepare"
+    }
+    assert "is left alone" in run(f"{COMPOSE} logs prepare", engine)
+    set_variables(environment, OVERRIDES=settings(steps=500, lr=0.002))
+    run(UP, engine, 120, status=1)
+    assert "other settings of trainer.lr: end it first" in run(f"{COMPOSE} logs prepare", engine)
+    assert "server-0.json" in run(f"{COMPOSE} exec -T servers ls /runs/second/servers", engine)
+    await_steps(engine, steps_of_run(engine) + 2)
+
+    run(f"{COMPOSE} stop", engine, 400)
+    ended = {name: one[1:] for name, one in containers(engine).items()}
+    assert ended["trainer"] == ended["controller"] == ("exited", 0), ended
+    run(f"{COMPOSE} cp trainer:/runs/. stopped", engine)
+    (checkpoint,) = (engine / "stopped/second/checkpoints").glob("step-*/manifest.json")
+    reached = int(checkpoint.parent.name.removeprefix("step-"))
+    assert reached >= 4 and (engine / "stopped/second/stop").exists()
+
+    run(UP, engine, 120)  # with the other learning rate
+    await_steps(engine, reached + 2)
+    run(f"{COMPOSE} kill trainer", engine)
+    run(f"{COMPOSE} stop --timeout 5", engine, 60)
+    set_variables(environment, OVERRIDES=settings(steps=reached + 4))
+    run(UP, engine, 120)
+    run(f"{COMPOSE} logs -f trainer", engine, 600)
+    deadline = time.monotonic() + 60
+    while any(state == "running" for _, state, _ in containers(engine).values()):
+        assert time.monotonic() < deadline, "the servers outlive their run"
+        time.sleep(1)
+    assert {status for _, _, status in containers(engine).values()} == {0}
+    run(f"{COMPOSE} cp trainer:/runs/. ended", engine)
+    assert wrong_with(engine / "ended/second") == {}
+    assert json.loads((engine / "ended/second/summary.json").read_text())["steps"] == reached + 4

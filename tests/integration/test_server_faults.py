@@ -1,5 +1,6 @@
 """Servers that die, hang or fail during a push: nothing is lost, and no version is wrong."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ import torch
 
 from areal_lite.config import ServerConfig, load_config
 from areal_lite.launch.roles import RoleFailed
-from areal_lite.launch.server_pool import LOG, ServerPool
+from areal_lite.launch.server_pool import LOG, ServerPool, supervise_until_end
+from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.servers.blocking import post
 from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
@@ -103,6 +105,32 @@ def test_an_unhealthy_server_is_replaced_and_the_others_stay(tmp_path) -> None:
         pool.check()
     assert re.search(r"a is started again in 1 s \(restart 1 of 3\): it hangs", log_of(tmp_path))
     assert not os.path.exists(f"/proc/{b.pid}")
+
+
+def test_a_server_whose_announcement_is_removed_announces_itself_again(tmp_path) -> None:
+    with fake_pool(tmp_path, "a") as pool:
+        pool.wait_ready()
+        first = server(tmp_path, "a")
+        (tmp_path / "servers" / "a.json").unlink()
+        assert until(lambda: server(tmp_path, "a")) == first
+        pool.check()
+    assert "a is announced again" in log_of(tmp_path) and announced_servers(tmp_path) == []
+
+
+def test_servers_end_with_the_run_and_not_before(tmp_path) -> None:
+    pool = fake_pool(tmp_path, "a")
+
+    async def test() -> None:
+        servers = asyncio.create_task(supervise_until_end(pool, tmp_path))
+        while not announced_servers(tmp_path):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.5)
+        assert not servers.done()
+        (tmp_path / TOTALS_FILE).write_text("{}")
+        await asyncio.wait_for(servers, 20)
+
+    asyncio.run(test())
+    assert announced_servers(tmp_path) == []
 
 
 def test_a_server_that_never_comes_up_ends_the_pool_at_once(tmp_path) -> None:

@@ -93,8 +93,13 @@ def test_the_roles_of_a_living_run_are_noticed_in_another_process(living, model,
     role = subprocess.Popen([sys.executable, "-c", code, living], stdout=subprocess.PIPE)
     try:
         assert role.stdout is not None and role.stdout.readline() == b"held\n"
-        assert cli.main([*arguments("prepare", model, living), "resume=auto"]) == 1
-        assert "a run is going on there" in one_line(capsys)
+        before = content(living)
+        assert cli.main([*arguments("prepare", model, living), "resume=auto"]) == 0
+        assert "is left alone" in capsys.readouterr().out
+        other = ["resume=auto", "trainer.lr=0.5", "server.count=3"]
+        assert cli.main([*arguments("prepare", model, living), *other]) == 1
+        assert "other settings of server.count, trainer.lr: end it first" in one_line(capsys)
+        assert content(living) == before
     finally:
         role.kill()
         role.communicate()
