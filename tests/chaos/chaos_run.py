@@ -1,4 +1,4 @@
-"""A real training run whose processes are killed and stopped."""
+"""A real training run whose processes are killed and stopped, in a world that gets worse."""
 
 import json
 import os
@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -18,17 +20,24 @@ from areal_lite.servers.registry import announced_servers
 from areal_lite.system import heartbeat
 from tests.chaos.schedule import (
     CONTROLLER,
+    CUT,
     END,
+    FILL,
+    JUMP,
+    OF_THE_WORLD,
     REPLACED_AFTER_S,
     SERVER,
+    SLOW,
     STOP,
     SUPERVISOR,
     TRAINER,
     Fault,
 )
+from tests.chaos.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 2
+_DISK_IS_FULL = ("No space left on device", "disk is full")
 _MODULES = {CONTROLLER: "areal_lite.controller.service", TRAINER: "areal_lite.trainer.loop"}
 _SETTINGS = [
     "resume=auto",
@@ -69,15 +78,21 @@ class ChaosRun:
         self._seen = 0
         # The sessions of all processes that were seen. Each role and each server has its own.
         self._sessions: set[int] = set()
-        self._wakers: list[threading.Timer] = []
+        self._timers: list[threading.Timer] = []
+        self._world = World(folder, folder.parent)
+        # Whether the disk has been full since the supervisor started.
+        self._was_full = False
         self.start()
 
     def start(self) -> None:
         """Start the supervisor, for the first time or again."""
+        self._was_full = False
         with open(self._output, "ab") as output:
+            self._printed = output.tell()
             self._process = subprocess.Popen(
                 self._command,
                 cwd=ROOT,
+                env=os.environ | self._world.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -87,6 +102,10 @@ class ChaosRun:
         """Wait until it is time for a fault and it has a victim, and let it happen."""
         while self._newest_step() < fault.step:
             self._pause()
+        if fault.kind in OF_THE_WORLD:
+            if fault.in_push:
+                self._await_push()
+            return self._worsen(fault)
         while True:
             victim = self._await_victim(fault)
             self._note_sessions()
@@ -113,28 +132,61 @@ class ChaosRun:
         if fault.kind.action == STOP:
             victim.suspend()
             # The next fault does not wait for the end of this one.
-            self._wakers.append(threading.Timer(fault.seconds, _wake, [victim]))
-            self._wakers[-1].start()
+            self._later(fault.seconds, _wake, victim)
             return
         is_end = fault.kind.action == END
         victim.send_signal(signal.SIGTERM if is_end else signal.SIGKILL)
         if fault.kind.target == SUPERVISOR:
             status = self._process.wait(60)
-            assert status == (130 if is_end else -signal.SIGKILL), self.output()
+            if not (status == 1 and self._was_full):
+                assert status == (130 if is_end else -signal.SIGKILL), self.output()
             self.start()
+
+    def _worsen(self, fault: Fault) -> None:
+        match fault.kind.action:
+            case action if action == CUT:
+                self._world.cut()
+            case action if action == JUMP:
+                self._world.jump(round(fault.seconds))
+            case action if action == SLOW:
+                self._world.slow(True)
+                self._later(fault.seconds, self._world.slow, False)
+            case action if action == FILL:
+                self._was_full = True
+                self._world.fill(True)
+                self._later(fault.seconds, self._world.fill, False)
+
+    def _later(self, seconds: float, function: Callable[[Any], None], argument: object) -> None:
+        self._timers.append(threading.Timer(seconds, function, [argument]))
+        self._timers[-1].start()
 
     def wait(self, timeout_s: float) -> int:
         """Wait until the run has ended, and return its exit status."""
-        for waker in self._wakers:
-            waker.join()
+        for timer in self._timers:
+            timer.join()
         self._note_sessions()
-        return self._process.wait(timeout_s)
+        status = self._process.wait(timeout_s)
+        if status == 1 and self._was_full:
+            self._resume_after_full_disk()
+            status = self._process.wait(timeout_s)
+        return status
+
+    def _resume_after_full_disk(self) -> None:
+        """Start a run again that has ended because its disk was full, when there is room again."""
+        ended = self.output()[self._printed :]
+        assert self._process.poll() == 1 and any(text in ended for text in _DISK_IS_FULL), ended
+        for timer in self._timers:
+            timer.join()
+        self.start()
 
     def close(self) -> None:
         """End the run, if it has not ended."""
+        for timer in self._timers:
+            timer.cancel()
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        self._world.close()
 
     def processes(self) -> list[str]:
         """List the command lines of the run's processes that are left."""
@@ -164,8 +216,10 @@ class ChaosRun:
         return step
 
     def _pause(self, seconds: float = 0.05) -> None:
-        """Wait before the next look at the run, which must still be running."""
-        assert self._process.poll() is None, self.output()
+        """Wait before the next look at the run, which ends only if its disk is full."""
+        if self._process.poll() is not None:
+            assert self._was_full, self.output()
+            self._resume_after_full_disk()
         time.sleep(seconds)
 
     def _family(self) -> list[psutil.Process]:

@@ -6,27 +6,34 @@ from dataclasses import dataclass
 KILL, STOP, END = "kill", "stop", "end"
 """SIGKILL; SIGSTOP, and SIGCONT some seconds later; SIGTERM."""
 
+CUT, SLOW, FILL, JUMP = "cut", "slow", "fill", "jump"
+"""Connections are reset, or their data take longer; no room is left; the wall clock moves."""
+
 SUPERVISOR, CONTROLLER, TRAINER = "supervisor", "controller", "trainer"
 SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
 SERVER_PARTS = (SERVER, SCHEDULER, DETOKENIZER)
 TARGETS = (SUPERVISOR, CONTROLLER, TRAINER, *SERVER_PARTS)
+NETWORK, DISK, CLOCK = "network", "disk", "clock"
 
 REPLACED_AFTER_S = 4.0
 """A controller or a trainer that is stopped for so long is replaced."""
 _SHORTEST_S = 0.3
+_LONGEST_JUMP_S = 2 * 3600.0
 
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """A fault: the action, and the process that it happens to."""
+    """A fault: the action, and the process or the part of the world that it happens to."""
 
     action: str
     target: str
 
 
+OF_THE_WORLD = (Kind(CUT, NETWORK), Kind(SLOW, NETWORK), Kind(FILL, DISK), Kind(JUMP, CLOCK))
 ALL_KINDS = (
     *(Kind(action, target) for action in (KILL, STOP) for target in TARGETS),
     Kind(END, SUPERVISOR),
+    *OF_THE_WORLD,
 )
 
 
@@ -39,7 +46,7 @@ class Fault:
         in_push: it waits for the push of weights that comes next.
         kind: what happens.
         server: the number of the server, if it is one; modulo those that are announced.
-        seconds: how long a process is stopped.
+        seconds: how long it lasts; how far the clock moves.
     """
 
     step: int
@@ -49,13 +56,14 @@ class Fault:
     seconds: float
 
     def __str__(self) -> str:
-        for_s = f" for {self.seconds:.1f} s" if self.kind.action == STOP else ""
+        momentary = self.kind.action in (KILL, END, CUT)
+        for_s = "" if momentary else f" for {self.seconds:.1f} s"
         when = "in the push after" if self.in_push else "at"
         return f"{self.kind.action} {self.kind.target} {when} step {self.step}{for_s}"
 
 
 def short_schedule(seed: int, steps: int) -> list[Fault]:
-    """Return ten faults of ten kinds, of which two restart real servers.
+    """Return fourteen faults of fourteen kinds, of which some restart real servers.
 
     A start of a server takes the most time. So one server or a part of it is killed, and the
     supervisor is killed or ended once.
@@ -67,6 +75,7 @@ def short_schedule(seed: int, steps: int) -> list[Fault]:
         Kind(KILL, TRAINER),
         Kind(KILL, draw.choice(SERVER_PARTS)),
         Kind(draw.choice((KILL, END)), SUPERVISOR),
+        *OF_THE_WORLD,
     ]
     return _place(draw, kinds, steps, longest_s=1.5)
 
@@ -96,7 +105,13 @@ def _place(draw: random.Random, kinds: list[Kind], steps: int, longest_s: float)
             in_push=draw.random() < 0.5,
             kind=kind,
             server=draw.randrange(2),
-            seconds=draw.uniform(_SHORTEST_S, longest_s),
+            seconds=_seconds(draw, kind, longest_s),
         )
         for step, kind in zip(at, kinds)
     ]
+
+
+def _seconds(draw: random.Random, kind: Kind, longest_s: float) -> float:
+    if kind.action == JUMP:
+        return draw.choice((-1, 1)) * draw.uniform(60, _LONGEST_JUMP_S)
+    return draw.uniform(_SHORTEST_S, longest_s)

@@ -10,8 +10,8 @@ from tests.chaos.schedule import Fault, long_schedule, short_schedule
 from tests.integration.conftest import tiny_model  # noqa: F401
 from tests.integration.controller_run import wrong_with
 
-SHORT_SEED, SHORT_STEPS = 1, 18
-LONG_SEEDS, LONG_STEPS, LONG_FAULTS = range(6), 40, 20
+SHORT_SEED, SHORT_STEPS = 1, 24
+LONG_SEEDS, LONG_STEPS, LONG_FAULTS = range(6), 44, 20
 
 Start = Callable[[int], ChaosRun]
 
@@ -50,7 +50,7 @@ def check_survival(run: ChaosRun, faults: list[Fault], steps: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_ten_faults_of_ten_kinds(start: Start) -> None:
+def test_a_run_survives_fourteen_faults_of_as_many_kinds(start: Start) -> None:
     check_survival(start(SHORT_STEPS), short_schedule(SHORT_SEED, SHORT_STEPS), SHORT_STEPS)
 
 
