@@ -1,8 +1,8 @@
 """Keeps the store within `store.max_gib`, and tells the metrics how large it is.
 
-After each step, groups that nothing needs lose their tokens, the oldest first
-(`run_dir/store_bound.py`). Each call takes a moment of the store's thread, and other calls come
-between them. The trainer waits for none of it.
+After each step, groups that nothing needs lose their tokens (`run_dir/store_bound.py`). Each call
+takes a moment of the store's thread, and other calls come between them. The trainer waits for none
+of it.
 """
 
 import asyncio

@@ -1,5 +1,8 @@
-"""The bound of the store: the oldest groups that nothing needs lose their tokens.
+"""The bound of the store: groups that nothing needs lose their tokens.
 
+* First those of which nothing was learned: a filter left them out, or they became too stale. Then
+  those that steps have used and those with failed rollouts: they show what the model learned from
+  and what goes wrong. The oldest go first among both.
 * A group loses tokens, log-probs, texts and routes of all its trajectories in one transaction, and
   its `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.
 * Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
@@ -22,8 +25,9 @@ _BYTES_AT_ONCE = 8 * 2**20
 _TARGET = 0.9
 
 _REMOVABLE = """
-SELECT group_id, kept_bytes FROM groups
-WHERE kept_bytes > 0
+SELECT group_id, kept_bytes, finished_at FROM groups
+WHERE kept_bytes > 0 AND finished_at >= ?
+  AND (state = 'used' OR num_trajectories < size) = ?
   AND NOT (state = 'used' AND step >= ?)
   AND CASE WHEN ? IS NULL THEN state != 'finished'
            ELSE group_id NOT IN (SELECT value FROM json_each(?)) END
@@ -33,6 +37,9 @@ ORDER BY finished_at
 
 class BoundedStore(StoreReader):
     """The part of a store that keeps its file small."""
+
+    # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
+    _unlearned_since = 0.0
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the store's size; those per token are of some groups.
@@ -71,11 +78,16 @@ class BoundedStore(StoreReader):
         """Remove the tokens of groups with `num_bytes` or more; return whether there were any."""
         ids = None if held is None else msgspec.json.encode(list(held)).decode()
         chosen: list[int] = []
-        for group_id, kept in self._query(_REMOVABLE, (since, ids, ids)):
-            chosen.append(group_id)
-            num_bytes -= kept
-            if num_bytes <= 0:
-                break
+        for learned in (False, True):
+            # A group may leave a replay buffer long after it has ended.
+            first = self._unlearned_since if held is None and not learned else 0.0
+            for group_id, kept, ended in self._query(_REMOVABLE, (first, learned, since, ids, ids)):
+                if num_bytes <= 0:
+                    break
+                chosen.append(group_id)
+                num_bytes -= kept
+                if not learned:
+                    self._unlearned_since = ended
         where = "WHERE group_id IN (SELECT value FROM json_each(?))"
         values = (msgspec.json.encode(chosen).decode(),)
         self._execute(f"DELETE FROM sequences {where}", values)

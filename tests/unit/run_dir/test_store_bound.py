@@ -10,7 +10,7 @@ from areal_lite.run_dir import store_bound
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR
 from areal_lite.run_dir.resume import needed_since
 from areal_lite.run_dir.store import Store
-from areal_lite.trajectory import Group, Trajectory
+from areal_lite.trajectory import Group, GroupState, Trajectory
 
 LENGTH = 400
 MIB = 2**20
@@ -108,6 +108,29 @@ def test_the_oldest_go_first_and_no_more_than_necessary(store: Store) -> None:
     assert with_tokens(store) in ([3], [2, 3])
     assert file_bytes(store) <= size
     assert trim(store, before, since=9) == 1
+
+
+def test_what_was_learned_from_and_what_failed_stays_longest(store: Store) -> None:
+    """Filtered and stale groups go first, the oldest first; then the oldest of the others."""
+    for number in range(8):
+        one = group(number)
+        if number == 2:
+            del one.trajectories[1]  # a rollout failed
+        store.admit(number, one.prompt_id, number, number + 1, 2, 0.0)
+        filtered = GroupState.FILTERED if number in (1, 2, 5) else GroupState.FINISHED
+        texts = [("prompt", "completion")] * len(one.trajectories)
+        store.finish(one, texts, None, 100.0 + number, filtered)
+    store.use([0, 4, 6], 0)
+    store.drop(3, "overdue", 200.0)
+    order, kept = [], with_tokens(store)
+    while kept:
+        store._remove(1, since=1, held=None)
+        left = with_tokens(store)
+        if left == kept:
+            break
+        order += sorted(set(kept) - set(left))
+        kept = left
+    assert order == [1, 5, 3, 0, 2, 4, 6] and kept == [7], "7 waits"
 
 
 def test_with_replay_the_groups_of_the_buffer_stay(store: Store) -> None:
