@@ -40,10 +40,13 @@ class Proxy:
         self._delay_s = seconds
 
     def close(self) -> None:
-        """Reset every connection, and accept no others."""
+        """Reset every connection, and accept no others. A second call does nothing."""
+        if self._loop.is_closed():
+            return
         self._call(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     def _call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)

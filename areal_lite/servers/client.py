@@ -5,6 +5,7 @@
     ├── ServerRefused
     └── ServerFailed
         └── ServerUnreachable
+            └── ConnectionLost
 
     ServersFailed
 
@@ -67,6 +68,10 @@ class ServerFailed(ServerError):
 
 class ServerUnreachable(ServerFailed):
     """The server did not answer in time, or not at all."""
+
+
+class ConnectionLost(ServerUnreachable):
+    """The connection broke before the answer. The server may be as healthy as before."""
 
 
 class ServersFailed(RuntimeError):
@@ -226,7 +231,25 @@ class SGLangClient:
         timeout: aiohttp.ClientTimeout | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
-        """POST `body`, or GET without one, and return the body of a 200."""
+        """POST `body`, or GET without one, and return the body of a 200.
+
+        A GET is sent again if its connection breaks.
+        """
+        try:
+            return await self._attempt(server, path, body, timeout, max_bytes)
+        except ConnectionLost:
+            if body is not None:
+                raise
+        return await self._attempt(server, path, body, timeout, max_bytes)
+
+    async def _attempt(
+        self,
+        server: ServerInfo,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: aiohttp.ClientTimeout | None,
+        max_bytes: int,
+    ) -> bytes:
         headers = {"Content-Type": "application/json"}
         timeout = timeout or self._bounded(None)
         limit_s = timeout.total or self._timeout_s
@@ -249,7 +272,8 @@ class SGLangClient:
             raise ServerUnreachable(server, reason) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"{path}: {type(error).__name__} {error}"
-            raise ServerUnreachable(server, reason) from error
+            is_down = isinstance(error, aiohttp.ClientConnectorError)
+            raise (ServerUnreachable if is_down else ConnectionLost)(server, reason) from error
         except ValueError as error:
             raise ServerFailed(server, f"{path}: {error}") from error
         if response.status == 200:

@@ -24,6 +24,7 @@ import numpy as np
 from areal_lite.servers.answers import ServerLoad
 from areal_lite.servers.client import (
     Client,
+    ConnectionLost,
     ServerError,
     ServerFailed,
     ServerNotReady,
@@ -175,12 +176,14 @@ class Fleet:
         """Sample a whole completion of `prompt` (int32 [n]), and give its reservation back.
 
         It starts on `server`, where the caller reserved it. If it has to move, it prefers servers
-        with other completions of its group: they hold the prefix.
+        with other completions of its group: they hold the prefix. A server loses one connection of
+        it for free if it is healthy.
         """
         completion = Completion()
         params = replace(params, seed=request_seed(self._seed, rid))
         prefix = prompt.tobytes()
         refusals: dict[ServerInfo, ServerRefused] = {}
+        forgiven: set[ServerInfo] = set()
         while True:
             with self._placed(server, prefix):
                 try:
@@ -192,13 +195,27 @@ class Fleet:
                 except ServerRefused as error:
                     refusals[server] = error
                 except ServerFailed as error:
-                    self._fail(error)
+                    if server not in forgiven and await self._lost_only_a_connection(error):
+                        forgiven.add(server)
+                    else:
+                        self._fail(error)
             self.counts["retries"] += 1
             holders = [s for s in self.router.servers.values() if self._prefixes[s, prefix]]
             server = await self._next_server(refusals, holders)
         for error in refusals.values():
             self._fail(error)
         return completion
+
+    async def _lost_only_a_connection(self, error: ServerFailed) -> bool:
+        """Return whether a request failed with its connection while its server is healthy."""
+        if not isinstance(error, ConnectionLost):
+            return False
+        try:
+            await self._client.check_health(error.server)
+        except ServerError:
+            return False
+        log.warning("%s: the server is healthy, the request is sent again", error)
+        return True
 
     async def _next_server(
         self, refusals: Mapping[ServerInfo, ServerRefused], holders: list[ServerInfo]

@@ -19,6 +19,7 @@ from aiohttp import web
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.answers import parse_generation
 from areal_lite.servers.client import (
+    ConnectionLost,
     ServerError,
     ServerFailed,
     ServerRefused,
@@ -192,7 +193,7 @@ def failing_transports() -> dict[str, tuple[object, type[ServerError]]]:
         "404": (body(b"x" * 10**6, 404), ServerRefused),
         "HTML": (body(good, kind="text/html"), ServerFailed),
         "compressed": (body(gzip.compress(good), **{"Content-Encoding": "gzip"}), ServerFailed),
-        "cut": (cut, ServerUnreachable),
+        "cut": (cut, ConnectionLost),
     }
 
 
