@@ -42,7 +42,17 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Reads the metadata, and nothing else. Opcodes can only be refused of Python's own unpickler."""
+
+    def _refuse(self) -> None:
+        raise ValueError("it numbers what it remembers itself, which no checkpoint does")
+
+    # The unpickler in C would make a table of up to 2^32 entries for one of these.
+    dispatch = pickle._Unpickler.dispatch | dict.fromkeys(
+        (pickle.PUT[0], pickle.BINPUT[0], pickle.LONG_BINPUT[0]), _refuse
+    )
+
     def find_class(self, module: str, name: str) -> Any:
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
@@ -61,9 +71,13 @@ def only_data(folder: Path) -> Iterator[None]:
     """
     try:
         with open(folder / _METADATA_FILE, "rb") as file:
-            _MetadataUnpickler(file).load()
+            found = _MetadataUnpickler(file).load()
+        if not isinstance(found, metadata.Metadata):
+            raise TypeError(f"it is a {type(found).__name__}")
     except Exception as error:  # a damaged pickle raises errors of many kinds
-        raise ValueError(f"{folder}: {_METADATA_FILE} is damaged or forged: {error}") from error
+        raise ValueError(
+            f"{folder}: {_METADATA_FILE} is damaged or forged: {_printable(str(error))}"
+        ) from error
     try:
         with environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"):
             yield
@@ -74,6 +88,11 @@ def only_data(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be loaded: {_first_line(error)}") from error
 
 
+def _printable(text: str) -> str:
+    """Return text that a damaged file may have written as one line of bounded length."""
+    return "".join(c if c.isprintable() else " " for c in text)[:300]
+
+
 def _first_line(error: BaseException) -> str:
     """Return the name of an error, and the first line of what it says: torch says much."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {_printable(str(error).partition(chr(10))[0])}"

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from areal_lite.megatron.safe_loading import only_data
 from areal_lite.run_dir.manifest import damage, write_manifest
 from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.resume import checkpoint_steps, set_aside_damaged, start_version
+from tests.security.mutation import mutated
 
 
 class Forged:
@@ -202,3 +204,33 @@ def test_damaged_metadata_is_one_line(good, tmp_path, how):
     with pytest.raises(ValueError, match="metadata is damaged or forged") as refused:
         load(folder)
     assert len(str(refused.value).splitlines()) == 1
+
+
+WORDS = [b"\x80\x04", b"cos\nsystem\n", b"ctorch\nload\n", b"R", b"b", b"u", b"\x85", b".", b"N"]
+WORDS += [b"8\xff\xff\xff\x7f", b"cpathlib\nPath\n", b"I999999999\n", b"\x8a\xff", b"(", b"t"]
+
+
+def read_mutated_metadata(good, tmp_path, seed: int, count: int) -> None:
+    (folder,) = copied(good, tmp_path, 1)
+    rng, honest = random.Random(seed), (good / ".metadata").read_bytes()
+    for _ in range(count):
+        (folder / ".metadata").write_bytes(mutated(rng, honest, WORDS))
+        started = time.process_time()
+        try:
+            with only_data(folder):
+                dcp.FileSystemReader(folder).read_metadata()
+        except ValueError as error:
+            assert "metadata is damaged or forged" in str(error)
+            assert len(str(error).splitlines()) == 1
+        assert time.process_time() - started < 1
+
+
+def test_mutated_metadata(good, tmp_path) -> None:
+    """Whatever the bytes are, reading them ends soon, runs nothing and says what is wrong."""
+    read_mutated_metadata(good, tmp_path, 1, 2000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_many_mutated_metadata(good, tmp_path) -> None:
+    read_mutated_metadata(good, tmp_path, 2, 200_000)
