@@ -1,7 +1,8 @@
-"""Real runs under a schedule of faults: each completes its steps, and its files prove it."""
+"""Real runs under a schedule of faults: each learns, and its files prove that nothing was lost."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -42,6 +43,9 @@ def check_survival(run: ChaosRun, faults: list[Fault], steps: int) -> None:
     assert [m["step"] for m in metrics] == list(range(1, steps + 1))
     assert [m["version"] for m in metrics] == list(range(1, steps + 1))
     assert [evaluation["version"] for evaluation in run.lines("evals")] == [0, steps]
+    rewards, quarter = [m["reward_mean"] for m in metrics], steps // 4
+    assert mean(rewards[-quarter:]) > mean(rewards[:quarter]) + 0.05, "it did not learn"
+    assert min(m["time_s"] for m in metrics) >= 0, "a duration followed a jump of the clock"
     assert max(m["staleness_max"] for m in metrics) <= BOUND
     assert any(m["verified"] for m in metrics), "no tensor was read back from a server"
     assert all(m["logprob_diff"] is None or m["logprob_diff"] < 1e-4 for m in metrics), (
