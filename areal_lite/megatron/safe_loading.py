@@ -43,7 +43,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Reads the metadata, and nothing else. Opcodes can only be refused of Python's own unpickler."""
+    """Reads the metadata, and nothing else. Only the unpickler in Python lets refuse opcodes."""
 
     def _refuse(self) -> None:
         raise ValueError("it numbers what it remembers itself, which no checkpoint does")

@@ -252,11 +252,7 @@ def wait_together(
 
     # Step 3: blame.
     silent = [server for server in late if not asked[server.name].result()]
-    causes = [
-        error for error in errors if not is_collective_error(error, given_up=error not in before)
-    ]
-    culprits = _culprits(errors, causes, late, silent, what)
-    if culprits:
+    if culprits := _culprits(errors, before, late, silent, what):
         if reason is not None:
             log.warning("%s failed on the trainer's side too: %s", what, reason)
         raise ServersFailed(culprits)
@@ -267,20 +263,20 @@ def wait_together(
 
 def _culprits(
     errors: list[ServerError],
-    causes: list[ServerError],
+    before: list[ServerError],
     late: list[ServerInfo],
     silent: list[ServerInfo],
     what: str,
 ) -> list[ServerError]:
     """Return the servers that gave no answer, else those that refused, else the late.
 
-    A server that only saw the collective fail is not to blame: `causes` are the other `errors`.
-    `silent` are the late ones that do not even answer a question about their health.
+    A server that only saw the collective fail is not to blame. The errors `before` came before it
+    was given up. `silent` are the late ones that do not even answer a question about their health.
     """
     unresponsive = [ServerUnreachable(server, f"{what}: does not answer") for server in silent]
     return (
         [*_unreachable(errors), *unresponsive]
-        or causes
+        or [one for one in errors if not is_collective_error(one, given_up=one not in before)]
         or [ServerFailed(server, f"{what} does not end") for server in late]
     )
 
