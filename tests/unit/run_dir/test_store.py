@@ -317,6 +317,12 @@ def test_a_full_disk_names_its_remedy_and_loses_nothing(tmp_path) -> None:
         assert [row["state"] for row in store.groups()][:2] == ["dropped", "in_flight"]
 
 
+def test_a_read_only_disk_names_its_remedy(store: Store) -> None:
+    store._execute("PRAGMA query_only = 1")
+    with pytest.raises(StoreError, match="make it writable, then continue with resume=auto"):
+        store.admit(0, "p", 0, 1, 2, 0.0)
+
+
 def test_a_store_thread_survives_an_error_of_its_rollback(tmp_path, monkeypatch) -> None:
     async def test() -> None:
         thread = StoreThread(Store(tmp_path / "t.sqlite"))
