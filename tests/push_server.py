@@ -8,9 +8,11 @@ Weight groups are the plugin's, over real gloo (tests/gloo_server.py).
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
@@ -26,6 +28,9 @@ from tests import gloo_server
 
 REFUSE, DIE, DIE_LATER, HANG = "refuse", "die", "die later", "hang"
 LOSE_REQUEST, LOSE_ANSWER = "lose the request", "lose the answer"
+LOSE_GROUP = "lose the group"
+"""The connections of the weight group break, and the server is well."""
+
 FAULTS = (REFUSE, DIE, DIE_LATER, HANG, LOSE_REQUEST, LOSE_ANSWER)
 """It refuses; it dies or hangs before it acts; it dies after; only the connection is lost."""
 
@@ -102,6 +107,14 @@ class Server:
         self.version = version or self.version
 
 
+def break_connections(port: int) -> None:
+    """Shut down every TCP connection of this process, except those to its own `port`."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getpeername() and one.getsockname()[1] != port:
+                one.shutdown(socket.SHUT_RDWR)
+
+
 class Handler(BaseHTTPRequestHandler):
     server_state: Server
     fault: tuple[Point, str] | None = None
@@ -123,6 +136,8 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(1)
         if fault == HANG:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == LOSE_GROUP:
+            break_connections(self.server.server_port)
         if fault == REFUSE:
             return self._answer({"success": False, "message": "refused"})
         if fault != LOSE_REQUEST:

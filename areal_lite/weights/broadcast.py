@@ -89,7 +89,11 @@ class BroadcastGroup:
 
     def send(self, bucket: FlatBucket, servers: list[ServerInfo], **options: Any) -> None:
         """Broadcast one bucket to exactly `servers`. For `options` see WeightGroup.send."""
-        self.join(servers).send(bucket, **options)
+        try:
+            self.join(servers).send(bucket, **options)
+        except CollectiveError:
+            self.leave(servers)  # it is broken: the next call makes another one
+            raise
 
     def leave(self, survivors: list[ServerInfo]) -> None:
         """Leave the group, if there is one, together with `survivors`."""

@@ -10,6 +10,8 @@ from typing import Any
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.weight_group import CollectiveError
+from areal_lite.system import heartbeat
 from areal_lite.system.clock import steady_time
 from areal_lite.trajectory import InterruptMode
 
@@ -62,14 +64,23 @@ class PushRecipients:
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
         """Run `action` with all servers, and again without those that failed, until it succeeds.
 
-        `action` raises ServersFailed and may be repeated. Nothing runs without servers.
+        `action` raises ServersFailed or CollectiveError, and may be repeated. If no server is to
+        blame for its failure, a connection may have broken, perhaps long before. It then runs once
+        more with the same servers. Nothing runs without servers.
         """
+        broken = False
         while self.servers:
+            heartbeat.beat()
             try:
                 action(list(self.servers))
                 return
             except ServersFailed as failed:
                 self._remove(failed.errors)
+            except CollectiveError as error:
+                if broken:
+                    raise
+                broken = True
+                log.warning("the push of version %d tries again: %s", self.report.version, error)
 
     def sum_each(self, count: Callable[[ServerInfo], int]) -> int:
         """Return the sum of `count` over the servers."""

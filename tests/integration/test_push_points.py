@@ -27,7 +27,7 @@ from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.weights import broadcast
 from areal_lite.weights.push import WeightPusher
-from tests.push_server import DIE, DIE_LATER, FAULTS, HANG, Point, serve
+from tests.push_server import DIE, DIE_LATER, FAULTS, HANG, LOSE_GROUP, Point, serve
 from tests.ranks.processes import processes as forked
 
 TIMEOUT_S, GRACE_S = 4.0, 0.3
@@ -177,6 +177,20 @@ def test_a_server_is_lost_at_each_point(transport, interrupt, kind, faults, tmp_
                 push(one, 2, "all")
                 check_serving([good], 2)
                 assert controller.pushes[1:] == [(2, [])]
+
+
+@pytest.mark.parametrize("bucket", [1, 2])
+@pytest.mark.parametrize("victims", [1, 2])
+def test_the_connections_of_a_weight_group_are_lost(bucket: int, victims: int, tmp_path) -> None:
+    """The servers are well, and none is left out: a new group takes the bucket again."""
+    fault = (Point("/update_weights_from_distributed", bucket), LOSE_GROUP)
+    with servers(fault, fault if victims == 2 else None) as infos:
+        controller = Controller(infos)
+        with pusher("distributed", "in_place", controller, tmp_path) as one:
+            for version in (1, 2):
+                push(one, version, "all")
+                check_serving(infos, version)
+        assert controller.pushes == [(1, []), (2, [])]
 
 
 class Killed(BaseException):

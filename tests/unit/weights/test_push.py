@@ -14,6 +14,7 @@ import torch
 from areal_lite.config import TrainConfig
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.weight_group import CollectiveError
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.push import (
     NullPusher,
@@ -125,6 +126,24 @@ def test_run_together_repeats_without_the_server_that_failed(answers):
 
     push.run_together(action)
     assert seen == [["a", "b"], ["a"]] and push.servers == [a.info]
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_run_together_repeats_once_if_no_server_is_to_blame(answers, failures):
+    server = answers("a")
+    push, seen = recipients(server), []
+
+    def action(servers):
+        seen.append(servers)
+        if len(seen) <= failures:
+            raise CollectiveError(f"connection {len(seen)} reset")
+
+    if failures == 1:
+        push.run_together(action)
+    else:
+        with pytest.raises(CollectiveError, match="connection 2 reset"):
+            push.run_together(action)
+    assert seen == [[server.info]] * 2 and push.report.failed == []
 
 
 def test_the_cache_is_flushed_only_when_nothing_runs_on_it():
