@@ -68,11 +68,13 @@ class ChaosRun:
         folder: the run directory.
         model: a Hugging Face checkpoint folder.
         steps: training steps.
+        transport: that of the weights.
     """
 
-    def __init__(self, folder: Path, model: str, steps: int):
+    def __init__(self, folder: Path, model: str, steps: int, transport: str):
         self.folder = folder
         settings = [f"model={model}", f"run_dir={folder}", f"trainer.steps={steps}", *_SETTINGS]
+        settings.append(f"sync.transport={transport}")
         self._command = [sys.executable, "-m", "areal_lite", "train", *settings]
         self._output = folder.with_suffix(".output")
         self._seen = 0

@@ -14,16 +14,18 @@ from tests.integration.controller_run import wrong_with
 SHORT_SEED, SHORT_STEPS = 1, 24
 LONG_SEEDS, LONG_STEPS, LONG_FAULTS = range(6), 44, 20
 
-Start = Callable[[int], ChaosRun]
+TRANSPORTS = ("memory", "distributed", "disk")
+
+Start = Callable[[int, str], ChaosRun]
 
 
 @pytest.fixture
 def start(tmp_path: Path, tiny_model: str) -> Iterator[Start]:  # noqa: F811
-    """start(steps) -> a run that has begun, which is ended with the test."""
+    """start(steps, transport) -> a run that has begun, which is ended with the test."""
     runs: list[ChaosRun] = []
 
-    def make(steps: int) -> ChaosRun:
-        runs.append(ChaosRun(tmp_path / "run", tiny_model, steps))
+    def make(steps: int, transport: str) -> ChaosRun:
+        runs.append(ChaosRun(tmp_path / "run", tiny_model, steps, transport))
         return runs[-1]
 
     yield make
@@ -55,11 +57,13 @@ def check_survival(run: ChaosRun, faults: list[Fault], steps: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_run_survives_fourteen_faults_of_as_many_kinds(start: Start) -> None:
-    check_survival(start(SHORT_STEPS), short_schedule(SHORT_SEED, SHORT_STEPS), SHORT_STEPS)
+    run = start(SHORT_STEPS, TRANSPORTS[0])
+    check_survival(run, short_schedule(SHORT_SEED, SHORT_STEPS), SHORT_STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", LONG_SEEDS)
 def test_runs_survive_a_hundred_faults(start: Start, seed: int) -> None:
-    check_survival(start(LONG_STEPS), long_schedule(seed, LONG_STEPS, LONG_FAULTS), LONG_STEPS)
+    run = start(LONG_STEPS, TRANSPORTS[seed % len(TRANSPORTS)])
+    check_survival(run, long_schedule(seed, LONG_STEPS, LONG_FAULTS), LONG_STEPS)
