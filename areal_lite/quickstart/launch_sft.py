@@ -14,16 +14,26 @@ from areal_lite.report.progress import Progress
 from areal_lite.report.text import short
 from areal_lite.report.train_view import eta
 from areal_lite.run_dir.metrics import EventFollower
-from areal_lite.run_dir.resume import lock_run_dir
+from areal_lite.run_dir.resume import (
+    STOPPED,
+    clear_stop_request,
+    lock_run_dir,
+    stop_requested,
+)
 
 # The steps whose mean pace is shown.
 _RECENT_STEPS = 50
 
 
+class _StopRequested(Exception):
+    """Somebody asked the warm-up to stop."""
+
+
 def run(config: SftConfig) -> int:
     """Warm up and export to `config.out`; return the exit status.
 
-    Raises ValueError if `config.out` exists.
+    It is STOPPED if a stop was requested: a warm-up has no checkpoint, and begins again. Raises
+    ValueError if `config.out` exists.
     """
     if Path(config.out).exists():
         raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
@@ -34,11 +44,21 @@ def run(config: SftConfig) -> int:
 def _warm_up(config: SftConfig, run_dir: Path) -> int:
     check_model_folder(Path(config.model))
     save_config(config, run_dir)
+    clear_stop_request(run_dir)
     (run_dir / "sft.jsonl").unlink(missing_ok=True)  # a warm-up always starts from the beginning
     try:
         with Roles(run_dir) as roles, Progress(WarmUpWatch(config, run_dir).view) as progress:
             ranks = roles.start_ranks("trainer", "areal_lite.quickstart.sft", config.trainer, [])
-            roles.wait(ranks, watch=progress.poll)
+
+            def watch() -> None:
+                progress.poll()
+                if stop_requested(run_dir):
+                    raise _StopRequested
+
+            roles.wait(ranks, watch=watch)
+    except _StopRequested:
+        print("stopped as requested: the warm-up begins again", file=sys.stderr)
+        return STOPPED
     except RoleFailed as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1

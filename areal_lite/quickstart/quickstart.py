@@ -10,11 +10,19 @@ from pathlib import Path
 from areal_lite.config import QuickstartConfig, TrainConfig
 from areal_lite.launch import local
 from areal_lite.quickstart import launch_sft, make_model
-from areal_lite.run_dir.resume import lock_run_dir
+from areal_lite.run_dir.resume import (
+    STOPPED,
+    clear_stop_request,
+    lock_run_dir,
+    stop_requested,
+)
 
 
 def run(config: QuickstartConfig) -> int:
-    """Run the three commands in turn, until one fails; return its exit status."""
+    """Run the three commands in turn, until one fails; return its exit status.
+
+    A stop that is requested before the training ends it with STOPPED, too.
+    """
     train = TrainConfig(
         **{field.name: getattr(config, field.name) for field in fields(TrainConfig)}
     )
@@ -31,11 +39,15 @@ def run(config: QuickstartConfig) -> int:
             lambda: local.run_locked(train),
         ),
     )
-    with lock_run_dir(Path(config.run_dir)):
+    run_dir = Path(config.run_dir)
+    with lock_run_dir(run_dir):
+        clear_stop_request(run_dir)
         for number, (title, model, command) in enumerate(stages, start=1):
             done = config.resume == "auto" and model is not None and Path(model).exists()
             before = f": done before, {model}" if done else ""
             print(f"{number}/{len(stages)} {title}{before}", file=sys.stderr)
             if not done and (status := command()):
                 return status
+            if model is not None and stop_requested(run_dir):
+                return STOPPED
     return 0

@@ -1,10 +1,15 @@
-"""The panel of a warm-up."""
+"""The panel of a warm-up, and how it is stopped."""
+
+import time
 
 from areal_lite.config import SftConfig
+from areal_lite.launch.roles import Role, Roles
+from areal_lite.quickstart import launch_sft
 from areal_lite.quickstart.launch_sft import WarmUpWatch
 from areal_lite.report.panel import Row
 from areal_lite.report.progress import progress_line
 from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.resume import STOPPED
 
 
 def test_the_view_of_a_warm_up(tmp_path):
@@ -22,3 +27,17 @@ def test_the_view_of_a_warm_up(tmp_path):
     rows = {row.name: row.value for section in view.sections for row in section.rows}
     assert rows == {"loss": "0.05 █▃▂▂▁▁▁▁▁▁", "demonstrations": "64/s"}
     assert progress_line(view, 30.0) == "warm-up step 60/100 · loss 0.05 · ETA 0:20"
+
+
+def test_a_stop_ends_a_warm_up_at_once(tmp_path, monkeypatch):
+    def start_ranks(roles, *_) -> list[Role]:
+        (tmp_path / "stop").touch()
+        return [roles.start("trainer", ["sleep", "100"])]
+
+    monkeypatch.setattr(Roles, "start_ranks", start_ranks)
+    monkeypatch.setattr(launch_sft, "check_model_folder", lambda folder: None)
+    (tmp_path / "stop").touch()  # of an earlier start: it does not count
+    started = time.monotonic()
+    config = SftConfig(model="m", out=str(tmp_path / "out"), run_dir=str(tmp_path))
+    assert launch_sft.run(config) == STOPPED
+    assert time.monotonic() - started < 30 and not (tmp_path / "out").exists()

@@ -1,5 +1,7 @@
 """The stages of the quickstart, and which of them an interrupted one repeats."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from areal_lite.cli import checked_config
 from areal_lite.launch import local
 from areal_lite.quickstart import launch_sft, make_model, quickstart
+from areal_lite.run_dir.resume import STOPPED
 
 
 @pytest.fixture
@@ -61,3 +64,19 @@ def test_one_that_was_begun_is_not_begun_again(stages, tmp_path):
     with pytest.raises(ValueError, match="resume=auto"):
         start(tmp_path)
     assert stages == []
+
+
+def test_a_stop_during_an_early_stage_ends_it_and_the_next_start_goes_on(
+    stages, tmp_path, monkeypatch
+):
+    def interrupted(config) -> int:
+        stages.append("interrupted")
+        Path(config.out).mkdir()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make_model, "run", interrupted)
+        assert start(tmp_path) == STOPPED
+    assert start(tmp_path, "resume=auto") == 7
+    assert stages == ["interrupted", "warm-up", "train"]
