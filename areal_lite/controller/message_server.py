@@ -34,6 +34,8 @@ _LINGER_MS = 5000
 # A request has less than 1 kB. Replies have no limit.
 _MAX_REQUEST_BYTES = 1 << 20
 _MAX_WAITING_REQUESTS = 1000
+# The newest reply to so many clients is kept: more than a trainer has ranks.
+_MAX_CLIENTS = 4096
 # A connection without the key ends after this time, so that no client can use up the descriptors.
 _HANDSHAKE_MS = 5000
 
@@ -159,7 +161,10 @@ class MessageServer:
         self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
     ) -> None:
         reply = [client, msgspec.msgpack.encode(Reply(number, response)), *frames]
+        self._sent.pop(client, None)
         self._sent[client] = (number, reply)
+        if len(self._sent) > _MAX_CLIENTS:  # each evaluation is a client of its own
+            del self._sent[next(iter(self._sent))]
         await self._socket.send_multipart(reply, copy=False)
 
     async def close(self, error: str | None = None) -> None:

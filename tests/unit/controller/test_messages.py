@@ -115,7 +115,7 @@ def wire(tmp_path, handled):
     async def serve() -> None:
         server = MessageServer(tmp_path, count)
         task = asyncio.create_task(server.serve())
-        stop.extend([asyncio.get_running_loop(), task])
+        stop.extend([asyncio.get_running_loop(), task, server])
         started.set()
         await asyncio.wait([task])
         stop.append(None if task.cancelled() else task.exception())
@@ -518,3 +518,12 @@ def test_a_request_survives_its_connection_and_is_handled_once(wire, handled, lo
         assert cuts == [1]
         assert client.evaluate(2)["versions"] == [2]
     assert handled == [Evaluate(1), PullBatch(7, 0, 1), Evaluate(2)]
+
+
+def test_replies_to_clients_that_are_gone_are_forgotten(wire, monkeypatch) -> None:
+    monkeypatch.setattr(message_server, "_MAX_CLIENTS", 3)
+    for version in range(5):
+        with closing(ControllerClient(wire[0], timeout_s=5)) as client:
+            assert client.evaluate(version)["versions"] == [version]
+            assert client.begin_push(version).drained == version
+    assert len(wire[2][2]._sent) == 3
