@@ -1,5 +1,6 @@
 """A real training run whose processes are killed and stopped, in a world that gets worse."""
 
+import errno
 import json
 import os
 import signal
@@ -37,7 +38,14 @@ from tests.chaos.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 2
-_DISK_IS_FULL = ("No space left on device", "disk is full")
+_DISK_FAILS = (
+    "No space left on device",
+    "disk is full",
+    "Read-only file system",
+    "disk I/O error",
+    "readonly database",
+    "unable to open database file",
+)
 _MODULES = {CONTROLLER: "areal_lite.controller.service", TRAINER: "areal_lite.trainer.loop"}
 _SETTINGS = [
     "resume=auto",
@@ -82,13 +90,13 @@ class ChaosRun:
         self._sessions: set[int] = set()
         self._timers: list[threading.Timer] = []
         self._world = World(folder, folder.parent)
-        # Whether the disk has been full since the supervisor started.
-        self._was_full = False
+        # Whether the disk has failed since the supervisor started.
+        self._disk_failed = False
         self.start()
 
     def start(self) -> None:
         """Start the supervisor, for the first time or again."""
-        self._was_full = False
+        self._disk_failed = False
         with open(self._output, "ab") as output:
             self._printed = output.tell()
             self._process = subprocess.Popen(
@@ -140,7 +148,7 @@ class ChaosRun:
         victim.send_signal(signal.SIGTERM if is_end else signal.SIGKILL)
         if fault.kind.target == SUPERVISOR:
             status = self._process.wait(60)
-            if not (status == 1 and self._was_full):
+            if not (status == 1 and self._disk_failed):
                 assert status == (130 if is_end else -signal.SIGKILL), self.output()
             self.start()
 
@@ -153,10 +161,10 @@ class ChaosRun:
             case action if action == SLOW:
                 self._world.slow(True)
                 self._later(fault.seconds, self._world.slow, False)
-            case action if action == FILL:
-                self._was_full = True
-                self._world.fill(True)
-                self._later(fault.seconds, self._world.fill, False)
+            case action:
+                self._disk_failed = True
+                self._world.fail_writes(errno.ENOSPC if action == FILL else errno.EROFS)
+                self._later(fault.seconds, self._world.fail_writes, 0)
 
     def _later(self, seconds: float, function: Callable[[Any], None], argument: object) -> None:
         self._timers.append(threading.Timer(seconds, function, [argument]))
@@ -168,15 +176,15 @@ class ChaosRun:
             timer.join()
         self._note_sessions()
         status = self._process.wait(timeout_s)
-        if status == 1 and self._was_full:
-            self._resume_after_full_disk()
+        if status == 1 and self._disk_failed:
+            self._resume_on_a_good_disk()
             status = self._process.wait(timeout_s)
         return status
 
-    def _resume_after_full_disk(self) -> None:
-        """Start a run again that has ended because its disk was full, when there is room again."""
+    def _resume_on_a_good_disk(self) -> None:
+        """Start a run again that has ended because its disk failed, when it is well again."""
         ended = self.output()[self._printed :]
-        assert self._process.poll() == 1 and any(text in ended for text in _DISK_IS_FULL), ended
+        assert self._process.poll() == 1 and any(text in ended for text in _DISK_FAILS), ended
         for timer in self._timers:
             timer.join()
         self.start()
@@ -218,10 +226,10 @@ class ChaosRun:
         return step
 
     def _pause(self, seconds: float = 0.05) -> None:
-        """Wait before the next look at the run, which ends only if its disk is full."""
+        """Wait before the next look at the run, which ends only if its disk fails."""
         if self._process.poll() is not None:
-            assert self._was_full, self.output()
-            self._resume_after_full_disk()
+            assert self._disk_failed, self.output()
+            self._resume_on_a_good_disk()
         time.sleep(seconds)
 
     def _family(self) -> list[psutil.Process]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 KILL, STOP, END = "kill", "stop", "end"
 """SIGKILL; SIGSTOP, and SIGCONT some seconds later; SIGTERM."""
 
-CUT, SLOW, FILL, JUMP = "cut", "slow", "fill", "jump"
-"""Connections are reset, or their data take longer; no room is left; the wall clock moves."""
+CUT, SLOW, FILL, LOCK, JUMP = "cut", "slow", "fill", "write-protect", "jump"
+"""Connections are reset or slow; the disk is full or read-only; the wall clock moves."""
 
 SUPERVISOR, CONTROLLER, TRAINER = "supervisor", "controller", "trainer"
 SERVER, SCHEDULER, DETOKENIZER = "server", "scheduler", "detokenizer"
@@ -29,7 +29,13 @@ class Kind:
     target: str
 
 
-OF_THE_WORLD = (Kind(CUT, NETWORK), Kind(SLOW, NETWORK), Kind(FILL, DISK), Kind(JUMP, CLOCK))
+OF_THE_WORLD = (
+    Kind(CUT, NETWORK),
+    Kind(SLOW, NETWORK),
+    Kind(FILL, DISK),
+    Kind(LOCK, DISK),
+    Kind(JUMP, CLOCK),
+)
 ALL_KINDS = (
     *(Kind(action, target) for action in (KILL, STOP) for target in TARGETS),
     Kind(END, SUPERVISOR),
@@ -63,10 +69,10 @@ class Fault:
 
 
 def short_schedule(seed: int, steps: int) -> list[Fault]:
-    """Return fourteen faults of fourteen kinds, of which some restart real servers.
+    """Return fourteen faults of fourteen kinds, of which two restart real servers.
 
     A start of a server takes the most time. So one server or a part of it is killed, and the
-    supervisor is killed or ended once.
+    supervisor is killed or ended once. The disk is full or read-only.
     """
     draw = random.Random(seed)
     kinds = [
@@ -75,7 +81,8 @@ def short_schedule(seed: int, steps: int) -> list[Fault]:
         Kind(KILL, TRAINER),
         Kind(KILL, draw.choice(SERVER_PARTS)),
         Kind(draw.choice((KILL, END)), SUPERVISOR),
-        *OF_THE_WORLD,
+        *(kind for kind in OF_THE_WORLD if kind.target != DISK),
+        Kind(draw.choice((FILL, LOCK)), DISK),
     ]
     return _place(draw, kinds, steps, longest_s=1.5)
 

@@ -1,5 +1,6 @@
 """The worse world of the chaos runs, around a program of a few lines."""
 
+import errno
 import os
 import socket
 import subprocess
@@ -72,15 +73,18 @@ def ask(world: World, tmp_path) -> Iterator[Callable[..., str]]:
 
 
 @pytest.mark.parametrize("command", [[ROLES[0]], [ROLES[1]], SUPERVISOR])
-def test_a_full_disk_refuses_files_below_the_folder_and_no_others(world, ask, command) -> None:
+def test_a_failing_disk_refuses_files_below_the_folder_and_no_others(world, ask, command) -> None:
     inside, outside = "(folder/'f').write_text('x')", "(folder.parent/'f').write_text('x')"
     insert = "sqlite3.connect(folder/'db').execute('create table t(a)')"
     assert ask(inside, *command) == "1"
-    world.fill(True)
+    world.fail_writes(errno.ENOSPC)
     assert ask(inside, *command).startswith("OSError [Errno 28] No space left on device")
     assert ask(insert, *command) == "OperationalError database or disk is full"
     assert ask(outside, *command) == ask(inside, "another program") == "1"
-    world.fill(False)
+    world.fail_writes(errno.EROFS)
+    assert ask(inside, *command).startswith("OSError [Errno 30] Read-only file system")
+    assert ask("len((folder/'f').read_text())", *command) == ask(outside, *command) == "1"
+    world.fail_writes(0)
     assert ask(inside, *command) == "1"
 
 

@@ -4,7 +4,8 @@
  *     CHAOS_ROOT      the folder whose disk may be full
  *     CHAOS_PROXY     the port of a proxy
  *
- * While `disk_full` is set, nothing can be written below the folder. `clock_offset_s` is added to the
+ * While `disk_error` is an errno, nothing can be written below the folder; with EROFS no file can be
+ * opened for it either. `clock_offset_s` is added to the
  * wall clock. Controller and trainer connect to 127.0.0.1 by way of the proxy, which learns the port
  * from its own address: 127.100.HIGH.LOW. Other programs are left alone.
  */
@@ -31,7 +32,7 @@
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-struct control { int64_t clock_offset_s; int64_t disk_full; };
+struct control { int64_t clock_offset_s; int64_t disk_error; };
 
 static struct control calm, *world = &calm;
 static int proxy;
@@ -59,21 +60,37 @@ __attribute__((constructor)) static void begin(void) {
 
 /* --- the disk */
 
-static int full(const char *path) {
+static int below_root(const char *path) {
     const char *root = getenv("CHAOS_ROOT");
     return root && !strncmp(path, root, strlen(root));
 }
 
 static int refused(int fd) {
     char link[64], path[PATH_MAX];
-    if (!world->disk_full) return 0;
+    if (!world->disk_error) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(link, path, sizeof path - 1);
     path[n < 0 ? 0 : n] = 0;
-    if (!full(path)) return 0;
-    errno = ENOSPC;
+    if (!below_root(path)) return 0;
+    errno = world->disk_error;
     return 1;
 }
+
+#define OPEN(name)                                                                                \
+    int name(const char *path, int flags, ...) {                                                  \
+        mode_t mode = 0;                                                                          \
+        va_list rest;                                                                             \
+        va_start(rest, flags);                                                                    \
+        if (flags & (O_CREAT | __O_TMPFILE)) mode = va_arg(rest, mode_t);                         \
+        va_end(rest);                                                                             \
+        if (world->disk_error == EROFS && (flags & O_ACCMODE) != O_RDONLY && below_root(path)) {  \
+            errno = EROFS;                                                                        \
+            return -1;                                                                            \
+        }                                                                                         \
+        return REAL(name)(path, flags, mode);                                                     \
+    }
+OPEN(open)
+OPEN(open64)
 
 ssize_t write(int fd, const void *data, size_t size) {
     return size && refused(fd) ? -1 : REAL(write)(fd, data, size);

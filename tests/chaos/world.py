@@ -1,4 +1,4 @@
-"""A worse world for a run: lost and slow connections, a full disk, a clock that jumps."""
+"""A worse world for a run: lost and slow connections, a failing disk, a clock that jumps."""
 
 import ctypes
 import mmap
@@ -15,14 +15,14 @@ _DELAY_S = 0.15
 class _Control(ctypes.Structure):
     """The struct `control` of world.c."""
 
-    _fields_ = [("clock_offset_s", ctypes.c_int64), ("disk_full", ctypes.c_int64)]
+    _fields_ = [("clock_offset_s", ctypes.c_int64), ("disk_error", ctypes.c_int64)]
 
 
 class World:
     """What surrounds the processes that have its `environment`. Close it after they have ended.
 
     Args:
-        root: the folder whose disk may be full.
+        root: the folder whose disk may fail.
         scratch: a folder for its own files, which is elsewhere.
     """
 
@@ -50,9 +50,9 @@ class World:
         """Let the data on these connections take longer, or as long as before."""
         self._proxy.delay(_DELAY_S if is_slow else 0.0)
 
-    def fill(self, is_full: bool) -> None:
-        """Let the disk be full, or have room again."""
-        self._control.disk_full = is_full
+    def fail_writes(self, number: int) -> None:
+        """Let writes to the disk fail with an errno: it is full, or read-only. 0: it is well."""
+        self._control.disk_error = number
 
     def jump(self, seconds: int) -> None:
         """Move the wall clock."""
