@@ -42,13 +42,14 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
+def _refuse(_: pickle.Unpickler) -> None:
+    raise ValueError("it numbers what it remembers itself, which no checkpoint does")
+
+
 class _MetadataUnpickler(pickle._Unpickler):
     """Reads the metadata, and nothing else. Only the unpickler in Python lets refuse opcodes."""
 
-    def _refuse(self) -> None:
-        raise ValueError("it numbers what it remembers itself, which no checkpoint does")
-
-    # The unpickler in C would make a table of up to 2^32 entries for one of these.
+    # The one in C would make a table of up to 2^32 entries for one of these.
     dispatch = pickle._Unpickler.dispatch | dict.fromkeys(
         (pickle.PUT[0], pickle.BINPUT[0], pickle.LONG_BINPUT[0]), _refuse
     )
