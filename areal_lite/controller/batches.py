@@ -194,7 +194,8 @@ class Batches:
             changed = self._changed
             if step == self.step:
                 if assignment := await self._take(step, world):
-                    await asyncio.to_thread(assignment.join_routes)
+                    if assignment.has_routes:
+                        await asyncio.to_thread(assignment.join_routes)
                     info = self._info(assignment, step, started)
                     if isinstance(self.queue, GroupQueue):
                         await self._store.submit(Store.assign, assignment.group_ids, step)

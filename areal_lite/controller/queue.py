@@ -68,6 +68,10 @@ class BatchAssignment:
     passed: int = 0
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
 
+    @property
+    def has_routes(self) -> bool:
+        return any(t.routes is not None for group in self.groups for t in group.trajectories)
+
     def join_routes(self) -> None:
         """Give the shards, which are made without them, the routes of their trajectories.
 
