@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
 from areal_lite.system.environment import environment
 
@@ -75,6 +75,8 @@ def only_data(folder: Path) -> Iterator[None]:
             found = _MetadataUnpickler(file).load()
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it is a {type(found).__name__}")
+        # Torch's own reading finds damage that the first one lets pass, which has refused all code.
+        FileSystemReader(folder).read_metadata()
     except Exception as error:  # a damaged pickle raises errors of many kinds
         raise ValueError(
             f"{folder}: {_METADATA_FILE} is damaged or forged: {_printable(str(error))}"
