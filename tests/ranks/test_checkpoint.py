@@ -210,8 +210,8 @@ def test_planned_memory_is_needed(folder, stories, name, itemsize, recompute):
             * activation_bytes_per_token(hf, TrainerConfig(), itemsize, 0)
             / hf.num_hidden_layers
         )
-    # The last norm, and what the head keeps besides logits.
-    head = got["tokens"] * hf.hidden_size * (4 + 3 * itemsize)
+    # The last norm, and what the head keeps besides logits. The kernel in float32 keeps less.
+    head = got["tokens"] * hf.hidden_size * (2 * itemsize if itemsize == 4 else 4 + 3 * itemsize)
     assert got["kept"] == pytest.approx(planned + head, rel=0.15)
 
 
