@@ -149,7 +149,7 @@ def _fetch_ahead(cache, slots, i, length):
         size = cache.shape[1] * cache.shape[2]
         first = np.int64(slots[i + _PREFETCHED]) * size
         for offset in range(0, size, _LINE_BYTES // cache.itemsize):
-            _prefetch(cache, first + offset)
+            _prefetch(cache, first + offset)  # pyright: ignore[reportCallIssue]
 
 
 def _widen(x):
@@ -183,8 +183,7 @@ def paged_attention(query, keys, values, req_to_token, rows, lengths, scale, out
         scale: float32.
         out: float32 [tokens, heads, head_dim], written.
     """
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = keys.shape[1]
+    (num_tokens, num_heads, head_dim), num_kv_heads = query.shape, keys.shape[1]
     group = num_heads // num_kv_heads
     scores = np.empty((group, lengths.max()), np.float32)
     for t in range(num_tokens):

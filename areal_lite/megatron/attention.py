@@ -207,8 +207,9 @@ class _FusedRotation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        return _rotated(grads[0], *ctx.saved_tensors, -1), None, None
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, -1), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

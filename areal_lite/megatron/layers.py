@@ -52,7 +52,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         rows, grad = (cpu_kernels.array(y, -1, len(weight)) for y in (x, grads[0]))
         grad_x, grad_weight = np.empty_like(rows), np.zeros(len(weight), np.float32)
