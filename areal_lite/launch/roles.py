@@ -137,7 +137,7 @@ class Roles:
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             **ONEDNN_CACHES,
-            **HUGE_PAGES,
+            **({} if gpus else HUGE_PAGES),
             **gpu_environment(gpus),
         }
         world = config.world_size
