@@ -1,4 +1,4 @@
-"""How far servers and trainer disagree in bfloat16 because a push adds adapters to the weights.
+"""Measure how far servers and trainer disagree in bfloat16 after a push adds adapters to weights.
 
     python benchmarks/adapter_rounding.py MODEL [OUT]    # seconds, without a GPU
 

@@ -70,6 +70,7 @@ class BatchAssignment:
 
     @property
     def has_routes(self) -> bool:
+        """Return whether any trajectory has the routes of its tokens."""
         return any(t.routes is not None for group in self.groups for t in group.trajectories)
 
     def join_routes(self) -> None:

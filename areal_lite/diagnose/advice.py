@@ -1,4 +1,4 @@
-"""What is said about a finding, besides its numbers."""
+"""The texts about a finding, without its numbers."""
 
 from __future__ import annotations
 

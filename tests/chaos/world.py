@@ -9,7 +9,7 @@ from tests.proxy import Address, Proxy
 
 LIBRARY = Path(__file__).with_name("world.c")
 _DELAY_S = 0.15
-"""So much longer takes each piece of data while connections are slow."""
+"""How much longer each piece of data takes while connections are slow, in seconds."""
 
 
 class _Control(ctypes.Structure):
@@ -19,7 +19,9 @@ class _Control(ctypes.Structure):
 
 
 class World:
-    """What surrounds the processes that have its `environment`. Close it after they have ended.
+    """The clock, disk and network of the processes that have its `environment`.
+
+    Close it after they have ended.
 
     Args:
         root: the folder whose disk may fail.

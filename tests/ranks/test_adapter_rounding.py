@@ -1,4 +1,4 @@
-"""What bfloat16 makes of a push of adapters: benchmarks/adapter_rounding.py on a random model."""
+"""The rounding of pushed adapters to bfloat16: benchmarks/adapter_rounding.py on a random model."""
 
 import json
 import subprocess

@@ -226,7 +226,7 @@ def read_mutated_metadata(good, tmp_path, seed: int, count: int) -> None:
 
 
 def test_mutated_metadata(good, tmp_path) -> None:
-    """Whatever the bytes are, reading them ends soon, runs nothing and says what is wrong."""
+    """Reading any bytes ends soon, runs nothing and says what is wrong."""
     read_mutated_metadata(good, tmp_path, 1, 2000)
 
 

@@ -1,12 +1,15 @@
 """The findings about adapters, replayed routes, teachers, traces, data sources and critics."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from areal_lite.diagnose import options
 from areal_lite.diagnose.guide_options import OPTIONS
 from areal_lite.diagnose.sign import Severity
+from areal_lite.rollout.workflows.agent import Agent
 from tests.unit.diagnose.test_findings import findings, make_run, the_only
 
 ALARM, HINT = Severity.ALARM, Severity.HINT
@@ -139,3 +142,9 @@ def test_a_missing_source_is_rare(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", *SOURCES, **{"groups/sums": 16})
     evidence = the_only(run_dir, "rare_source", HINT)
     assert evidence == "words: 0% of the recent groups, 25% by its weight"
+
+
+def test_the_default_of_max_traces_is_the_agents():
+    default = inspect.signature(Agent).parameters["max_traces"].default
+    assert options._MAX_TRACES == default
+    assert options._AGENT == f"{Agent.__module__}:{Agent.__qualname__}"
