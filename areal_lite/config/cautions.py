@@ -12,6 +12,8 @@ from areal_lite.config.data import RewardConfig
 from areal_lite.config.sources import source_configs
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+SMALLER_LR_FROM = 32
+"""Lag, in training steps, from which the learning rate of fresh data was too large."""
 
 
 class Tolerance(NamedTuple):
@@ -30,6 +32,7 @@ def cautions(config: TrainConfig) -> list[str]:
         _idle_average(config.algo),
         _idle_mismatch(config),
         _too_stale(config),
+        _fresh_learning_rate(config),
         *map(_other_reward, source_configs(config).values()),
     ]
     return [caution for caution in found if caution]
@@ -130,4 +133,15 @@ def _too_stale(config: TrainConfig) -> str | None:
         f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
         f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
         "algo=stale"
+    )
+
+
+def _fresh_learning_rate(config: TrainConfig) -> str | None:
+    allowed = config.buffer.max_staleness
+    if allowed < SMALLER_LR_FROM or config.algo.scale_lr_by_ess:
+        return None
+    return (
+        f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "
+        "the learning rate of fresh data. 0.6 of it was right at a lag of 32, and a third at 64 "
+        "(benchmarks/results/staleness/README.md)"
     )

@@ -252,7 +252,11 @@ def mib(number: str, unit: str) -> float:
             ["algo=olmorl", "trainer.minibatches=2", "buffer.max_staleness=16"],
             "staleness=16 is more",
         ),
-        (["algo=m2po", "buffer.max_staleness=200"], None),
+        (["algo=stale", "buffer.max_staleness=31", "trainer.minibatches=4"], None),
+        (
+            ["algo=stale", "buffer.max_staleness=32", "trainer.minibatches=2"],
+            "trainer.lr=0.0001 is too large",
+        ),
         (["algo.prox=average"], None),
         (["algo.prox=average", "algo.decoupled=false", "schedule=one_step"], "with algo.decoupled"),
         (["algo=pipelinerl", "algo.prox=average"], "with algo.loss=reinforce the loss has no"),
