@@ -34,7 +34,8 @@ CHECKOUT = (
     "examples",
     "pyproject.toml",
 )
-ON_CPU = "image: {image}, build: {{target: cpu}}, ulimits: !reset {{}}, deploy: !reset {{}}"
+ON_CPU = f"image: {IMAGE}, ulimits: !reset {{}}, deploy: !reset {{}}"
+BUILT_ON_CPU = f"{ON_CPU}, build: {{target: cpu}}"
 SMALL = (
     "seed=1 data.max_digits=2 eval.problems=8 rollout.max_new_tokens=32 rollout.max_concurrent=16"
     " trainer.steps=2 trainer.lr_warmup_steps=1 trainer.batch_groups=4 trainer.minibatches=1"
@@ -96,9 +97,9 @@ def test_the_program_refuses_an_unknown_option(checkout: Path) -> None:
 def engine(checkout: Path) -> Iterator[Path]:
     """The checkout, and an engine that has none of the test's containers and volumes afterwards."""
     base_image()
-    on_cpu = ON_CPU.format(image=IMAGE)
-    names = ("quickstart", "prepare", "servers", "controller", "trainer")
-    override = "".join(f"  {name}: {{{on_cpu}}}\n" for name in names)
+    changes = dict.fromkeys(("servers", "controller", "trainer"), ON_CPU)
+    changes |= dict.fromkeys(("quickstart", "prepare"), BUILT_ON_CPU)
+    override = "".join(f"  {name}: {{{change}}}\n" for name, change in changes.items())
     (checkout / "docker-compose.override.yaml").write_text(f"services:\n{override}")
     yield checkout
     run("docker compose --profile gpu down --volumes --timeout 1", checkout, 120)
@@ -144,7 +145,7 @@ def test_one_node_runs_in_the_documented_order(engine: Path) -> None:
     said = run(logs, engine, 1200)
     run(copy_gpu, engine)
     assert summary(engine / "runs/second"), said[-4000:]
-    assert run("docker compose --profile gpu ps --quiet", engine)
+    assert run("docker compose --profile gpu ps --all --quiet", engine)
     run(down, engine, 120)
     assert not run("docker compose --profile gpu ps --all --quiet", engine)
     assert f"{PROJECT}_runs" in docker("volume", "ls", "--quiet").split()
