@@ -12,4 +12,5 @@ areal-lite train "model=$warm" \
   data.prompt_key=problem data.answer_key=solution data.chat=false \
   reward.function=areal_lite.quickstart.reward:addition_reward algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=64 \
-  trainer.batch_groups=32 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=24 "$@"
+  trainer.batch_groups=32 trainer.minibatches=4 \
+  trainer.lr=3e-4 trainer.lr_schedule=linear trainer.steps=24 "$@"

@@ -10,4 +10,5 @@ areal-lite train "model=$warm" \
   data.max_digits=3 rollout.workflow=areal_lite.rollout.workflows.agent:Agent \
   rollout.workflow_args.agent=my_agent:agent algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=140 \
-  trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=3e-4 trainer.steps=24 "$@"
+  trainer.batch_groups=16 trainer.minibatches=4 \
+  trainer.lr=3e-4 trainer.lr_schedule=linear trainer.steps=24 "$@"

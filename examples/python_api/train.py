@@ -16,6 +16,7 @@ SETTINGS = {
     "trainer.batch_groups": 32,
     "trainer.minibatches": 4,
     "trainer.lr": 3e-4,
+    "trainer.lr_schedule": "linear",
     "trainer.steps": 24,
 }
 
