@@ -142,10 +142,8 @@ def weight(seed: int) -> list[Cell]:
 def cures(seed: int) -> list[Cell]:
     """Return every arm at large lags, and fresh data for comparison."""
     stale = product((16, 32, 64), CURE_LRS, CURES)
-    fresh = [
-        Cell(arm, 0, lr, seed, steps=220) for lr, arm in product(CURE_LRS, ("decoupled", "decay"))
-    ]
-    return [*[Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in stale], *fresh]
+    fresh = product((0,), CURE_LRS, ("decoupled", "decay", "settled"))
+    return [Cell(arm, lag, lr, seed, steps=220) for lag, lr, arm in (*stale, *fresh)]
 
 
 STUDIES = {"grid": grid, "speed": speed, "limit": limit, "weight": weight, "cures": cures}
