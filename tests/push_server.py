@@ -135,7 +135,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault == DIE:
             os._exit(1)
         if fault == HANG:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # Sent to the process, another thread would take it, and this one might still answer.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         if fault == LOSE_GROUP:
             break_connections(self.server.server_port)
         if fault == REFUSE:
