@@ -7,6 +7,7 @@ tensors. Only the classes that `torch.distributed.checkpoint` itself writes are 
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, EnumMeta
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -42,6 +43,17 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
+def _member(kind: object, name: object) -> Enum:
+    """Return the member `name` of an enumeration. No other object has attributes here."""
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise ValueError("it names builtins.getattr, which no checkpoint does")
+    return kind[name]
+
+
+# Python 3.11.0 to 3.11.3 pickle the member of an enumeration as a call of getattr.
+_NAMES = _CLASSES | {("builtins", "getattr"): _member}
+
+
 def _refuse(_: pickle.Unpickler) -> None:
     raise ValueError("it numbers what it remembers itself, which no checkpoint does")
 
@@ -59,7 +71,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         try:
-            return _CLASSES[module, name]
+            return _NAMES[module, name]
         except KeyError:
             raise ValueError(f"it names {module}.{name}, which no checkpoint does") from None
 

@@ -8,11 +8,13 @@ import pickle
 import random
 import shutil
 import time
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.launch import prepare
@@ -23,14 +25,14 @@ from areal_lite.run_dir.resume import checkpoint_steps, set_aside_damaged, start
 from tests.security.mutation import mutated
 
 
-class Forged:
-    """An object whose pickle runs code."""
+class Call:
+    """An object whose pickle calls a function."""
 
-    def __init__(self, witness: Path):
-        self.witness = witness
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
 
     def __reduce__(self):
-        return Path.touch, (self.witness,)
+        return self.call
 
 
 def checkpoint(folder: Path, value: object = "plain") -> Path:
@@ -164,15 +166,40 @@ def test_a_checkpoint_of_torch_is_data(good):
     assert torch.equal(state["weight"], torch.arange(1000.0)) and state["object"] == "plain"
 
 
+def test_the_metadata_of_python_3_11_2_is_data(tmp_path, monkeypatch):
+    """It pickles the member of an enumeration as a call of getattr."""
+    monkeypatch.setattr(
+        Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    folder = checkpoint(tmp_path / "step-1")
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert torch.equal(load(folder)["weight"], torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("owner", [_MEM_FORMAT_ENCODING, torch.Size, {}])
+def test_the_metadata_reads_no_other_attribute(good, tmp_path, owner):
+    (folder,) = copied(good, tmp_path, 1)
+    for name in ("__class__", "mro", "clear", ["name"]):
+        (folder / ".metadata").write_bytes(pickle.dumps(Call(getattr, owner, name)))
+        with pytest.raises(ValueError, match="metadata is damaged or forged"):
+            load(folder)
+
+
 def test_code_in_the_metadata_does_not_run(good, tmp_path):
     (folder,) = copied(good, tmp_path, 1)
     witness = tmp_path / "ran"
-    for forged in (Forged(witness), {"a": [Forged(witness)]}, os.system, torch.load, eval):
+    for forged in (
+        Call(Path.touch, witness),
+        {"a": [Call(Path.touch, witness)]},
+        os.system,
+        torch.load,
+        eval,
+    ):
         (folder / ".metadata").write_bytes(pickle.dumps(forged))
         with pytest.raises(ValueError, match="metadata is damaged or forged: it names "):
             load(folder)
     assert not witness.exists()
-    (folder / ".metadata").write_bytes(pickle.dumps(Forged(witness)))
+    (folder / ".metadata").write_bytes(pickle.dumps(Call(Path.touch, witness)))
     with contextlib.suppress(AttributeError):
         dcp.FileSystemReader(folder).read_metadata()
     assert witness.exists()  # torch itself has no such wall
@@ -180,7 +207,7 @@ def test_code_in_the_metadata_does_not_run(good, tmp_path):
 
 def test_code_in_an_object_does_not_run(tmp_path):
     witness = tmp_path / "ran"
-    folder = checkpoint(tmp_path / "step-1", Forged(witness))
+    folder = checkpoint(tmp_path / "step-1", Call(Path.touch, witness))
     assert damage(folder) == ""
     with pytest.raises(ValueError, match="cannot be loaded.*Weights only load failed") as refused:
         load(folder)
