@@ -11,4 +11,4 @@ areal-lite train "model=$warm" \
   rollout.workflow_args.agent=my_agent:agent algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=140 \
   trainer.batch_groups=16 trainer.minibatches=4 \
-  trainer.lr=3e-4 trainer.lr_schedule=linear trainer.steps=24 "$@"
+  trainer.lr=3e-4 trainer.lr_schedule=linear trainer.lr_warmup_steps=4 trainer.steps=24 "$@"

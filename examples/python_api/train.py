@@ -17,6 +17,7 @@ SETTINGS = {
     "trainer.minibatches": 4,
     "trainer.lr": 3e-4,
     "trainer.lr_schedule": "linear",
+    "trainer.lr_warmup_steps": 4,
     "trainer.steps": 24,
 }
 
