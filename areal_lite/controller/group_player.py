@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from areal_lite.config import TrainConfig
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.sources import Source
@@ -145,7 +143,8 @@ class GroupPlayer:
     def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
         """Return the text before the first sampled token of a trace, and the text from there on."""
         decode = self._tokenizer.decode
-        before, after = np.split(trace.tokens, [int(trace.loss_mask.argmax())])
+        start = int(trace.loss_mask.argmax())
+        before, after = trace.tokens[:start], trace.tokens[start:]
         # The prompt's own text has the special tokens of the chat template.
         return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
 

@@ -25,8 +25,9 @@ class Transcript:
         self._chunks: list[GenerationChunk] = []
         self._requests = 0
         self._started_at = episode.clock()
+        self._length = 0
         self._append(episode.prompt.tokens if tokens is None else tokens)
-        self._limit = len(self.tokens) + episode.params.max_new_tokens
+        self._limit = self._length + episode.params.max_new_tokens
 
     @property
     def tokens(self) -> np.ndarray:
@@ -35,7 +36,7 @@ class Transcript:
 
     @property
     def remaining_tokens(self) -> int:
-        return self._limit - len(self.tokens)
+        return self._limit - self._length
 
     def fork(self, length: int) -> "Transcript":
         """Return a transcript that begins with the first `length` tokens, as its prompt.
@@ -60,6 +61,7 @@ class Transcript:
             self.tokens, max_new_tokens=budget, stop=stop, first_route=sum(map(len, self._routes))
         )
         self._chunks += completion.chunks
+        self._length += sum(len(chunk.tokens) for chunk in completion.chunks)
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
         return completion
@@ -137,7 +139,7 @@ class Transcript:
         """Return the routes of all tokens. What follows the last request has no record."""
         if not (known := self._routes):
             return None
-        rest = len(self.tokens) - sum(map(len, known))
+        rest = self._length - sum(map(len, known))
         return np.concatenate([*known, unrecorded(rest, known[0])])
 
     @property
@@ -148,6 +150,7 @@ class Transcript:
     def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append environment tokens: version -1, log-prob 0."""
         count = len(tokens)
+        self._length += count
         self._chunks.append(
             GenerationChunk(
                 tokens=np.asarray(tokens, np.int32),

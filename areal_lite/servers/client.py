@@ -129,6 +129,7 @@ class SGLangClient:
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
+        self._unbounded = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s)
         # uvicorn closes a connection after 5 idle seconds, perhaps just as a request is sent on
         # it. The client closes idle connections earlier.
         self._session = aiohttp.ClientSession(
@@ -170,11 +171,10 @@ class SGLangClient:
             "return_logprob": True,
             "extra_key": cache_key,
         }
-        unbounded = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
         if params.experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": params.first_route}
         max_bytes = max_generation_bytes(params, len(input_ids))
-        raw = await self._send(server, "/generate", body, unbounded, max_bytes)
+        raw = await self._send(server, "/generate", body, self._unbounded, max_bytes)
 
         def parsed() -> GenerationChunk:
             parse = partial(parse_generation, params=params, num_input=len(input_ids))
@@ -264,9 +264,12 @@ class SGLangClient:
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                # The rest of an answer that has begun does not depend on the scheduler.
-                async with asyncio.timeout(limit_s):
+                if response.content.is_eof():  # most answers come whole: no timer for them
                     raw = await _read(response, max_bytes)
+                else:
+                    # The rest of an answer that has begun does not depend on the scheduler.
+                    async with asyncio.timeout(limit_s):
+                        raw = await _read(response, max_bytes)
         except TimeoutError as error:
             reason = f"no answer to {path} within {limit_s:g} s"
             raise ServerUnreachable(server, reason) from error

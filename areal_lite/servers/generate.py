@@ -49,17 +49,11 @@ async def generate(
     """
     empty_aborts = 0
     while completion.finish_reason == "abort":
-        tokens = completion.tokens
-        known = 0 if completion.routes is None else len(completion.routes)
-        left = replace(
-            params,
-            max_new_tokens=params.max_new_tokens - len(tokens),
-            first_route=params.first_route + known,
-        )
+        sequence, left = prompt, params
+        if completion.chunks:
+            sequence, left = _rest(prompt, params, completion)
         completion.requests += 1
-        chunk = await gate.send(
-            server, np.concatenate([prompt, tokens]), left, f"{rid}-{completion.requests}"
-        )
+        chunk = await gate.send(server, sequence, left, f"{rid}-{completion.requests}")
         if len(chunk.tokens):
             completion.chunks.append(chunk)
         completion.finish_reason = _true_finish_reason(chunk, left)
@@ -68,6 +62,19 @@ async def generate(
             raise ServerFailed(
                 server, "aborts requests before their first token although nothing is interrupted"
             )
+
+
+def _rest(
+    prompt: np.ndarray, params: SamplingParams, completion: Completion
+) -> tuple[np.ndarray, SamplingParams]:
+    """Return the tokens so far, prompt included, and the parameters of what is left to sample."""
+    tokens, routes = completion.tokens, completion.routes
+    left = replace(
+        params,
+        max_new_tokens=params.max_new_tokens - len(tokens),
+        first_route=params.first_route + (0 if routes is None else len(routes)),
+    )
+    return np.concatenate([prompt, tokens]), left
 
 
 def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:

@@ -29,6 +29,9 @@ class ServerInfo:
     tensor_parallel: int
     pid: int
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # each request looks servers up several times
+
     def __str__(self) -> str:
         return f"server {self.name} ({self.url})"
 

@@ -44,14 +44,19 @@ class RolloutSession:
         first_route: int = 0,
     ) -> Completion:
         """Sample one turn after `tokens` (int32 [n]). See Episode.complete."""
-        params = replace(self._params, first_route=first_route)
-        if max_new_tokens is not None:
-            params = replace(params, max_new_tokens=max_new_tokens)
         # A server knows no text. A stop text of one token ends the sampling; one of several
         # tokens is cut off afterwards, exactly where sampling would have ended.
         encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in stop]
         single_tokens = tuple(ids[0] for ids in encoded if len(ids) == 1)
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, *single_tokens))
+        params = self._params
+        budget = params.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if single_tokens or first_route or budget != params.max_new_tokens:
+            params = replace(
+                params,
+                max_new_tokens=budget,
+                stop_token_ids=(*params.stop_token_ids, *single_tokens),
+                first_route=first_route,
+            )
         rid = f"{self._rid}-{self._turns}"
         self._turns += 1
         completion = await self._fleet.complete(tokens, params, rid, await self._reserve())
