@@ -35,6 +35,9 @@ from areal_lite.trajectory import Group, GroupState
 # Between two questions for the servers' loads.
 _LOAD_INTERVAL_S = 1.0
 
+# Groups that start in one turn of the event loop. A new version may admit hundreds.
+_STARTS_AT_ONCE = 16
+
 # Consecutive filtered groups that are always allowed: a run in which one group in a hundred is
 # useful continues.
 _MIN_FILTERED_LIMIT = 500
@@ -151,7 +154,11 @@ class Dispatcher:
                 await workflows.enter_async_context(started(self.workflows[name], source.config))
             while True:
                 while self._may_submit():
-                    groups.create_task(self._run_group(self._submit()))
+                    for _ in range(_STARTS_AT_ONCE):
+                        if not self._may_submit():
+                            break
+                        groups.create_task(self._run_group(self._submit()))
+                    await asyncio.sleep(0)
                 self._fail_if_exhausted()
                 self._wake.clear()
                 await self._wake.wait()
