@@ -1,6 +1,6 @@
 """What it gains to let prompts rest that nothing solves, on two cores without a GPU.
 
-    python benchmarks/curriculum.py    # a quarter of an hour; continues after a stop
+    python benchmarks/curriculum.py    # twenty minutes; continues after a stop
 
 Half of the prompts are sums of three digits, which the model can learn. The answers of the others
 are longer than a completion may be, so nothing solves them. Prompts repeat: a run sees each of them
@@ -111,6 +111,8 @@ def table(records: list[dict]) -> str:
     """Return the table of means over the seeds, as Markdown."""
     seeds = len({record["seed"] for record in records})
     lines = [
+        "# What it gains to let prompts rest that nothing solves",
+        "",
         f"`python benchmarks/curriculum.py`: {STEPS} steps of {BATCH} x 8 trajectories, {EACH}"
         f" prompts that can be learned and {EACH} that cannot, means of {seeds} seeds.",
         "",
