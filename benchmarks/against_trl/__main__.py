@@ -15,6 +15,7 @@ Writes <out>/against_trl.json, .md and .png.
 import argparse
 import json
 import platform
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -77,8 +78,17 @@ def _measure(args: argparse.Namespace, task: Task, found: dict) -> None:
                 record = run_trl(work, task, model, files, seed, args.steps, own)
             else:
                 record = run_areal_lite(work, task, model, files, seed, task.own_steps * args.steps)
-            _add(found, {"task": task.name, "side": side, "seed": seed, **record})
+            made = {"task": task.name, "side": side, "seed": seed, "commit": _commit()}
+            _add(found, made | record)
             print(page.row(record), flush=True)
+
+
+def _commit() -> str:
+    """Return the short name of the commit that is measured."""
+    named = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    return named.stdout.strip()
 
 
 def _add(found: dict, record: dict) -> None:

@@ -53,9 +53,9 @@ as long. The seconds are those to a mean reward of three steps.
 def table(found: dict) -> str:
     """Return a page with a row per task and seed, and the settings that were tried."""
     lines = [
-        "| task | seed | trajectories/s: areal_lite, TRL | ratio | seconds to 0.9 | ratio "
+        "| task | seed | commit | trajectories/s: areal_lite, TRL | ratio | seconds to 0.9 | ratio "
         "| seconds to 0.95 | ratio | seconds in all | accuracy at the end |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task, seed in sorted({(r["task"], r["seed"]) for r in found["runs"]}):
         pair = {r["side"]: r for r in found["runs"] if (r["task"], r["seed"]) == (task, seed)}
@@ -74,7 +74,7 @@ def table(found: dict) -> str:
 
 
 def _pair(task: str, seed: int, own: dict, other: dict) -> str:
-    cells = [task, str(seed), f"{rate(own):.0f}, {rate(other):.0f}"]
+    cells = [task, str(seed), own["commit"], f"{rate(own):.0f}, {rate(other):.0f}"]
     cells.append(f"{rate(own) / rate(other):.1f}")
     for threshold in THRESHOLDS:
         a, b = seconds_to(own, threshold), seconds_to(other, threshold)
