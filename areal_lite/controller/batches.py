@@ -196,7 +196,7 @@ class Batches:
                 if assignment := await self._take(step, world):
                     if assignment.has_routes:
                         await asyncio.to_thread(assignment.join_routes)
-                    await asyncio.sleep(0)  # to make a batch takes as long as to describe it
+                    await asyncio.sleep(0)  # others may run before the batch is described
                     info = self._info(assignment, step, started)
                     if isinstance(self.queue, GroupQueue):
                         await self._store.submit(Store.assign, assignment.group_ids, step)
