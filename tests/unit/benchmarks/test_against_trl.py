@@ -14,7 +14,7 @@ BATCH = COMMON["groups"] * COMMON["group_size"]
 
 
 def _record(seconds: list[float], rewards: list[float]) -> dict:
-    return {"seconds": seconds, "rewards": rewards, "accuracy": 0.9}
+    return {"seconds": seconds, "rewards": rewards, "accuracy": 0.9, "commit": "abc1234"}
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -50,7 +50,8 @@ def test_the_table_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
     }
     text = page.table(found)
     assert (
-        f"| short | 1 | {BATCH}, {BATCH // 4} | 4.0 | 3, 12 | 4.0 | 3, 12 | 4.0 | 4, 16 |" in text
+        f"| short | 1 | abc1234 | {BATCH}, {BATCH // 4} | 4.0 | 3, 12 | 4.0 | 3, 12 | 4.0 | 4, 16 |"
+        in text
     )
     assert "| short | 32 | yes | 2 | 9.0 |" in text
     page.draw(found, tmp_path / "picture.png")
