@@ -33,6 +33,7 @@ SMALL = [
     "rollout.max_new_tokens=48",
     "trainer.batch_groups=2",
     "trainer.minibatches=1",
+    "trainer.lr_warmup_steps=0",
     "eval.problems=4",
 ]
 
