@@ -43,7 +43,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 }
 
 
-def _member(kind: object, name: object) -> Enum:
+def _member(kind: type[Enum], name: str) -> Enum:
     """Return the member `name` of an enumeration. No other object has attributes here."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise ValueError("it names builtins.getattr, which no checkpoint does")
