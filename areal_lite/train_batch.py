@@ -6,7 +6,6 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -180,17 +179,12 @@ class TrainBatch:
         return cls(**arrays)
 
 
-@lru_cache(maxsize=1024)
-def _name_key(source: str) -> int:
-    return zlib.crc32(source.encode())
-
-
 def source_key(prompt_id: str) -> int:
     """Return a number for the part of `prompt_id` before its first slash.
 
     With several data sources that is the name of the prompt's source.
     """
-    return _name_key(prompt_id.partition("/")[0])
+    return zlib.crc32(prompt_id.partition("/")[0].encode())
 
 
 def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

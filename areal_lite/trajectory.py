@@ -184,7 +184,7 @@ class Trajectory:
         Environment tokens between two runs end a segment, also if the version is the same.
         """
         versions = self.versions
-        edges = ((versions[1:] != versions[:-1]).nonzero()[0] + 1).tolist()
+        edges = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
         starts, ends = [0, *edges], [*edges, len(versions)]
         return [Segment(int(versions[s]), s, e) for s, e in zip(starts, ends) if versions[s] >= 0]
 

@@ -12,7 +12,7 @@ from areal_lite.config.data import RewardConfig
 from areal_lite.config.sources import source_configs
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
-SMALLER_LR_FROM = 32
+_SMALLER_LR_FROM = 32
 """Lag, in training steps, from which the learning rate of fresh data was too large."""
 
 
@@ -137,8 +137,8 @@ def _too_stale(config: TrainConfig) -> str | None:
 
 
 def _fresh_learning_rate(config: TrainConfig) -> str | None:
-    allowed = config.buffer.max_staleness
-    if allowed < SMALLER_LR_FROM or config.algo.scale_lr_by_ess:
+    algo, allowed = config.algo, config.buffer.max_staleness
+    if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES or algo.scale_lr_by_ess:
         return None
     return (
         f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "

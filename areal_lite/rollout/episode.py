@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.servers.completion import Completion, SamplingParams
@@ -70,5 +72,5 @@ def grouped(workflow: Workflow) -> Workflow:
 def sampled_turns(trajectory: Trajectory) -> list[slice]:
     """Return the runs of sampled tokens: the policy's turns. The last one is scored."""
     mask = trajectory.loss_mask  # the first token is never sampled
-    edges = [*((mask[1:] != mask[:-1]).nonzero()[0] + 1).tolist(), len(mask)]
+    edges = [*(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2])]

@@ -252,6 +252,8 @@ def mib(number: str, unit: str) -> float:
             ["algo=olmorl", "trainer.minibatches=2", "buffer.max_staleness=16"],
             "staleness=16 is more",
         ),
+        (["algo=m2po", "buffer.max_staleness=31"], None),
+        (["algo=m2po", "buffer.max_staleness=200"], "trainer.lr=0.0001 is too large"),
         (["algo=stale", "buffer.max_staleness=31", "trainer.minibatches=4"], None),
         (
             ["algo=stale", "buffer.max_staleness=32", "trainer.minibatches=2"],
