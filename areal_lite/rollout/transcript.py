@@ -25,7 +25,6 @@ class Transcript:
         self._chunks: list[GenerationChunk] = []
         self._requests = 0
         self._started_at = episode.clock()
-        self._length = 0
         self._append(episode.prompt.tokens if tokens is None else tokens)
         self._limit = self._length + episode.params.max_new_tokens
 
@@ -33,6 +32,10 @@ class Transcript:
     def tokens(self) -> np.ndarray:
         """Return all tokens so far, int32 [n]."""
         return np.concatenate([chunk.tokens for chunk in self._chunks])
+
+    @property
+    def _length(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self._chunks)
 
     @property
     def remaining_tokens(self) -> int:
@@ -61,7 +64,6 @@ class Transcript:
             self.tokens, max_new_tokens=budget, stop=stop, first_route=sum(map(len, self._routes))
         )
         self._chunks += completion.chunks
-        self._length += sum(len(chunk.tokens) for chunk in completion.chunks)
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
         return completion
@@ -150,7 +152,6 @@ class Transcript:
     def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Append environment tokens: version -1, log-prob 0."""
         count = len(tokens)
-        self._length += count
         self._chunks.append(
             GenerationChunk(
                 tokens=np.asarray(tokens, np.int32),
