@@ -20,5 +20,6 @@ echo "2/3 the same run, with more steps: weights, optimizer and data continue" >
 areal-lite train "${first[@]}" "trainer.steps=$((2 * steps))" resume=auto
 
 echo "3/3 a new run on three digits, from the weights of the first" >&2
-areal-lite train "${settings[@]}" "model=$folder/two-digits/checkpoints/hf" data.max_digits=3 \
-  "run_dir=$folder/three-digits" "trainer.steps=$steps" trainer.lr_schedule=linear
+areal-lite train trainer.lr_schedule=linear "${settings[@]}" \
+  "model=$folder/two-digits/checkpoints/hf" data.max_digits=3 \
+  "run_dir=$folder/three-digits" "trainer.steps=$steps"
