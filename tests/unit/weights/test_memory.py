@@ -101,7 +101,7 @@ def shorten(descriptor: int, staged: StagedWeights) -> None:
 
 
 def relabel(descriptor: int, staged: StagedWeights) -> None:
-    os.pwrite(descriptor, (9).to_bytes(8, "little"), 40)
+    os.pwrite(descriptor, (9).to_bytes(8, "little"), 24)  # after magic and checksum
 
 
 def begin_next(descriptor: int, staged: StagedWeights) -> None:
