@@ -94,15 +94,15 @@ class TrainingRun:
         batch, info = self._pull(step)
         watch.lap("wait_s")
         heartbeat.enter(f"training step {step + 1}")
+        lag = step - self.pushed
+        # Servers with older weights have other log-probs.
+        self.reporter.begin_step(batch, [] if lag else self.pusher.servers)
         with self.models.on_device():
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
         watch.lap("train_s")
         heartbeat.enter(f"pushing the weights after step {step + 1}")
-        lag = step - self.pushed
-        # Servers with older weights have other log-probs.
-        servers = [] if lag else self.pusher.servers
-        self.reporter.before_push(step, batch, result.prox, servers)
+        self.reporter.before_push(step, batch, result.prox)
         self.done = step + 1
         push = self._push_if_due()
         watch.lap("push_s")

@@ -78,14 +78,18 @@ class Reporter:
 
     evaluates_last = True
 
-    def before_push(
-        self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
-    ) -> None:
-        """Compare log-probs with `servers`, which still have the weights before the step.
+    def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        """Let `servers` score a part of `batch` while the trainer computes.
+
+        Args:
+            servers: those with the weights before the step; None: all announced servers.
+        """
+
+    def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
+        """Compare log-probs with the servers, which still have the weights before the step.
 
         Args:
             prox: float32 [T], the trainer's log-probs of `batch` under those weights
-            servers: None before the first push: all announced servers; [] if none has the weights
         """
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
@@ -130,15 +134,16 @@ class RankZeroReporter(Reporter):
         if self._evaluation_is_due(start):
             self._evaluate(start)
 
-    def before_push(
-        self, step: int, batch: TrainBatch, prox: Tensor, servers: list[ServerInfo] | None
-    ) -> None:
+    def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        self._agreement.begin(batch, servers)
+
+    def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
         if step == 0 or self._config.server.deterministic:
             # Version 0 alone must answer the evaluation before training. In a run that can be
             # repeated, one version alone must answer each evaluation.
             self._collect()
         append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
-        self._compared = self._agreement.compare(batch, prox, step, servers)
+        self._compared = self._agreement.compare(batch, prox, step)
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
         now = steady_time()

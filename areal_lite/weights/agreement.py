@@ -15,7 +15,7 @@ Every step makes up to two comparisons. Each is a mean absolute difference in na
 
 import logging
 from concurrent.futures import Future
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +36,42 @@ log = logging.getLogger(__name__)
 
 
 class LogprobAgreement:
-    """The comparison of the servers' log-probs with the trainer's."""
+    """The comparison of the servers' log-probs with the trainer's, step by step."""
 
     def __init__(self, run_dir: Path, config: TrainConfig):
         self._run_dir = run_dir
-        self._config = config
+        algo = config.algo
+        exact = algo.prox != "loglinear" and not algo.routing_replay
+        self._scores = exact and config.rollout.temperature == 1.0
+        self._calls: list[tuple[Future[Any], slice]] = []
+
+    def begin(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        """Let servers score a few sequences of `batch`, and do not wait for them.
+
+        Args:
+            servers: the servers that have the trainer's weights; None means all announced servers.
+        """
+        if servers is None:
+            servers = announced_servers(self._run_dir)
+        self._calls = []
+        if self._scores and servers:
+            ends = batch.cu_seqlens[: min(NUM_SCORED, batch.num_sequences) + 1].tolist()
+            for i, span in enumerate(starmap(slice, pairwise(ends))):
+                server = servers[i % len(servers)]
+                self._calls.append((_start_scoring(server, batch.tokens[span].tolist()), span))
 
     def compare(
-        self,
-        batch: TrainBatch,
-        prox: torch.Tensor,
-        version: int,
-        servers: list[ServerInfo] | None,
+        self, batch: TrainBatch, prox: torch.Tensor, version: int
     ) -> dict[str, float | None]:
         """Compare the log-probs of `batch` and return the differences by metric name.
 
+        The servers must still have the weights that they had at `begin`.
+
         Args:
             prox: float32 [T], the log-probs of the batch's tokens under the trainer's `version`.
-            servers: the servers that have `version`; None means all announced servers.
         """
         own = prox.numpy()
-        sampled = difference_of_fresh(batch, own, version)
-        scored = None
-        algo = self._config.algo
-        exact = algo.prox != "loglinear" and not algo.routing_replay
-        if self._config.rollout.temperature == 1.0 and exact:
-            scored = self._score_prompts(batch, own, servers)
+        sampled, scored = difference_of_fresh(batch, own, version), self._difference_of_scored(own)
         known = [difference for difference in (sampled, scored) if difference is not None]
         return {
             "logprob_diff_sampled": sampled,
@@ -69,25 +79,16 @@ class LogprobAgreement:
             "logprob_diff": max(known) if known else None,
         }
 
-    def _score_prompts(
-        self, batch: TrainBatch, own: np.ndarray, servers: list[ServerInfo] | None
-    ) -> float | None:
-        servers = announced_servers(self._run_dir) if servers is None else servers
-        if not servers:
+    def _difference_of_scored(self, own: np.ndarray) -> float | None:
+        if not self._calls:
             return None
-        ends = batch.cu_seqlens[: min(NUM_SCORED, batch.num_sequences) + 1].tolist()
-        spans = list(pairwise(ends))
-        calls = [
-            _start_scoring(servers[i % len(servers)], batch.tokens[start:end].tolist())
-            for i, (start, end) in enumerate(spans)
-        ]
         differences = []
-        for call, (start, end) in zip(calls, spans, strict=True):
+        for call, span in self._calls:
             try:
                 scored = _prompt_logprobs(call.result())
             except ServerError:
                 continue  # the controller and the next push deal with a server that died
-            differences.append(np.abs(scored - own[start + 1 : end]))
+            differences.append(np.abs(scored - own[span][1:]))
         if not differences:
             log.warning(
                 "no server scored a sequence within %.0f s:"

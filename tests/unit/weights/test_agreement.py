@@ -1,10 +1,16 @@
 """The sequences of a batch that show whether server and trainer agree."""
 
-import numpy as np
+from concurrent.futures import Future
 
+import numpy as np
+import torch
+
+from areal_lite.config import TrainConfig
+from areal_lite.servers.client import ServerUnreachable
+from areal_lite.servers.registry import ServerInfo
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
-from areal_lite.weights.agreement import difference_of_fresh
+from areal_lite.weights.agreement import LogprobAgreement, difference_of_fresh
 
 
 def sequence(versions: list[int], kv_version: int, difference: float) -> Trajectory:
@@ -38,3 +44,43 @@ def test_only_sequences_of_the_current_version_are_compared() -> None:
     own = np.where(batch.loss_mask, np.float32(-1), np.float32(7))
     assert difference_of_fresh(batch, own, 5) == 0.25
     assert difference_of_fresh(batch, own, 6) is None
+
+
+def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None:
+    """Nothing waits before `compare`. A server that failed is left out."""
+    batch = TrainBatch.from_trajectories([sequence([3] * n, -1, 0.5) for n in (2, 3, 1)])
+    asked: list[tuple[str, list[int], Future]] = []
+
+    def start_post(server, path, body, timeout_s) -> Future:
+        asked.append((server.name, body["input_ids"], Future()))
+        return asked[-1][2]
+
+    monkeypatch.setattr("areal_lite.weights.agreement.start_post", start_post)
+    servers = [
+        ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
+        for name in ("a", "b")
+    ]
+    agreement = LogprobAgreement(tmp_path, TrainConfig(model="m"))
+    agreement.begin(batch, servers)
+    assert [(name, tokens) for name, tokens, _ in asked] == [
+        ("a", [0, 1, 2]),
+        ("b", [0, 1, 2, 3]),
+        ("a", [0, 1]),
+    ]
+    own = np.arange(len(batch.tokens), dtype=np.float32)
+    asked[0][2].set_result(prompt_answer([1.5, 2.5]))  # own[1:3] = 1, 2
+    asked[1][2].set_exception(ServerUnreachable(servers[1], "POST /generate: gone"))
+    asked[2][2].set_result(prompt_answer([8.0 - 0.25]))  # own[8] = 8
+    result = agreement.compare(batch, torch.from_numpy(own), 9)
+    assert result["logprob_diff_sampled"] is None
+    assert result["logprob_diff_scored"] == result["logprob_diff"]
+    assert np.isclose(result["logprob_diff"], (0.5 + 0.5 + 0.25) / 3)
+
+    agreement.begin(batch, [])  # no server has the weights
+    assert agreement.compare(batch, torch.from_numpy(own), 9)["logprob_diff"] is None
+
+
+def prompt_answer(logprobs: list[float]) -> dict:
+    """SGLang's answer with the log-probs of a prompt. The first token has none."""
+    entries = [(None, 0, None), *((value, 0, None) for value in logprobs)]
+    return {"meta_info": {"input_token_logprobs": entries}}
