@@ -1,15 +1,17 @@
-"""Accuracy and time of `sync`, `one_step` and `async` on the same task, seed and steps.
+"""Accuracy and time of synchronous and asynchronous schedules on answers with a long tail.
 
-    python benchmarks/schedules.py    # 20 minutes on two cores; continues after a stop
+    python -m benchmarks.schedules    # 15 minutes a seed on two cores; continues after a stop
 
-Every run is `areal-lite train` with the settings of the quickstart, from the same warmed-up model,
-with a real SGLang server and a real Megatron trainer. The runs follow each other, so that each has
-the machine for itself. The schedules take turns within a seed. In `async_prefill_at_once`, servers
-prefill new requests before the next decode step, as SGLang does by default. Without a GPU, ours
-wait for a few decode steps.
+Every run is `areal-lite train`, from the same warmed-up model, with real SGLang servers and a real
+Megatron trainer. The task is `long_tail` of benchmarks/against_trl. The runs follow each other, so
+that each has the machine for itself. The schedules take turns within a seed.
 
-Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table of means over the
-seeds.
+Each schedule has both cores. In `sync`, two servers generate, and then two threads train. A server
+of one model does not gain from a second thread. In the others, one server generates while one
+thread trains. In `async_prefill_at_once`, servers prefill new requests before the next decode step,
+as SGLang does by default. Without a GPU, ours wait for a few decode steps.
+
+Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table over the seeds.
 """
 
 import argparse
@@ -18,28 +20,27 @@ import os
 from pathlib import Path
 
 import numpy as np
-from launch import ROLES, ROOT, RoleTimes, areal_lite, warm_up
+
+from benchmarks.against_trl.tasks import LONG_TAIL, warm_model, write_prompts
+from benchmarks.launch import ROLES, ROOT, RoleTimes, areal_lite
 
 CORES = os.cpu_count() or 1
 SCHEDULES = {
-    "sync": "schedule=sync",
+    "sync": "schedule=sync server.count=2 trainer.threads=2",
     "one_step": "schedule=one_step",
     "async": "schedule=async",
+    "async_every_2": "schedule=async sync.every=2",
     "async_prefill_at_once": "schedule=async server.args={prefill_decode_interval:0}",
 }
-DIGITS = "data.max_digits=8"
-MODEL = ["num_layers=3", "mlp_size=256"]
-WARM_UP = (
-    f"{DIGITS} batch_size=32 forget_carry=0.4 "
-    "trainer.steps=500 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
-)
-WARM_UP += " trainer.lr_warmup_steps=20 trainer.weight_decay=0.01 trainer.threads=2"
 TRAIN = (
-    f"{DIGITS} rollout.group_size=8 rollout.max_new_tokens=192 rollout.max_concurrent=384 "
-    "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 "
-    "trainer.lr_schedule=linear trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5"
+    "data.source=jsonl data.chat=false rollout.group_size=8 rollout.max_concurrent=384 "
+    f"rollout.max_new_tokens={LONG_TAIL.max_new_tokens} "
+    "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear "
+    "trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5 algo=quickstart algo.prox=reuse "
+    "eval.problems=512"
 )
-TRAIN += " algo=quickstart algo.prox=reuse eval.problems=512"
+PARTS = {"wait_s": "wait_s", "update_s": "train_s", "push_s": "push_s"}
+"""The parts of a step: their names here, and in metrics.jsonl."""
 
 
 def main() -> None:
@@ -55,7 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     records = []
     for seed in args.seeds:
-        warm_up(args.work, seed, MODEL, WARM_UP.split())
+        warm_model(LONG_TAIL, args.work, seed)
+        write_prompts(LONG_TAIL, args.work, seed)
         for schedule in SCHEDULES:
             records.append(train(args.work, seed, schedule, args.steps))
             print({k: v for k, v in records[-1].items() if k != "rewards"}, flush=True)
@@ -75,6 +77,8 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
         own = [
             f"run_dir={run_dir}",
             f"model={work / f'warm-{seed}'}",
+            f"data.path={work / f'{LONG_TAIL.name}-train-{seed}.jsonl'}",
+            f"data.eval_path={work / f'{LONG_TAIL.name}-test-{seed}.jsonl'}",
             f"seed={seed}",
             f"data.seed={seed}",
             f"trainer.steps={steps}",
@@ -98,10 +102,7 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
         "accuracy_before": summary["sampled_before"],
         "accuracy": summary["sampled_after"],
         "greedy": summary["greedy_after"],
-        "train_s": sum(m["time_s"] for m in metrics),
-        "wait_s": sum(m["wait_s"] for m in metrics),
-        "update_s": sum(m["train_s"] for m in metrics),
-        "push_s": sum(m["push_s"] for m in metrics),
+        **{key: sum(m[name] for m in metrics[1:]) for key, name in PARTS.items()},
         "staleness_mean": float(np.mean([m["staleness_mean"] for m in metrics])),
         "drained": summary["requests_drained"],
         "after_first_step_s": metrics[-1]["logged_at"] - metrics[0]["logged_at"],
@@ -121,30 +122,45 @@ def _cpu_s(times: RoleTimes, metrics: list[dict]) -> dict[str, float]:
 
 
 def table(records: list[dict], steps: int) -> str:
-    def mean(schedule: str, key: str) -> float:
-        return float(np.mean([r[key] for r in records if r["schedule"] == schedule]))
-
-    seeds = len(records) // len(SCHEDULES)
+    """Return the page: accuracies, times and speeds, and the processor time of each role."""
+    of = {name: [r for r in records if r["schedule"] == name] for name in SCHEDULES}
+    seeds = ", ".join(str(record["seed"]) for record in of["sync"])
     lines = [
-        f"`python benchmarks/schedules.py`: {steps} steps of 64 x 8 trajectories, "
-        f"sums of eight digits, {seeds} seed{'s' * (seeds > 1)}.",
+        f"`python -m benchmarks.schedules --seeds {seeds.replace(',', '')}`: {steps} steps of"
+        " 64 x 8 trajectories. The answers have 15 to 171 tokens. Means over the seeds; times and"
+        " ratios also with the lowest and the highest. The first step is left out of the times.",
         "",
-        "| schedule | accuracy before | accuracy sampled | greedy | staleness, mean "
-        "| all steps, s | of these waiting for batches | updating | pushing | against sync |",
+        "| schedule | accuracy before | after | greedy | staleness, mean | steps, s "
+        "| of these waiting | updating | pushing | speed against sync |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for schedule in SCHEDULES:
+    for name, own in of.items():
         before, after, greedy = (
-            f"{mean(schedule, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy")
+            f"{_mean(own, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy")
         )
-        seconds = [mean(schedule, key) for key in ("train_s", "wait_s", "update_s", "push_s")]
+        seconds = [r["after_first_step_s"] for r in own]
+        parts = (f"{_mean(own, key):.0f}" for key in ("wait_s", "update_s", "push_s"))
+        ratios = [
+            sync["after_first_step_s"] / r["after_first_step_s"]
+            for sync, r in zip(of["sync"], own, strict=True)
+        ]
         lines.append(
-            f"| {schedule} | {before} | {after} | {greedy} "
-            f"| {mean(schedule, 'staleness_mean'):.1f} "
-            f"| {' | '.join(f'{value:.0f}' for value in seconds)} "
-            f"| {mean('sync', 'train_s') / seconds[0]:.2f} x |"
+            f"| {name} | {before} | {after} | {greedy} | {_mean(own, 'staleness_mean'):.1f} "
+            f"| {_spread(seconds, 0)} | {' | '.join(parts)} | {_spread(ratios, 2)} |"
         )
     return "\n".join([*lines, "", *role_table(records)]) + "\n"
+
+
+def _mean(records: list[dict], key: str) -> float:
+    return float(np.mean([record[key] for record in records]))
+
+
+def _spread(values: list[float], digits: int) -> str:
+    """Return the mean of some values, their lowest and their highest."""
+    mean, lowest, highest = (
+        f"{value:.{digits}f}" for value in (np.mean(values), min(values), max(values))
+    )
+    return f"{mean} ({lowest} to {highest})"
 
 
 def role_table(records: list[dict]) -> list[str]:

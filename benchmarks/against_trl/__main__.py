@@ -5,31 +5,32 @@
     python -m benchmarks.against_trl --show          # table and picture of what there is
 
 Both sides start from the same warmed-up model. They see prompts of the same file, the same reward,
-and the same batches, updates, learning rate and clip range. They run in turn, each alone on the
-machine. TRL generates and trains in one process with the machine's cores. Its best settings are
-tried first: the microbatch, and transformers' continuous batching against its `generate`.
+and the same groups, updates and clip range. They run in turn, each alone on the machine. TRL
+generates and trains in one process with the machine's cores. Its fastest settings are sought first:
+the microbatch, and transformers' continuous batching against its `generate`. Then each side has the
+learning rate with which it reached a reward of 0.95 first, with the first seed.
 
 Writes <out>/against_trl.json, .md and .png.
 """
 
 import argparse
 import json
+import math
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.against_trl import page
 from benchmarks.against_trl.sides import COMMON, TRL, run_areal_lite, run_trl
-from benchmarks.against_trl.tasks import TASKS, Task, write_prompts
-from benchmarks.launch import ROOT, warm_up
+from benchmarks.against_trl.tasks import TASKS, Task, warm_model, write_prompts
+from benchmarks.launch import ROOT
 
-MODEL = ["num_layers=3", "mlp_size=256"]
-WARM_UP = (
-    "batch_size=32 forget_carry=0.5 trainer.lr=4e-3 trainer.min_lr=8e-5"
-    " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
-)
 TRIED_STEPS = 3
+RATES = {"areal_lite": (1.5e-4, 3e-4), "trl": (3e-4, 6e-4)}
+"""The learning rates to try. Fresh data bears a larger one."""
+RATE_STEPS = 15
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="+", default=[task.name for task in TASKS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24, help="of TRL")
     parser.add_argument("--threads", type=int, default=2, help="threads of TRL's process")
     parser.add_argument("--show", action="store_true", help="table and picture only")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "against_trl")
@@ -46,7 +47,9 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     path = args.out / "against_trl.json"
-    found = json.loads(path.read_text()) if path.exists() else {"tried": {}, "runs": []}
+    found = (
+        json.loads(path.read_text()) if path.exists() else {"tried": {}, "rates": {}, "runs": []}
+    )
     if not args.show:
         for task in (task for task in TASKS if task.name in args.tasks):
             _measure(args, task, found)
@@ -65,22 +68,61 @@ def main() -> None:
 def _measure(args: argparse.Namespace, task: Task, found: dict) -> None:
     """Run both sides in turn for each seed, and add their records to `found`."""
     work = args.work / task.name
-    settings = f"data.max_digits={task.max_digits} trainer.steps={task.warm_up_steps} {WARM_UP}"
     for seed in args.seeds:
-        model = warm_up(work, seed, MODEL, settings.split())
+        model = warm_model(task, work, seed)
         files = write_prompts(task, work, seed)
         if task.name not in found["tried"]:
             found["tried"][task.name] = _tried(args.threads, work, task, model, files)
-        best = max(found["tried"][task.name], key=lambda row: row["trajectories_s"])
-        own = {key: best[key] for key in ("micro_batch", "continuous_batching", "threads")}
-        for side in ("areal_lite", "trl"):
-            if side == "trl":
-                record = run_trl(work, task, model, files, seed, args.steps, own)
-            else:
-                record = run_areal_lite(work, task, model, files, seed, task.own_steps * args.steps)
-            made = {"task": task.name, "side": side, "seed": seed, "commit": _commit()}
-            _add(found, made | record)
+        fastest = max(found["tried"][task.name], key=lambda row: row["trajectories_s"])
+        seeded = Seeded(work, task, model, files, seed, fastest)
+        if task.name not in found["rates"]:
+            found["rates"][task.name] = _rates(seeded)
+        for side in RATES:
+            lr = _best_rate(found["rates"][task.name][side])
+            made = {"task": task.name, "side": side, "seed": seed, "commit": _commit(), "lr": lr}
+            record = made | seeded.run(side, lr, args.steps)
+            _add(found, record)
             print(page.row(record), flush=True)
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """What both sides have in common for a seed, and TRL's fastest settings."""
+
+    work: Path
+    task: Task
+    model: Path
+    files: tuple[Path, Path]
+    seed: int
+    fastest: dict
+
+    def run(self, side: str, lr: float, steps: int, measure: bool = True) -> dict:
+        """Train one side for as long as `steps` of TRL's, and return its record."""
+        common = (self.work, self.task, self.model, self.files, self.seed)
+        if side == "trl":
+            return run_trl(*common, steps, self.fastest | {"lr": lr}, measure)
+        return run_areal_lite(*common, self.task.own_steps * steps, lr, measure)
+
+
+def _rates(seeded: Seeded) -> dict[str, list[dict]]:
+    """Return the seconds to a reward with each learning rate, by side."""
+    found = {side: [] for side in RATES}
+    for side, rates in RATES.items():
+        for lr in rates:
+            record = seeded.run(side, lr, RATE_STEPS, measure=False)
+            seconds = {str(t): page.seconds_to(record, t) for t in page.THRESHOLDS}
+            found[side].append({"lr": lr, "seconds": seconds})
+            print(side, found[side][-1], flush=True)
+    return found
+
+
+def _best_rate(rates: list[dict]) -> float:
+    """Return the rate that was first at the highest reward, or else at the next one."""
+
+    def seconds(row: dict) -> list[float]:
+        return [row["seconds"][str(t)] or math.inf for t in reversed(page.THRESHOLDS)]
+
+    return min(rates, key=seconds)["lr"]
 
 
 def _commit() -> str:
@@ -110,7 +152,8 @@ def _tried(
             "continuous_batching": continuous,
             "threads": threads,
         }
-        record = run_trl(work, task, model, files, 0, TRIED_STEPS, own, measure=False)
+        settings = {**own, "lr": 3e-4}
+        record = run_trl(work, task, model, files, 0, TRIED_STEPS, settings, measure=False)
         rows.append({**own, "trajectories_s": round(page.rate(record, skipped=1), 2)})
         print(rows[-1], flush=True)
 

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from contextlib import closing
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.against_trl.tasks import Task
@@ -19,13 +20,18 @@ COMMON: dict[str, Any] = {
     "groups": 64,
     "group_size": 8,
     "minibatches": 4,
-    "lr": 3e-4,
     "adam_beta2": 0.95,
     "adam_eps": 1e-5,
     "eps_low": 0.2,
     "eps_high": 0.28,
 }
 """The settings of both sides. A step is 64 x 8 trajectories in four updates, at a constant rate."""
+
+# Each update is a step of its own, and a push follows: so the data is the least stale.
+OWN = (
+    f"trainer.batch_groups={COMMON['groups'] // COMMON['minibatches']} trainer.minibatches=1"
+    " algo.prox=reuse buffer.max_staleness=3 rollout.max_concurrent=256"
+)
 
 
 def trl_python(work: Path) -> Path:
@@ -55,9 +61,16 @@ def trl_python(work: Path) -> Path:
 
 
 def run_areal_lite(
-    work: Path, task: Task, model: Path, files: tuple[Path, Path], seed: int, steps: int
+    work: Path,
+    task: Task,
+    model: Path,
+    files: tuple[Path, Path],
+    seed: int,
+    steps: int,
+    lr: float,
+    measure: bool = True,
 ) -> dict:
-    """Train with areal_lite and return its record."""
+    """Train with areal_lite and return its record, with the held-out accuracy if `measure`."""
     run_dir = work / f"areal_lite-{task.name}-{seed}"
     shutil.rmtree(run_dir, ignore_errors=True)
     areal_lite(
@@ -66,11 +79,10 @@ def run_areal_lite(
         *[f"run_dir={run_dir}", f"model={model}", f"seed={seed}", "algo=quickstart"],
         *["data.source=jsonl", f"data.path={files[0]}", f"data.eval_path={files[1]}"],
         *["data.chat=false", f"data.seed={seed}", "eval.problems=0"],
-        *[f"buffer.max_staleness={task.max_staleness}", "rollout.max_concurrent=384"],
+        *OWN.split(),
         f"rollout.group_size={COMMON['group_size']}",
         f"rollout.max_new_tokens={task.max_new_tokens}",
-        *[f"trainer.steps={steps}", f"trainer.batch_groups={COMMON['groups']}"],
-        *[f"trainer.minibatches={COMMON['minibatches']}", f"trainer.lr={COMMON['lr']}"],
+        *[f"trainer.steps={COMMON['minibatches'] * steps}", f"trainer.lr={lr}"],
         *["trainer.lr_schedule=constant", "trainer.lr_warmup_steps=0", "trainer.save_every=0"],
         *[f"trainer.adam_eps={COMMON['adam_eps']}", f"trainer.adam_beta2={COMMON['adam_beta2']}"],
         *[f"algo.eps_low={COMMON['eps_low']}", f"algo.eps_high={COMMON['eps_high']}"],
@@ -79,12 +91,16 @@ def run_areal_lite(
     # TRL's clock starts with the model loaded: ours starts when the server takes its first request.
     with closing(sqlite3.connect(run_dir / "trajectories.sqlite")) as store:
         (started,) = store.execute("SELECT min(started_at) FROM trajectories").fetchone()
-    return {
-        "seconds": [round(row["logged_at"] - started, 3) for row in rows],
-        "rewards": [round(row["reward_mean"], 4) for row in rows],
-        "tokens": [row["tokens"] for row in rows],
-        "accuracy": _accuracy(run_dir, run_dir / "checkpoints" / "hf", files[1], task),
+    parts = list(zip(*[iter(rows)] * COMMON["minibatches"], strict=True))
+    record: dict[str, Any] = {
+        "seconds": [round(part[-1]["logged_at"] - started, 3) for part in parts],
+        "rewards": [round(mean(row["reward_mean"] for row in part), 4) for part in parts],
+        "tokens": [sum(row["tokens"] for row in part) for part in parts],
+        "staleness": round(mean(row["staleness_mean"] for row in rows), 2),
     }
+    if measure:
+        record["accuracy"] = _accuracy(run_dir, run_dir / "checkpoints" / "hf", files[1], task)
+    return record
 
 
 def run_trl(

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.quickstart import addition
+from benchmarks.launch import warm_up
 
+MODEL = ["num_layers=3", "mlp_size=256"]
+WARM_UP = (
+    "batch_size=32 forget_carry=0.5 trainer.lr=4e-3 trainer.min_lr=8e-5"
+    " trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
+)
 _TRAIN, _HELD_OUT = 8192, 512
 
 
@@ -13,15 +19,13 @@ _TRAIN, _HELD_OUT = 8192, 512
 class Task:
     """Sums of some lengths. `weights` are those of the digit counts, from one digit on.
 
-    `max_staleness` is areal_lite's bound: as low as the lengths let it be without waiting.
-    `own_steps` is how many steps areal_lite makes for one of TRL's, so that both train as long.
+    `own_steps`: how many steps areal_lite makes for one of TRL's, so that both train for as long.
     """
 
     name: str
     weights: tuple[float, ...]
     max_new_tokens: int
     warm_up_steps: int
-    max_staleness: int
     own_steps: int = 1
 
     @property
@@ -29,18 +33,22 @@ class Task:
         return len(self.weights)
 
 
-TASKS = (
-    Task("short", (0.0, 0.0, 1.0), max_new_tokens=64, warm_up_steps=400, max_staleness=1),
-    Task(
-        "long_tail",
-        tuple(0.7**d for d in range(12)),
-        max_new_tokens=192,
-        warm_up_steps=700,
-        max_staleness=4,
-        own_steps=4,
-    ),
+SHORT = Task("short", (0.0, 0.0, 1.0), max_new_tokens=64, warm_up_steps=400)
+LONG_TAIL = Task(
+    "long_tail",
+    tuple(0.7**d for d in range(12)),
+    max_new_tokens=192,
+    warm_up_steps=700,
+    own_steps=4,
 )
+TASKS = (SHORT, LONG_TAIL)
 """short: three digits, answers of 43 to 45 tokens. long_tail: 1 to 12 digits, 15 to 171 tokens."""
+
+
+def warm_model(task: Task, work: Path, seed: int) -> Path:
+    """Return <work>/warm-<seed>, a model that has seen sums of the task. Make it if needed."""
+    settings = f"data.max_digits={task.max_digits} trainer.steps={task.warm_up_steps} {WARM_UP}"
+    return warm_up(work, seed, MODEL, settings.split())
 
 
 def write_prompts(task: Task, folder: Path, seed: int) -> tuple[Path, Path]:
