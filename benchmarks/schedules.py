@@ -1,6 +1,6 @@
 """Accuracy and time of synchronous and asynchronous schedules on answers with a long tail.
 
-    python -m benchmarks.schedules    # 15 minutes a seed on two cores; continues after a stop
+    python -m benchmarks.schedules    # 10 minutes a seed on two cores; continues after a stop
 
 Every run is `areal-lite train`, from the same warmed-up model, with real SGLang servers and a real
 Megatron trainer. The task is `long_tail` of benchmarks/against_trl. The runs follow each other, so
@@ -8,8 +8,7 @@ that each has the machine for itself. The schedules take turns within a seed.
 
 Each schedule has both cores. In `sync`, two servers generate, and then two threads train. A server
 of one model does not gain from a second thread. In the others, one server generates while one
-thread trains. In `async_prefill_at_once`, servers prefill new requests before the next decode step,
-as SGLang does by default. Without a GPU, ours wait for a few decode steps.
+thread trains. `async_every_2` pushes after every second step.
 
 Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table over the seeds.
 """
@@ -30,7 +29,6 @@ SCHEDULES = {
     "one_step": "schedule=one_step",
     "async": "schedule=async",
     "async_every_2": "schedule=async sync.every=2",
-    "async_prefill_at_once": "schedule=async server.args={prefill_decode_interval:0}",
 }
 TRAIN = (
     "data.source=jsonl data.chat=false rollout.group_size=8 rollout.max_concurrent=384 "
@@ -52,7 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
     records = []
     for seed in args.seeds:
