@@ -6,9 +6,9 @@ Every run is `areal-lite train`, from the same warmed-up model, with real SGLang
 Megatron trainer. The task is `long_tail` of benchmarks/against_trl. The runs follow each other, so
 that each has the machine for itself. The schedules take turns within a seed.
 
-Each schedule has both cores. In `sync`, two servers generate, and then two threads train. A server
-of one model does not gain from a second thread. In the others, one server generates while one
-thread trains. `async_every_2` pushes after every second step.
+Each schedule has both cores. In `sync`, two servers generate, and then two ranks train: a second
+thread makes neither faster with this small model. In the others, one server generates while one
+rank trains. `async_every_2` pushes after every second step.
 
 Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table over the seeds.
 """
@@ -25,7 +25,7 @@ from benchmarks.launch import ROLES, ROOT, RoleTimes, areal_lite
 
 CORES = os.cpu_count() or 1
 SCHEDULES = {
-    "sync": "schedule=sync server.count=2 trainer.threads=2",
+    "sync": "schedule=sync server.count=2 trainer.data_parallel=2",
     "one_step": "schedule=one_step",
     "async": "schedule=async",
     "async_every_2": "schedule=async sync.every=2",
