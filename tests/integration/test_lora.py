@@ -67,7 +67,7 @@ def run(request, tmp_path_factory) -> Path:
         "rollout={group_size: 8, max_new_tokens: 64, max_concurrent: 64}",
         "buffer.max_staleness=2",
         "trainer.lora.rank=4",
-        "trainer.lr=0.01",
+        "trainer.lr=0.005",
         f"trainer.steps={STEPS}",
         "trainer.batch_groups=4",
         "trainer.save_every=8",

@@ -45,6 +45,7 @@ def test_the_table_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
     tried = {"micro_batch": 32, "continuous_batching": True, "threads": 2, "trajectories_s": 9.0}
     found = {
         "tried": {"short": [tried]},
+        "rates": {"short": {"trl": [{"lr": 0.0006, "seconds": {"0.9": 36.0, "0.95": None}}]}},
         "versions": {"trl": "1.16.0"},
         "runs": [{**keys, "side": "areal_lite", **own}, {**keys, "side": "trl", **other}],
     }
@@ -54,5 +55,6 @@ def test_the_table_has_both_sides_and_their_ratios(tmp_path: Path) -> None:
         in text
     )
     assert "| short | 32 | yes | 2 | 9.0 |" in text
+    assert "| short | TRL GRPOTrainer | 0.0006 | 36, never |" in text
     page.draw(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
