@@ -5,6 +5,7 @@ being trained to the proximal policy, R a reward. conf/algo holds published reci
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
 
@@ -168,9 +169,10 @@ class AlgoConfig:
     )
     prox: str = setting(
         "recompute",
-        "Log-probs of the proximal policy. recompute: an extra forward pass. reuse: those of the "
-        "update, exact with one minibatch. loglinear: interpolated between versions. average: of "
-        "the average of algo.average_decay, two extra forward passes.",
+        "Log-probs of the proximal policy. recompute: an extra forward pass for what the first "
+        "update does not run on. reuse: those of the update, exact with one minibatch. loglinear: "
+        "interpolated between versions. average: of the average of algo.average_decay, with a "
+        "forward pass of its own.",
         choices=("recompute", "reuse", "loglinear", "average"),
     )
     average_decay: float = setting(
@@ -236,6 +238,22 @@ class AlgoConfig:
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+
+    @property
+    def prox_pass(self) -> Literal["all", "rest", "none"]:
+        """Return which tokens have a forward pass for their proximal log-probs before the updates.
+
+        all: every token, because targets, or totals of an update, depend on them.
+        rest: those that the first update does not run on. Its own pass has the same weights.
+        none: the loss interpolates them.
+        """
+        if self.prox == "loglinear":
+            return "none"
+        for_targets = self.advantage.mean == "optimal" or (self.kl.coef and self.kl.into != "loss")
+        for_totals = self.rejection.by is not None and self.rejection.level == "batch"
+        if self.loss == "tb" or for_targets or for_totals or not self.correct_mismatch:
+            return "all"
+        return "rest"
 
     @property
     def needs_average(self) -> bool:

@@ -272,8 +272,8 @@ GUIDE = (
         "waits below {busy_share:.0%}, a whole batch in the queue, and requests below "
         "{in_flight_share:.0%} of the limit",
         "training is slower than generation",
-        "move devices from `server.count` to `trainer.data_parallel`; raise "
-        "`trainer.tokens_per_microbatch`, or set `algo.prox=reuse`",
+        "move devices from `server.count` to `trainer.data_parallel`, or raise "
+        "`trainer.tokens_per_microbatch`",
     ),
     Advice(
         operation.long_pauses,

@@ -2,11 +2,11 @@
 
 A decoding step reads the weights once and the KV cache of every sequence, and computes 2 N
 operations for each sequence of a model with N parameters. Training computes 6 N operations for a
-token, 2 N more when the proximal policy's log-probs are recomputed, and 2 N more when whole layers
-are recomputed. Attention adds 4 operations for each layer, hidden unit and earlier token to a
-forward pass, and twice that to a backward pass. `simulate.bandwidth_share` and
-`simulate.arithmetic_share` are what is reached in practice. Communication between the GPUs of a
-server or of a rank is not modelled.
+token, 2 N more when whole layers are recomputed, and 2 N more where the proximal policy has a
+forward pass of its own (`AlgoConfig.prox_pass`). Attention adds 4 operations for each layer, hidden
+unit and earlier token to a forward pass, and twice that to a backward pass.
+`simulate.bandwidth_share` and `simulate.arithmetic_share` are what is reached in practice.
+Communication between the GPUs of a server or of a rank is not modelled.
 
 Bandwidth (bytes/s), dense bfloat16 arithmetic (operations/s) and memory (bytes) are from NVIDIA's
 data sheets of the SXM modules. An H800 is an H100 with less NVLink.
@@ -152,7 +152,9 @@ def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
     arithmetic = gpus * gpu.arithmetic * simulation.arithmetic_share
     # Frozen weights have no gradient, which would cost as much as a forward pass.
     forwards = 3 - (trainer.lora.rank > 0)
-    forwards += (config.algo.prox == "recompute") + (trainer.recompute == "full")
+    forwards += trainer.recompute == "full"
+    proximal = {"all": 1.0, "rest": 1 - 1 / trainer.minibatches, "none": 0.0}
+    forwards += proximal[config.algo.prox_pass]
     push_s = _BYTES * shape.parameters / (1e9 * simulation.push_gb_s)
     return TrainerSpeed(
         fixed_s=simulation.step_fixed_s,

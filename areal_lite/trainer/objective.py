@@ -68,6 +68,7 @@ def build_objective(config: TrainConfig) -> Objective:
         kl=KLTerm(**vars(algo.kl)),
         entropy_coef=algo.entropy_coef,
         prox=algo.prox,
+        prox_pass=algo.prox_pass,
         correct_mismatch=algo.correct_mismatch,
         oldest=config.buffer.max_staleness,
         compares_with_group=algo.loss == "gepo",

@@ -2,6 +2,9 @@
 
     forward passes -> targets (advantages) -> M updates of the policy, and of the critic
 
+The policy before the step is the proximal one. The first update runs it anyway, so a forward pass
+of its own is for the other tokens, unless the targets depend on its log-probs.
+
 * An update takes whole groups. A microbatch contributes its share of a mean over the whole update,
   on all data-parallel ranks, so the result does not depend on packing or on the number of ranks.
 * The model does not run on sequences that have no gradient, but they count in means and metrics.
@@ -10,9 +13,9 @@
 The objective (areal_lite/algo/objectives) decides what is computed; this module decides the order.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,12 +53,14 @@ class _Update:
 
     microbatches: the sequences that have a gradient, or the first one if this rank has none;
     token_index: int64, on the device: all tokens of the update;
-    idle_index: those of the sequences without a gradient.
+    idle_index: those of the sequences without a gradient;
+    runs_on: int64, the sequences of `microbatches`.
     """
 
     microbatches: list[Microbatch]
     token_index: Tensor
     idle_index: Tensor
+    runs_on: np.ndarray
     first: bool
 
     @property
@@ -72,17 +77,16 @@ def policy_step(
     flat.mask = objective.mask(flat)
     _forward_passes(models, objective, batch, flat, config.rollout.temperature)
     objective.set_targets(flat, data_parallel_sum)
-    updates = [
-        _run_update(models, objective, flat, update, config)
-        for update in _updates(
-            models.policy, batch, objective.trains_on(flat), config.trainer.minibatches
-        )
-    ]
-    if not objective.recompute_prox:
-        models.policy.from_last_stage(flat.prox)  # the loss has filled it in there
+    updates = _updates(models.policy, batch, objective.trains_on(flat), config.trainer.minibatches)
+    if objective.prox_pass == "rest":
+        rest = np.setdiff1d(np.arange(batch.num_sequences), updates[0].runs_on)
+        _proximal_pass(models.policy, batch, flat, rest, config.rollout.temperature)
+    reported = [_run_update(models, objective, flat, update, config) for update in updates]
+    if objective.prox_pass != "all":
+        models.policy.from_last_stage(flat.prox)  # the updates have filled it in there
     metrics = {
-        **policy_metrics([policy for policy, _ in updates]),
-        **critic_metrics([critic for _, critic in updates if critic]),
+        **policy_metrics([policy for policy, _ in reported]),
+        **critic_metrics([critic for _, critic in reported if critic]),
         **batch_metrics(
             flat,
             oldest=config.buffer.max_staleness,
@@ -113,6 +117,7 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
         versions=versions,
         sequence_ids=on_device(batch.sequence_ids),
         prox=torch.zeros_like(behavior),
+        entropy=torch.zeros_like(behavior),
         rewards=on_device(batch.rewards),
         group_ids=on_device(batch.group_ids),
         episode_ids=on_device(batch.episode_ids),
@@ -123,20 +128,36 @@ def flat_batch(batch: TrainBatch, version: int, device: torch.device) -> FlatBat
 def _forward_passes(
     models: Models, objective: Objective, batch: TrainBatch, flat: FlatBatch, temperature: float
 ) -> None:
-    """Set the log-probs and values before the step that the objective needs."""
-    microbatches = models.policy.microbatches(batch)
-    if objective.recompute_prox:
-        flat.prox, flat.entropy = models.policy.logprobs_and_entropies(microbatches, temperature)
+    """Set the log-probs and values before the step that the objective's targets need."""
+    if objective.prox_pass == "all":
+        _proximal_pass(models.policy, batch, flat, np.arange(batch.num_sequences), temperature)
     if models.reference:
         # The reference policy chooses its own experts.
         flat.reference = models.reference.logprobs(replace(batch, routes=None), temperature)
     if models.critic:
-        flat.values = models.critic.values(microbatches)
+        flat.values = models.critic.values(models.policy.microbatches(batch))
 
 
-def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> Iterator[_Update]:
-    """Yield `num` updates of equally many whole groups each; trains_on: bool [n]."""
-    active = trains_on.cpu().numpy()
+def _proximal_pass(
+    policy: Policy, batch: TrainBatch, flat: FlatBatch, sequences: np.ndarray, temperature: float
+) -> None:
+    """Compute the log-probs and entropies before the step, at the tokens of `sequences`.
+
+    A rank without such sequences takes part if another one has some.
+    """
+    if not data_parallel_sum(torch.tensor(len(sequences), device=policy.device)):
+        return
+    if not len(sequences):
+        sequences = np.arange(1)
+    index = torch.from_numpy(batch.token_indices(sequences)).to(policy.device)
+    microbatches = policy.microbatches(batch.select(sequences))
+    prox, entropy = policy.logprobs_and_entropies(microbatches, temperature)
+    flat.prox[index], flat.entropy[index] = prox, entropy
+
+
+def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> list[_Update]:
+    """Make `num` updates of equally many whole groups each; trains_on: bool [n]."""
+    active, updates = trains_on.cpu().numpy(), []
     for number, sequences in enumerate(batch.minibatches(num)):
         idle = sequences[~active[sequences]]
         chosen = sequences[active[sequences]]
@@ -147,12 +168,16 @@ def _updates(policy: Policy, batch: TrainBatch, trains_on: Tensor, num: int) -> 
             replace(microbatch, token_index=run_index[microbatch.token_index])
             for microbatch in policy.microbatches(batch.select(chosen))
         ]
-        yield _Update(
-            microbatches=microbatches,
-            token_index=torch.from_numpy(batch.token_indices(sequences)).to(policy.device),
-            idle_index=torch.from_numpy(batch.token_indices(idle)).to(policy.device),
-            first=number == 0,
+        updates.append(
+            _Update(
+                microbatches=microbatches,
+                token_index=torch.from_numpy(batch.token_indices(sequences)).to(policy.device),
+                idle_index=torch.from_numpy(batch.token_indices(idle)).to(policy.device),
+                runs_on=chosen,
+                first=number == 0,
+            )
         )
+    return updates
 
 
 def _run_update(
@@ -170,8 +195,12 @@ def _run_update(
     minibatch = objective.minibatch(flat, update.token_index, current_logprobs, data_parallel_sum)
 
     idle = [update.idle_index] if len(update.idle_index) else []
+    fills_prox = update.first and objective.prox_pass == "rest"
 
     def policy_loss(logprobs: Tensor, entropy: Tensor, microbatch: Microbatch) -> LossOutput:
+        if fills_prox:
+            flat.prox[microbatch.token_index] = logprobs.detach().float()
+            flat.entropy[microbatch.token_index] = entropy.detach().float()
         output = objective.loss(flat, minibatch, microbatch.token_index, logprobs, entropy)
         if not idle:
             return output

@@ -12,6 +12,7 @@ from areal_lite.algo.metrics import mismatch
 from areal_lite.algo.objectives.base import (
     FlatBatch,
     Minibatch,
+    ProxPass,
     Reduce,
     denominator,
 )
@@ -36,7 +37,10 @@ class BalanceObjective:
     needs_reference = True
     needs_average = False
     needs_critic = False
-    recompute_prox = True
+
+    @property
+    def prox_pass(self) -> ProxPass:
+        return "all"
 
     def lr_factor(self, sums: dict[str, float]) -> float:
         return 1.0

@@ -3,9 +3,10 @@
 A step makes these calls, in this order:
 
     mask         -> which tokens count
-    (forward passes of the policy, the reference policy and the critic fill prox, reference, values)
+    (forward passes fill reference, values and, if prox_pass is "all", prox and entropy)
     set_targets  -> rewards become advantages and returns
     trains_on    -> which sequences can have a gradient
+    (if prox_pass is "rest", a forward pass fills prox and entropy where the first update will not)
     minibatch    -> totals of one optimizer update, over all data-parallel ranks
     loss         -> one microbatch's share of that update's loss
     lr_factor    -> how much of the learning rate that update takes
@@ -19,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ from areal_lite.algo.sequences import sequence_length
 
 # Sums a tensor over the data-parallel ranks. Every rank calls it.
 Reduce = Callable[[Tensor], Tensor]
+
+# The tokens of a forward pass before the first update, which fills `prox` and `entropy`:
+# all of them; those that the first update does not run on, which fills in its own; or none, in
+# which case `loss` fills `prox`, and `entropy` stays 0.
+ProxPass = Literal["all", "rest", "none"]
 
 _PER_TOKEN = {
     *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox", "entropy"),
@@ -42,8 +48,8 @@ class FlatBatch:
     """The whole groups of one rank as flat tensors on its device.
 
     The step fills in `reference`, `average`, `values`, `advantages` and `returns` only for an
-    objective that uses them. `prox` and `entropy` are written before the first update. If
-    `recompute_prox` is false, the loss writes `prox`, and there is no `entropy`.
+    objective that uses them. `prox_pass` of the objective says when `prox` and `entropy` are
+    filled in.
     """
 
     version: int
@@ -60,7 +66,7 @@ class FlatBatch:
     """int64 [T]: the index of the token's sequence."""
     prox: Tensor
     """float32 [T]: log-probs under the weights before the step."""
-    entropy: Tensor = field(init=False)
+    entropy: Tensor
     """float32 [T]: entropies under the weights before the step."""
     reference: Tensor = field(init=False)
     """float32 [T]: log-probs under the reference policy."""
@@ -139,11 +145,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def recompute_prox(self) -> bool:
-        """Return whether a forward pass before the first update fills `prox`.
-
-        Otherwise `loss` fills it.
-        """
+    def prox_pass(self) -> ProxPass:
+        """Return which tokens have a forward pass of their own, for `prox` and `entropy`."""
         ...
 
     def lr_factor(self, sums: dict[str, float]) -> float:
@@ -162,7 +165,7 @@ class Objective(Protocol):
         """Return the sequences whose loss can have a gradient, bool [n].
 
         The model does not run on the others. `loss` gets their tokens once, with the log-probs and
-        entropies from before the step. `recompute_prox` is true if there are any.
+        entropies from before the step. `prox_pass` is not "none" if there are any.
         """
         ...
 

@@ -20,6 +20,7 @@ from areal_lite.algo.mismatch import staleness_share, trainer_behavior
 from areal_lite.algo.objectives.base import (
     FlatBatch,
     Minibatch,
+    ProxPass,
     Reduce,
     denominator,
 )
@@ -40,7 +41,7 @@ class RatioObjective:
     correction: Correction
     """Weighs the KL term; `policy_loss` has its own."""
     rejection: Rejection
-    """Leaves tokens out of the loss. Level `batch` needs `recompute_prox`."""
+    """Leaves tokens out of the loss."""
     reduction: str
     length: int
     """Reduction and its constant length, in tokens; see algo/reduction.py."""
@@ -49,8 +50,8 @@ class RatioObjective:
     kl: KLTerm
     entropy_coef: float
     prox: str
-    """The source of the log-probs: `recompute` (a forward pass), `reuse`, `loglinear` or
-    `average`."""
+    """The source of the log-probs: `recompute`, `reuse`, `loglinear` or `average`."""
+    prox_pass: ProxPass
     correct_mismatch: bool = True
     """False: the log-ratio is that of staleness, without the mismatch of server and trainer."""
     oldest: int = 0
@@ -71,10 +72,6 @@ class RatioObjective:
     @property
     def needs_critic(self) -> bool:
         return self.estimator.estimator == "gae"
-
-    @property
-    def recompute_prox(self) -> bool:
-        return self.prox in ("recompute", "average")
 
     def lr_factor(self, sums: dict[str, float]) -> float:
         """Return sqrt(ESS) if the learning rate follows it (VCPO, arXiv 2602.17616), otherwise 1.
@@ -103,7 +100,7 @@ class RatioObjective:
         """Leave out sequences without an advantage, such as those of a group of equal rewards.
 
         A KL term in the loss, an entropy term and a critic train on every sequence. Other proximal
-        log-probs than those of `recompute` are not known for a sequence that does not run.
+        log-probs than those of `recompute` are only known for a sequence that runs.
         """
         others = self.kl.in_loss or self.entropy_coef or self.needs_critic
         if others or self.prox != "recompute":
@@ -199,9 +196,7 @@ class RatioObjective:
         return norms.to(batch.rewards.dtype)
 
     def _set_prox(self, batch: FlatBatch, token_index: Tensor, logprobs: Tensor) -> None:
-        if self.prox == "reuse":
-            batch.prox[token_index] = logprobs.detach().float()
-        elif self.prox == "loglinear":
+        if self.prox == "loglinear":
             batch.prox[token_index] = loglinear_prox(
                 batch.behavior[token_index],
                 logprobs.float(),

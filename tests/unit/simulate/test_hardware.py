@@ -65,3 +65,17 @@ def test_recomputing_costs_a_forward_pass_each() -> None:
     full = trainer_speed(checked_config("simulate", [*reuse, "trainer.recompute=full"]))
     assert plain.per_token_s == pytest.approx(6 * 7.62e9 / (0.4 * 989e12))
     assert full.per_token_s == pytest.approx(plain.per_token_s * 8 / 6)
+
+
+@pytest.mark.parametrize(
+    "overrides, passes",
+    [
+        (["trainer.minibatches=1"], 0),
+        (["trainer.minibatches=4"], 3 / 4),
+        (["trainer.minibatches=4", "algo.correct_mismatch=false"], 1),
+        (["trainer.minibatches=4", "algo.prox=loglinear"], 0),
+    ],
+)
+def test_the_proximal_policy_costs_a_pass_over_later_minibatches(overrides, passes) -> None:
+    speed = trainer_speed(checked_config("simulate", ["simulate.step_fixed_s=0", *overrides]))
+    assert speed.per_token_s == pytest.approx((6 + 2 * passes) * 7.62e9 / (0.4 * 989e12))

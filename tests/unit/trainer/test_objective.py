@@ -644,7 +644,7 @@ def test_models_are_there_only_if_something_needs_them(to, coef, prox):
     assert objective.needs_reference == bool(coef and to == "reference")
     assert objective.needs_average == bool(prox == "average" or (coef and to == "average"))
     assert algo.needs_average == objective.needs_average
-    assert objective.recompute_prox == (prox != "reuse")
+    assert objective.prox_pass == algo.prox_pass == "rest"
 
 
 def test_selected_tokens_keep_their_sequence_ids():
