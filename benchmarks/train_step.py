@@ -10,8 +10,11 @@ The loss is the mean negative log-likelihood. The policy also computes entropies
 both sides must agree. The script writes results/train_step.json.
 
 It also says what share of the machine's peak the engine reaches: operations of its matrices, 6 for
-each weight and token, against the fastest product of large matrices that torch offers here. The
-forward pass before a step (algo.prox=recompute) is given as a share of the step.
+each weight and token, against the fastest product of large matrices that torch offers here.
+
+What the proximal log-probs cost is the difference of two training steps of four minibatches, with
+decoupled PPO: `algo.prox=recompute`, and `loglinear`, which has no forward pass before the updates.
+It is given as a share of the latter.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +31,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal_lite.config import TrainerConfig
+from areal_lite.config import AlgoConfig, TrainConfig, TrainerConfig
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.train_batch import TrainBatch
+from areal_lite.trainer.models import build_models
+from areal_lite.trainer.objective import build_objective
+from areal_lite.trainer.step import policy_step
 
 RESULTS = Path(__file__).with_name("results") / "train_step.json"
 Step = Callable[[], float]
+GROUP, MINIBATCHES = 2, 4
 
 
 def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
@@ -46,8 +54,8 @@ def batch_of(lengths: np.ndarray, vocab: int) -> TrainBatch:
         loss_mask=mask,
         behavior_logprobs=np.zeros(total, np.float32),
         versions=np.zeros(total, np.int32),
-        rewards=np.zeros(count, np.float32),
-        group_ids=np.arange(count),
+        rewards=(np.arange(count) % 2).astype(np.float32),
+        group_ids=np.arange(count) // GROUP,
         sample_indices=np.arange(count, dtype=np.int32),
         trace_indices=np.zeros(count, np.int32),
         truncated=np.zeros(count, bool),
@@ -74,11 +82,8 @@ def make_model(folder: Path, args: argparse.Namespace) -> Path:
     return folder
 
 
-def engine_steps(model: Path, batch: TrainBatch, settings: TrainerConfig) -> tuple[Step, Step]:
-    """Return a step from the batch to the updated weights, and the pass before it.
-
-    Both include packing.
-    """
+def engine_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
+    """Return a step from the batch to the updated weights, with packing."""
     engine = Policy(settings, model, seed=1)
     mask, count = torch.from_numpy(batch.loss_mask), float(batch.loss_mask.sum())
 
@@ -89,11 +94,16 @@ def engine_steps(model: Path, batch: TrainBatch, settings: TrainerConfig) -> tup
     def step() -> float:
         return engine.update(make_microbatches(batch, settings.tokens_per_microbatch), loss)["loss"]
 
-    def forward() -> float:
-        microbatches = make_microbatches(batch, settings.tokens_per_microbatch)
-        return float(-(engine.logprobs_and_entropies(microbatches)[0] * mask).sum() / count)
+    return step
 
-    return step, forward
+
+def training_step(model: Path, batch: TrainBatch, settings: TrainerConfig, prox: str) -> Step:
+    """Return a training step of four minibatches with these proximal log-probs."""
+    settings = replace(settings, minibatches=MINIBATCHES, lr=1e-9)
+    config = TrainConfig(model=str(model), algo=AlgoConfig(prox=prox), trainer=settings)
+    objective = build_objective(config)
+    models = build_models(config, objective)
+    return lambda: policy_step(models, objective, batch, config, 0).metrics["loss"]
 
 
 def peak(size: int = 1024, tries: int = 20) -> float:
@@ -156,8 +166,12 @@ def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
     settings = TrainerConfig(
         steps=10**6, tokens_per_microbatch=10**6, device="cpu", dtype="float32", lr=1e-4
     )
-    step, forward = engine_steps(model, batch, settings)
-    sides = {"forward": forward, "engine": step, "plain": plain_step(model, batch, settings)}
+    sides = {
+        "recompute": training_step(model, batch, settings, "recompute"),
+        "loglinear": training_step(model, batch, settings, "loglinear"),
+        "engine": engine_step(model, batch, settings),
+        "plain": plain_step(model, batch, settings),
+    }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(steps + 2):
         losses = {}
@@ -174,7 +188,7 @@ def compare(model: Path, batch: TrainBatch, steps: int) -> dict[str, float]:
         }  # the first two warm up
         row |= {f"{name}_{clock}_ms": 1e3 * value for name, value in median.items()}
         row[f"{clock}_ratio"] = median["engine"] / median["plain"]
-    row["forward_share"] = row["forward_processor_ms"] / row["engine_processor_ms"]
+    row["proximal_share"] = row["recompute_processor_ms"] / row["loglinear_processor_ms"] - 1
     operations = matrix_operations(model, int(batch.cu_seqlens[-1]))
     row["peak_share"] = 1e3 * operations / row["engine_processor_ms"] / peak()
     return row
@@ -189,7 +203,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     equal = np.full(args.tokens // 128, 128)
     tailed = np.clip(np.random.default_rng(0).lognormal(4.0, 0.9, 1000), 8, 512).astype(int)
-    tailed = tailed[: int(np.searchsorted(np.cumsum(tailed), args.tokens))]
+    count = int(np.searchsorted(np.cumsum(tailed), args.tokens))
+    tailed = tailed[: count - count % (GROUP * MINIBATCHES)]
     results = {"settings": vars(args)}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), args)
@@ -198,7 +213,7 @@ def main() -> None:
             print(f"{name}: {len(lengths)} sequences of {lengths.min()} to {lengths.max()} tokens")
             print(
                 f"share of the peak {row['peak_share']:.2f}, "
-                f"the pass before takes {row['forward_share']:.2f} of a step"
+                f"proximal log-probs take {row['proximal_share']:.2f} of a training step"
             )
             for clock in ("wall", "processor"):
                 ms = [row[f"{side}_{clock}_ms"] for side in ("engine", "plain")]
