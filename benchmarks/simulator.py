@@ -1,6 +1,6 @@
 """The simulator against published tables, fitted on one row of each.
 
-    python benchmarks/simulator.py                 # 10 minutes on one core
+    python benchmarks/simulator.py                 # about a minute on one core
     python benchmarks/simulator.py --fit "η = 0"   # another row of AReaL's table to fit on
 
 Everything but one number comes from data sheets, from the publications, or from the assumptions in
