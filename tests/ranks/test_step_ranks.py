@@ -1,4 +1,4 @@
-"""A training step on two data-parallel ranks, real processes over gloo, equals one on one rank."""
+"""A training step on two ranks, real processes over gloo, equals one on one rank."""
 
 import os
 from dataclasses import replace
@@ -50,18 +50,24 @@ OBJECTIVES = {
     ),
     "tb": AlgoConfig(loss="tb", tb_beta=0.5),
 }
+WHOLE = [0, 2, 1, 3]
 # The groups of each rank. Minibatch m of the step is the m-th of all ranks together.
-GROUPS = {1: [[0, 2, 1, 3]], 2: [[0, 1], [2, 3]]}
+LAYOUTS = {
+    "one": ({}, [WHOLE]),
+    "data": ({"data_parallel": 2}, [[0, 1], [2, 3]]),
+    "stages": ({"pipeline_parallel": 2}, [WHOLE, WHOLE]),
+}
 
 
-def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> None:
+def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> None:
     from areal_lite.trainer.models import build_models
     from areal_lite.trainer.objective import build_objective
     from areal_lite.trainer.step import policy_step
 
+    sizes, groups = LAYOUTS[layout]
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(len(groups)),
         "LOCAL_RANK": str(rank),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -70,7 +76,7 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
     share = data.select(
         [
             i
-            for group in GROUPS[ranks][rank]
+            for group in groups[rank]
             for i in range(data.num_sequences)
             if data.group_ids[i] == group
         ]
@@ -82,9 +88,9 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
             lr=1e-3,
             adam_eps=1e-5,
             minibatches=2,
-            data_parallel=ranks,
             tokens_per_microbatch=40,
             gradient_cosine=True,
+            **sizes,
         )
         config = TrainConfig(
             model=model_path, algo=replace(algo, reference=model_path), trainer=trainer
@@ -101,26 +107,27 @@ def worker(rank: int, ranks: int, folder: str, model_path: str, port: int) -> No
                 for key, tensor in bucket
             }
         results[name] = (metrics, weights if rank == 0 else None)
-    torch.save(results, f"{folder}/{ranks}-{rank}.pt")
+    torch.save(results, f"{folder}/{layout}-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory) -> dict[int, list[dict]]:  # noqa: F811
+def results(model: Path, tmp_path_factory) -> dict[str, list[dict]]:  # noqa: F811
     folder = tmp_path_factory.mktemp("ranks")
-    for ranks in (1, 2):
-        call_on_ranks(worker, (ranks, str(folder), str(model), free_port()), ranks)
-    return {
-        ranks: [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
-        for ranks in (1, 2)
-    }
+    found = {}
+    for layout, (_, groups) in LAYOUTS.items():
+        ranks = len(groups)
+        call_on_ranks(worker, (layout, str(folder), str(model), free_port()), ranks)
+        found[layout] = [torch.load(folder / f"{layout}-{rank}.pt") for rank in range(ranks)]
+    return found
 
 
+@pytest.mark.parametrize("layout", ["data", "stages"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_two_ranks_are_one(results, name):
+def test_two_ranks_are_one(results, name, layout):
     (one, weights), (two, of_two), (other, _) = (
-        results[1][0][name],
-        results[2][0][name],
-        results[2][1][name],
+        results["one"][0][name],
+        results[layout][0][name],
+        results[layout][1][name],
     )
     assert two == other, "every rank reports the whole step"
     for expected, got in zip(one, two):
