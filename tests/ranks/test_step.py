@@ -269,10 +269,10 @@ def test_running_only_what_has_a_gradient_changes_nothing(model, name, uniform, 
     data.rewards[np.isin(data.group_ids, uniform)] = 1.0
     algo = replace(OBJECTIVES.get(name, AlgoConfig()), reference=str(model))
     run = partial(steps, model, data, algo, minibatches=2)
-    (metrics, weights), tokens = run(), _tokens_run(monkeypatch, run)
+    (metrics, weights), tokens = run(), _tokens_run(monkeypatch, "update", run)
     for objective in (RatioObjective, BalanceObjective):
         monkeypatch.setattr(objective, "trains_on", lambda _, flat: torch.ones_like(flat.truncated))
-    (expected_metrics, expected), all_tokens = run(), _tokens_run(monkeypatch, run)
+    (expected_metrics, expected), all_tokens = run(), _tokens_run(monkeypatch, "update", run)
     assert_same(weights, expected, 2e-6)
     # In the second update of a step the policy has moved, but not for the metrics of the others.
     moved = {"entropy", "ratio", "ratio_max", "ratio_chi2", "reference_kl", "behavior_weight"}
@@ -295,7 +295,8 @@ def test_the_first_update_fills_in_what_a_pass_over_all_would(
     data = batch()
     data.rewards[np.isin(data.group_ids, uniform)] = 1.0
     part, weights, before = step(model, data, minibatches=minibatches)
-    tokens = _forward_tokens(monkeypatch, partial(step, model, data, minibatches=minibatches))
+    run = partial(step, model, data, minibatches=minibatches)
+    tokens = _tokens_run(monkeypatch, "logprobs_and_entropies", run)
     monkeypatch.setattr(AlgoConfig, "prox_pass", "all")
     whole, expected, _ = step(model, data, minibatches=minibatches)
     torch.testing.assert_close(part.prox, before, rtol=0, atol=1e-6)
@@ -309,30 +310,16 @@ def test_the_first_update_fills_in_what_a_pass_over_all_would(
     assert tokens == len(data.tokens) - data.lengths[runs].sum()
 
 
-def _forward_tokens(monkeypatch, run) -> int:
-    """Count the tokens that the forward passes of a step run the model on."""
-    counts, forward = [], Policy.logprobs_and_entropies
+def _tokens_run(monkeypatch, method: str, run) -> int:
+    """Count the tokens that a method of the policy runs the model on."""
+    counts, original = [], getattr(Policy, method)
 
     def counting(policy, microbatches, *args):
         counts.extend(len(microbatch.tokens) for microbatch in microbatches)
-        return forward(policy, microbatches, *args)
+        return original(policy, microbatches, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Policy, "logprobs_and_entropies", counting)
-        run()
-    return sum(counts)
-
-
-def _tokens_run(monkeypatch, run) -> int:
-    """Count the tokens that the policy's updates run the model on."""
-    counts, update = [], Policy.update
-
-    def counting(policy, microbatches, *args):
-        counts.extend(len(microbatch.tokens) for microbatch in microbatches)
-        return update(policy, microbatches, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Policy, "update", counting)
+        patch.setattr(Policy, method, counting)
         run()
     return sum(counts)
 
