@@ -134,9 +134,17 @@ def compare(rounds: int, trajectories: int) -> dict:
 
 
 def page(rows: list[dict]) -> str:
-    """Return the table of `scale`: medians of the rounds."""
+    """Return the page of `scale`: medians of the rounds."""
     labels = ["in flight", "tokens an answer", *(label for label, _, _ in COLUMNS.values())]
-    lines = [f"| {' | '.join(labels)} |", "|" + "---|" * len(labels)]
+    lines = [
+        "# The controller by requests in flight and by tokens",
+        "",
+        "Command: `python -m benchmarks.controller_load scale`. A real controller process, with a "
+        "server that answers at 102,400 tokens a second.",
+        "",
+        f"| {' | '.join(labels)} |",
+        "|" + "---|" * len(labels),
+    ]
     for load in scale():
         key = (load.in_flight, load.mean_tokens)
         own = [row for row in rows if (row["in_flight"], row["mean_tokens"]) == key]
