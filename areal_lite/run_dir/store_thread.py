@@ -62,17 +62,23 @@ class StoreThread:
         await future
 
     def _run(self) -> None:
-        """Commit all queued calls at once, until asked to close."""
-        while True:
-            calls = [self._queue.get()]
-            while not self._queue.empty():
-                calls.append(self._queue.get())
-            closing = [call for call in calls if call.method is None]
-            self._commit([call for call in calls if call.method is not None])
-            if closing:
-                self._store.close()
-                self._answer(closing)
-                return
+        while not self._commit_queued():
+            pass
+
+    def _commit_queued(self) -> bool:
+        """Wait for calls, commit all queued ones at once, and return whether to end.
+
+        No call outlives it: a call may hold a group of trajectories.
+        """
+        calls = [self._queue.get()]
+        while not self._queue.empty():
+            calls.append(self._queue.get())
+        closing = [call for call in calls if call.method is None]
+        self._commit([call for call in calls if call.method is not None])
+        if closing:
+            self._store.close()
+            self._answer(closing)
+        return bool(closing)
 
     def _commit(self, calls: list[_Call]) -> None:
         try:
@@ -90,16 +96,15 @@ class StoreThread:
 
     def _answer(self, calls: list[_Call]) -> None:
         """Set the futures on the event loop, a few at a time."""
+        self._loop.call_soon_threadsafe(self._settle, calls)
 
-        def settle(first: int = 0) -> None:
-            for call in calls[first : first + _RESULTS_AT_ONCE]:
-                if call.future.cancelled():
-                    continue
-                if call.error is not None:
-                    call.future.set_exception(call.error)
-                else:
-                    call.future.set_result(call.result)
-            if first + _RESULTS_AT_ONCE < len(calls):
-                self._loop.call_soon(settle, first + _RESULTS_AT_ONCE)
-
-        self._loop.call_soon_threadsafe(settle)
+    def _settle(self, calls: list[_Call], first: int = 0) -> None:
+        for call in calls[first : first + _RESULTS_AT_ONCE]:
+            if call.future.cancelled():
+                continue
+            if call.error is not None:
+                call.future.set_exception(call.error)
+            else:
+                call.future.set_result(call.result)
+        if first + _RESULTS_AT_ONCE < len(calls):
+            self._loop.call_soon(self._settle, calls, first + _RESULTS_AT_ONCE)

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -220,6 +222,28 @@ def test_the_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
     assert asyncio.run(run()) == dict.fromkeys(GroupState, 0) | {"finished": 150, "used": 50}
     assert commits < 200
     assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
+
+
+def test_the_thread_keeps_no_group(tmp_path) -> None:
+    """No reference, and no cycle, which would wait for the garbage collector."""
+
+    async def run() -> None:
+        thread = StoreThread(Store(tmp_path / "t.sqlite"))
+        groups = [group(i) for i in range(20)]
+        kept = [weakref.ref(one.trajectories[0].tokens) for one in groups]
+        await asyncio.gather(
+            *(thread.submit(Store.admit, i, f"p{i}", i, i + 1, 2, 0.0) for i in range(20)),
+            *(thread.submit(Store.finish, one, [(None, None)] * 2, None, 1.0) for one in groups),
+        )
+        del groups
+        await thread.close()
+        assert all(reference() is None for reference in kept)
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_the_commit_of_a_durable_call_is_durable(tmp_path) -> None:
