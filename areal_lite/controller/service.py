@@ -115,9 +115,9 @@ def main() -> int:
     die_with_parent()
     heartbeat.start("loading the prompts and the store")
     allow_many_connections()
-    # Thousands of requests in flight are many live objects. With the default thresholds the garbage
-    # collector would scan them so often that it costs a third of the time, and long pauses.
-    gc.set_threshold(100_000, 20, 50)
+    # Ten thousand requests in flight are a million live objects, which a scan of the garbage collector
+    # holds the event loop up for. They are in no cycles: this is for errors, which may be.
+    gc.set_threshold(5_000_000, 5, 5)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
