@@ -115,8 +115,9 @@ def main() -> int:
     die_with_parent()
     heartbeat.start("loading the prompts and the store")
     allow_many_connections()
-    # Ten thousand requests in flight are a million live objects, which a scan of the garbage collector
-    # holds the event loop up for. They are in no cycles: this is for errors, which may be.
+    # Ten thousand requests in flight are a million live objects, and a scan of the garbage
+    # collector stops the event loop for all of them. None of them is in a cycle: the collector
+    # is here for the tracebacks of errors, which may be.
     gc.set_threshold(5_000_000, 5, 5)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
