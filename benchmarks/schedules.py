@@ -1,14 +1,24 @@
 """Accuracy and time of synchronous and asynchronous schedules on answers with a long tail.
 
-    python -m benchmarks.schedules    # 10 minutes a seed on two cores; continues after a stop
+    python -m benchmarks.schedules    # 15 minutes a seed on two cores; continues after a stop
 
 Every run is `areal-lite train`, from the same warmed-up model, with real SGLang servers and a real
 Megatron trainer. The task is `long_tail` of benchmarks/against_trl. The runs follow each other, so
 that each has the machine for itself. The schedules take turns within a seed.
 
-Each schedule has both cores. In `sync`, two servers generate, and then two ranks train: a second
-thread makes neither faster with this small model. In the others, one server generates while one
-rank trains. `async_every_2` pushes after every second step.
+The schedules are a ladder. Each changes one thing:
+
+* `static`: synchronous. The 512 answers of a step come in two batches, and the second begins when
+  the longest answer of the first has ended.
+* `sync`: continuous batching. Another answer begins as soon as one ends.
+* `one_step`: the next batch is generated while this one is trained on.
+* `one_step_in_place`: a push no longer waits until the running answers have ended.
+* `async`: the bound on staleness is 4 steps in place of 1.
+* `async_every_2`: a push after every second step.
+
+Each schedule has both cores. In `static` and `sync`, two servers generate, and then two ranks
+train: a second thread makes neither faster with this small model. In the others, one server
+generates while one rank trains.
 
 Writes <out>/schedules.json, one record per run, and <out>/schedules.md, the table over the seeds.
 """
@@ -24,9 +34,13 @@ from benchmarks.against_trl.tasks import LONG_TAIL, warm_model, write_prompts
 from benchmarks.launch import ROLES, ROOT, RoleTimes, areal_lite
 
 CORES = os.cpu_count() or 1
+_SYNC = "schedule=sync server.count=2 trainer.data_parallel=2"
 SCHEDULES = {
-    "sync": "schedule=sync server.count=2 trainer.data_parallel=2",
+    "static": f"{_SYNC} rollout.max_concurrent=256 rollout.workflow_args={{size:256}} "
+    "rollout.workflow=benchmarks.static_batches:StaticBatches",
+    "sync": _SYNC,
     "one_step": "schedule=one_step",
+    "one_step_in_place": "schedule=one_step rollout.interrupt=in_place",
     "async": "schedule=async",
     "async_every_2": "schedule=async sync.every=2",
 }
@@ -129,24 +143,31 @@ def table(records: list[dict], steps: int) -> str:
         " ratios also with the lowest and the highest. The first step is left out of the times.",
         "",
         "| schedule | accuracy before | after | greedy | staleness, mean | steps, s "
-        "| of these waiting | updating | pushing | speed against sync |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| of these waiting | updating | pushing | speed against sync | against the row above |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    above = of["static"]
     for name, own in of.items():
         before, after, greedy = (
             f"{_mean(own, key):.3f}" for key in ("accuracy_before", "accuracy", "greedy")
         )
         seconds = [r["after_first_step_s"] for r in own]
         parts = (f"{_mean(own, key):.0f}" for key in ("wait_s", "update_s", "push_s"))
-        ratios = [
-            sync["after_first_step_s"] / r["after_first_step_s"]
-            for sync, r in zip(of["sync"], own, strict=True)
-        ]
+        ratios = (_spread(_speeds(own, other), 2) for other in (of["sync"], above))
         lines.append(
             f"| {name} | {before} | {after} | {greedy} | {_mean(own, 'staleness_mean'):.1f} "
-            f"| {_spread(seconds, 0)} | {' | '.join(parts)} | {_spread(ratios, 2)} |"
+            f"| {_spread(seconds, 0)} | {' | '.join(parts)} | {' | '.join(ratios)} |"
         )
+        above = own
     return "\n".join([*lines, "", *role_table(records)]) + "\n"
+
+
+def _speeds(own: list[dict], others: list[dict]) -> list[float]:
+    """Return the speed of each run relative to that of the other schedule with its seed."""
+    return [
+        other["after_first_step_s"] / record["after_first_step_s"]
+        for other, record in zip(others, own, strict=True)
+    ]
 
 
 def _mean(records: list[dict], key: str) -> float:
