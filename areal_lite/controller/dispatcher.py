@@ -36,7 +36,7 @@ from areal_lite.trajectory import Group, GroupState
 _LOAD_INTERVAL_S = 1.0
 
 # Groups that start in one turn of the event loop. A new version may admit hundreds.
-_STARTS_AT_ONCE = 16
+_STARTS_AT_ONCE = 4
 
 # Consecutive filtered groups that are always allowed: a run in which one group in a hundred is
 # useful continues.

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 # Each result may wake a whole group that has requests to send. The event loop serves others after
 # this many.
-_RESULTS_AT_ONCE = 8
+_RESULTS_AT_ONCE = 2
 
 
 @dataclass(slots=True)
