@@ -9,6 +9,7 @@ a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
+    quiet_gap      the same in as long a time without a push: the machine's own unevenness
     step           the time between two tokens while nothing is pushed
     copy           a memory copy of all weights into memory that has been written before
     first_token    from the end of the training step to the first token under its weights
@@ -191,11 +192,15 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
             report = await asyncio.to_thread(pusher.push_all, version)
             done = time.time()
             await asyncio.sleep(arguments.between_s)
-            steps = [stream.step(done, time.time()) for stream in streams]
+            quiet = time.time()
+            steps = [stream.step(done, quiet) for stream in streams]
+            middle, half = (done + quiet) / 2, (done - ended) / 2
+            as_long = max(done, middle - half), middle + half
             found[transport].append(
                 {
                     "pause": report.pause_s,
                     "gap": max(stream.longest_gap(ended, done) for stream in streams),
+                    "quiet_gap": max(stream.longest_gap(*as_long) for stream in streams),
                     "first_token": max(stream.first(version) for stream in streams) - ended,
                     "push": report.total_s,
                     "step": statistics.mean(steps),
