@@ -9,7 +9,7 @@ a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
-    quiet_gap      the same in as long a time without a push: the machine's own unevenness
+    quiet_gap      the same in as long a time without a push, or all that there is between two
     step           the time between two tokens while nothing is pushed
     copy           a memory copy of all weights into memory that has been written before
     first_token    from the end of the training step to the first token under its weights
@@ -195,7 +195,8 @@ async def push_in_turn(arguments, pushers, streams: list[Stream], weights: dict)
             quiet = time.time()
             steps = [stream.step(done, quiet) for stream in streams]
             middle, half = (done + quiet) / 2, (done - ended) / 2
-            as_long = max(done, middle - half), middle + half
+            # Not the tokens around the end of this push.
+            as_long = max(done + (quiet - done) / 4, middle - half), middle + half
             found[transport].append(
                 {
                     "pause": report.pause_s,
