@@ -9,7 +9,7 @@ a push brings to a server, in MiB, and medians over the pushes, in milliseconds:
 
     pause          the pause window as a run reports it: `pause_s`
     gap            the longest time between two tokens of a request during a push
-    quiet_gap      the same in as long a time without a push, or all that there is between two
+    quiet_gap      the same between two pushes, in a time as long as the push or as long as there is
     step           the time between two tokens while nothing is pushed
     copy           a memory copy of all weights into memory that has been written before
     first_token    from the end of the training step to the first token under its weights

@@ -6,11 +6,11 @@ Every run is `areal-lite train`, from the same warmed-up model, with real SGLang
 Megatron trainer. The task is `long_tail` of benchmarks/against_trl. The runs follow each other, so
 that each has the machine for itself. The schedules take turns within a seed.
 
-The schedules are a ladder. Each changes one thing:
+The schedules are a ladder. Each changes one thing. `one_step` also divides the cores anew.
 
-* `static`: synchronous. The 512 answers of a step come in two batches, and the second begins when
-  the longest answer of the first has ended.
-* `sync`: continuous batching. Another answer begins as soon as one ends.
+* `static`: synchronous. The 512 answers of a step come in two batches of 256, and the second begins
+  when the longest answer of the first has ended.
+* `sync`: continuous batching with 384 in flight. Another answer begins as soon as one ends.
 * `one_step`: the next batch is generated while this one is trained on.
 * `one_step_in_place`: a push no longer waits until the running answers have ended.
 * `async`: the bound on staleness is 4 steps in place of 1.

@@ -11,8 +11,8 @@ from areal_lite.trajectory import Trajectory
 class StaticBatches:
     """Answers `size` prompts at a time: a batch begins when the last answer before it has ended.
 
-    All prompts of a step must be a multiple of `size`. With `rollout.max_concurrent` = `size`, at
-    most one batch waits.
+    The answers of a step, and those of an evaluation, must be a multiple of `size`: a batch does
+    not end before it is full. `rollout.max_concurrent` must be at least `size`.
     """
 
     def __init__(self, size: int):

@@ -39,7 +39,8 @@ def test_a_failed_answer_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def play() -> list[int | BaseException]:
         workflow = static_batches.StaticBatches(1)
-        return await asyncio.gather(*(workflow(e) for e in range(3)), return_exceptions=True)
+        async with asyncio.timeout(10):  # the next batch would wait without end
+            return await asyncio.gather(*(workflow(e) for e in range(3)), return_exceptions=True)
 
     monkeypatch.setattr(static_batches, "single_turn", single_turn)
     assert [type(result) for result in asyncio.run(play())] == [ValueError] * 3
