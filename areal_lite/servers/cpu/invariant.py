@@ -2,12 +2,11 @@
 
 SGLang's own batch-invariant products and its hash for seeded sampling are Triton kernels.
 
-Attention, norms, softmax and activations compute each row by itself. Matrix products
-do not: the library takes other kernels for the last rows of a small batch and for the parts of a
-batch that threads share, and their sums differ in the last bit. Measured with MKL in float32: with
-one thread the products of 1, 2 and 3 rows differ from those of 4 and more, with two threads also
-those of 5 to 7 and 9 to 11. Products of a multiple of a few rows agree. `install_products` finds
-that multiple on this machine and fills every batch up to it with rows of zeros.
+Attention, norms, softmax and activations compute each row by itself. Matrix products do not: the
+library takes other kernels, and other shares of the sum for each thread, for other numbers of rows,
+and the sums differ in the last bit. So a product is computed in blocks of `_ROWS` rows, the last of
+which is filled up with zeros. All products with a weight then have one shape, for which the library
+always does the same.
 """
 
 import functools
@@ -17,60 +16,48 @@ import numba
 import numpy as np
 import torch
 
-# Rows to try, for each thread, and products (inner size, columns) to try them on.
-_BLOCKS = (4, 8, 16, 32)
-_TRIALS = ((64, 96), (128, 384), (896, 512))
-_ROWS = 256
-
-
-def row_block(dtype: torch.dtype) -> int:
-    """Return the smallest number of rows whose multiples give the same products row by row.
-
-    Raises RuntimeError if there is none.
-    """
-    for block in (rows * torch.get_num_threads() for rows in _BLOCKS):
-        if all(_agrees(block, inner, columns, dtype) for inner, columns in _TRIALS):
-            return block
-    raise RuntimeError(
-        f"server.deterministic=true: matrix products of {dtype} on this CPU depend on the number"
-        " of rows in every way that was tried: set it to false"
-    )
-
-
-def _agrees(block: int, inner: int, columns: int, dtype: torch.dtype) -> bool:
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randn(_ROWS * block // 4, inner, generator=random).to(dtype)
-    weight = torch.randn(columns, inner, generator=random).to(dtype).t()
-    whole = torch.mm(rows, weight, out=rows.new_empty(len(rows), columns))
-    for count in range(block, len(rows) + 1, block):
-        part = rows[-count:]
-        product = torch.mm(part, weight, out=rows.new_empty(count, columns))
-        if not torch.equal(product, whole[-count:]):
-            return False
-    return True
+_ROWS = 32
+_TRIALS = ((64, 96), (128, 384), (896, 512))  # (inner size, columns)
 
 
 def install_products(dtype: torch.dtype) -> None:
-    """Let the two functions with which SGLang multiplies fill up batches, in this process."""
-    block = row_block(dtype)
-    torch.nn.functional.linear = filled_up(torch.nn.functional.linear, block)
-    torch.matmul = filled_up(torch.matmul, block)
+    """Let the two functions with which SGLang multiplies compute in blocks, in this process.
+
+    Raises RuntimeError if a product of one shape depends on where a row is in its block.
+    """
+    if not all(_rows_are_independent(*trial, dtype) for trial in _TRIALS):
+        raise RuntimeError(
+            f"server.deterministic=true: a row of a matrix product of {dtype} depends on the other"
+            " rows on this CPU: set it to false"
+        )
+    torch.nn.functional.linear = in_blocks(torch.nn.functional.linear)
+    torch.matmul = in_blocks(torch.matmul)
 
 
-def filled_up(product: Callable[..., torch.Tensor], block: int) -> Callable[..., torch.Tensor]:
-    """Return `product(rows, ...)`, computed with a multiple of `block` rows if they are 2-D.
+def _rows_are_independent(inner: int, columns: int, dtype: torch.dtype) -> bool:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(_ROWS, inner, generator=random).to(dtype)
+    weight = torch.randn(columns, inner, generator=random).to(dtype).t()
+    product = torch.mm(rows, weight)
+    moved = (torch.mm(rows.roll(by, 0), weight).roll(-by, 0) for by in range(1, _ROWS))
+    return all(torch.equal(product, other) for other in moved)
+
+
+def in_blocks(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `product(rows, ...)`, computed in blocks of `_ROWS` rows if they are 2-D.
 
     An operator of torch that is replaced by one in Python costs more than a small product.
     """
 
     @functools.wraps(product)
-    def fill_up(rows: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-        missing = -rows.shape[0] % block
-        if not missing or rows.dim() != 2:
+    def multiply(rows: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        if rows.dim() != 2:
             return product(rows, *others)
-        return product(torch.nn.functional.pad(rows, (0, 0, 0, missing)), *others)[: len(rows)]
+        filled = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % _ROWS))
+        blocks = [product(block, *others) for block in filled.split(_ROWS)]
+        return torch.cat(blocks)[: len(rows)]
 
-    return fill_up
+    return multiply
 
 
 def multinomial_with_seed(

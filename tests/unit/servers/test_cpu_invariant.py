@@ -66,15 +66,14 @@ def test_positions_are_a_stream_with_the_right_distribution() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    block = invariant.row_block(dtype)
-    assert block % torch.get_num_threads() == 0
+@pytest.mark.parametrize(("inner", "columns"), [(96, 72), (896, 512)])
+def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype, inner: int, columns: int) -> None:
     random = torch.Generator().manual_seed(2)
-    rows = torch.randn(300, 96, generator=random).to(dtype)
-    weight = torch.randn(72, 96, generator=random).to(dtype)
-    bias = torch.randn(72, generator=random).to(dtype)
-    linear = invariant.filled_up(torch.nn.functional.linear, block)
-    matmul = invariant.filled_up(torch.matmul, block)
+    rows = torch.randn(300, inner, generator=random).to(dtype)
+    weight = torch.randn(columns, inner, generator=random).to(dtype)
+    bias = torch.randn(columns, generator=random).to(dtype)
+    linear = invariant.in_blocks(torch.nn.functional.linear)
+    matmul = invariant.in_blocks(torch.matmul)
     whole, whole_matmul = linear(rows, weight, bias), matmul(rows, weight.t())
     for count in (*range(1, 40), 63, 129, 299):
         for start in (0, 300 - count):
@@ -84,13 +83,16 @@ def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 def test_products_of_other_shapes_are_left_alone() -> None:
-    matmul = invariant.filled_up(torch.matmul, 8)
+    matmul = invariant.in_blocks(torch.matmul)
     a, b = torch.ones(3, 2, 5), torch.ones(3, 5, 4)
     assert torch.equal(matmul(a, b), torch.matmul(a, b))
     assert matmul(torch.ones(5), torch.ones(5)) == 5
 
 
-def test_a_machine_without_such_a_number_of_rows_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(invariant, "_agrees", lambda *trial: False)
+def test_a_machine_whose_rows_depend_on_others_is_refused(monkeypatch) -> None:
+    def mm(rows, weight):
+        return rows @ weight + rows[0, 0]
+
+    monkeypatch.setattr(torch, "mm", mm)
     with pytest.raises(RuntimeError, match="server.deterministic=true: .* set it to false"):
-        invariant.row_block(torch.float32)
+        invariant.install_products(torch.float32)
