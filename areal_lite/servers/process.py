@@ -77,17 +77,22 @@ def server_command(
     environment = dying_with_me() | _SGLANG_ENVIRONMENT
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
-    if device == "cuda" and config.max_running_requests:
-        # SGLang would capture CUDA graphs of at most 256 requests (512 with tensor parallelism of 4
-        # or more). It decodes larger batches without, which takes several times as long.
-        flags["cuda_graph_max_bs_decode"] = min(config.max_running_requests, _MOST_GRAPHS)
     if device == "cpu":
         flags |= _cpu_flags(config)
         environment |= _cpu_environment(config)
     else:
+        flags |= _gpu_flags(config)
         environment |= nccl_environment()
     arguments = _arguments(flags | dict(config.args))
     return [sys.executable, "-m", "areal_lite.servers.serve", *arguments], environment
+
+
+def _gpu_flags(config: ServerConfig) -> dict[str, Any]:
+    if not config.max_running_requests:
+        return {}
+    # SGLang would capture CUDA graphs of at most 256 requests (512 with tensor parallelism of 4 or
+    # more). It decodes larger batches without, which takes several times as long.
+    return {"cuda_graph_max_bs_decode": min(config.max_running_requests, _MOST_GRAPHS)}
 
 
 def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
@@ -98,6 +103,8 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
+        # See cpu/pages.py. Larger ones are no faster.
+        "page_size": 16,
         # SGLang's default would take 2 GB.
         "max_total_tokens": config.max_total_tokens or 65536,
         # An idle scheduler would spin on one core.

@@ -10,6 +10,7 @@ for hardware that it does not know:
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
   sequences in Python for each layer and token. This one uses one kernel for all.
+* `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `operators.py`: the norm and the rotary embedding, by one kernel each.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.

@@ -43,9 +43,9 @@ class CpuPlatform(SRTPlatform, CpuDeviceMixin):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> type:
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+        from areal_lite.servers.cpu.pages import CpuPageAllocator
 
-        return PagedTokenToKVPoolAllocator
+        return CpuPageAllocator
 
 
 def _host_memory(dims: tuple[int, ...], dtype: torch.dtype, *_: Any, **__: Any) -> torch.Tensor:
