@@ -73,6 +73,9 @@ def server_command(
         # A request makes many Python objects, and the garbage collector runs after every 700 of
         # them by default. That takes a tenth of the speed at 384 requests without a GPU.
         "gc_threshold": (100_000, 20, 50),
+        # The samples of a group arrive together. In order of arrival, SGLang would compute their
+        # prompt once for each: this policy computes it once, and then the others.
+        "schedule_policy": "lpm",
     }
     environment = dying_with_me() | _SGLANG_ENVIRONMENT
     if config.api_key:
