@@ -8,6 +8,7 @@ query token per request. Everything else than causal self-attention over the who
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,13 +45,25 @@ class AttentionSpans(NamedTuple):
             np.repeat(batch.req_pool_indices.numpy(), counts), before + np.arange(1, ends[-1] + 1)
         )
 
+    def shares(self, most: int) -> list[slice]:
+        """Return at most `most` ranges of query tokens, with about as many keys to read in each."""
+        ends = np.cumsum(self.lengths)
+        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, most) / most).tolist()
+        bounds = [0, *cuts, len(ends)]
+        return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False) if a < b]
+
 
 class PagedCpuAttention(TorchNativeAttnBackend):
     """The attention backend of the CPU platform."""
 
+    def __init__(self, *args, **named) -> None:
+        super().__init__(*args, **named)
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self._spans = AttentionSpans.of(forward_batch)
+        self._shares = self._spans.shares(torch.get_num_threads())
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         plain = self._is_causal_self_attention(layer, forward_batch)
@@ -82,16 +95,26 @@ class PagedCpuAttention(TorchNativeAttnBackend):
             pool.set_kv_buffer(layer, where, k, v)  # pyright: ignore[reportArgumentType]
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
         out = torch.empty_like(query)
-        paged_attention(
-            query.numpy(),
-            _numpy(pool.get_key_buffer(layer.layer_id)),
-            _numpy(pool.get_value_buffer(layer.layer_id)),
-            self.req_to_token_pool.req_to_token.numpy(),
-            self._spans.rows,
-            self._spans.lengths,
-            np.float32(layer.scaling),
-            out.numpy(),
-        )
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        slots = self.req_to_token_pool.req_to_token.numpy()
+
+        def attend(tokens: slice) -> None:
+            paged_attention(
+                query.numpy()[tokens],
+                _numpy(keys),
+                _numpy(values),
+                slots,
+                self._spans.rows[tokens],
+                self._spans.lengths[tokens],
+                np.float32(layer.scaling),
+                out.numpy()[tokens],
+            )
+
+        # The kernel runs without Python's lock.
+        others = [self._threads.submit(attend, share) for share in self._shares[1:]]
+        attend(self._shares[0])
+        for other in others:
+            other.result()
         return out.to(q.dtype).view(q.shape[0], -1)
 
 

@@ -1,8 +1,8 @@
 """SGLang's norm and rotary embedding by the kernels of areal_lite/cpu_kernels.py.
 
 SGLang has a registry of operators for hardware that it does not know. Inputs that the kernels do
-not suit go to SGLang's own torch code: other types than float32, several threads, and variants of
-the operators that no supported model has.
+not suit go to SGLang's own torch code: other types than float32, and variants of the operators that
+no supported model has. A kernel has one thread: the batches of a decode step are too small for two.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None, *more, **
         and norm.override_orig_dtype in (None, torch.float32)
         and x.shape[-1] == norm.hidden_size
     )
-    if not (plain and cpu_kernels.fits(x) and norm.weight.dtype == torch.float32):
+    if not (plain and _is_float32(x) and _is_float32(norm.weight)):
         return norm.forward_native(x, residual, *more, **named)
     if residual is not None:
         x = x + residual
@@ -51,7 +51,7 @@ def rotary_embedding(
         and rotary.rotary_dim == rotary.head_size
         and not hasattr(rotary, "sin_cos_cache")
     )
-    if not (plain and cpu_kernels.fits(query) and cpu_kernels.fits(rotary.cos_sin_cache)):
+    if not (plain and _is_float32(query) and _is_float32(rotary.cos_sin_cache)):
         return rotary.forward_native(positions, query, key, *more, **named)
     both = rotary.cos_sin_cache.index_select(0, positions.flatten())
     cos, sin = (cpu_kernels.array(half, *half.shape) for half in both.chunk(2, dim=-1))
@@ -63,3 +63,7 @@ def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:
     out = np.empty_like(heads)
     cpu_kernels.rotate(heads, cos, sin, np.float32(1), out)
     return torch.from_numpy(out).view(x.shape)
+
+
+def _is_float32(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The norm and the rotary embedding on a server without a GPU equal SGLang's own torch code."""
+"""Operators of a server without a GPU: results equal to SGLang's torch code, shares of threads."""
 
 import subprocess
 import sys
@@ -46,10 +46,38 @@ print(len(calls))
 
 
 @pytest.mark.parametrize(
-    ("threads", "dtype", "calls"), [(1, "float32", 6), (1, "bfloat16", 0), (2, "float32", 0)]
+    ("threads", "dtype", "calls"), [(1, "float32", 6), (1, "bfloat16", 0), (2, "float32", 6)]
 )
 def test_operators_equal_those_of_sglang(threads, dtype, calls):
     code = _COMPARE.format(threads=threads, dtype=dtype)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split() == [str(calls)]
+
+
+_SHARE = """
+import random
+import numpy as np
+from areal_lite.servers.cpu.stand_ins import install_stand_ins
+install_stand_ins()
+import sglang
+from areal_lite.servers.cpu.attention import AttentionSpans
+
+random.seed(0)
+for case in range(300):
+    lengths = np.array([random.randint(1, 50) for _ in range(random.randint(1, 30))])
+    threads = random.randint(1, 6)
+    shares = AttentionSpans(np.arange(len(lengths)), lengths).shares(threads)
+    assert 1 <= len(shares) <= threads
+    tokens = [t for share in shares for t in range(len(lengths))[share]]
+    assert tokens == list(range(len(lengths)))
+    keys = [lengths[share].sum() for share in shares]
+    assert max(keys) <= lengths.sum() / threads + lengths.max()
+print("shared")
+"""
+
+
+def test_threads_share_the_keys_of_a_batch():
+    run = subprocess.run([sys.executable, "-c", _SHARE], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["shared"]
