@@ -3,11 +3,15 @@
     python benchmarks/server_speed.py [--model FOLDER] [--rounds 5]
 
 `stock` has SGLang's attention, norm and rotary embedding, `ours` those of areal_lite/servers/cpu,
-and `ours_threads` the same with two threads. Everything else is equal. The servers run at once and
-take turns, so that other load of the machine falls on all. Speeds are tokens per second of
-wall-clock time, and of the server's processor time. Trust the second one on a busy machine. A ratio
-is the median of those of the rounds, with the lowest and the highest. Without --model, the model is
-a random Qwen3 of 0.8 M parameters. The script writes results/server_speed.json.
+and `ours_threads` the same with two threads. Everything else is equal. For groups of requests with
+the same prompt, `in_order` is `ours` in order of arrival, which is SGLang's default.
+
+The servers run at once and take turns, so that other load of the machine falls on all. Speeds are
+tokens per second of wall-clock time, and of the server's processor time. Trust the second one on a
+busy machine. A ratio is the median of those of the rounds, with the lowest and the highest.
+
+Without --model, the models are random Qwen3 models of 0.8 M and 42.6 M parameters, and the script
+writes results/server_speed.json.
 """
 
 import argparse
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import psutil
@@ -28,7 +33,25 @@ from areal_lite.config import ServerConfig
 from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 
-WORKLOADS = [(64, 32), (256, 32), (128, 256), (384, 64)]  # requests at once, tokens each
+
+class Workload(NamedTuple):
+    """Requests at once, the tokens of each, and those of the prompt that each group shares."""
+
+    requests: int
+    tokens: int
+    prompt: int = 12
+    group: int = 1
+
+
+WORKLOADS = [
+    Workload(64, 32),
+    Workload(256, 32),
+    Workload(128, 256),
+    Workload(384, 64),
+    Workload(128, 60, prompt=203, group=8),
+]
+MODELS = {"0.8 M": (128, 4, 32), "42.6 M": (768, 6, 64)}  # hidden size, layers, size of a head
+SERVERS = ("stock", "ours", "ours_threads", "in_order")
 RESULTS = Path(__file__).with_name("results") / "server_speed.json"
 STOCK = "--stock-operators"
 
@@ -47,18 +70,18 @@ def serve_with_stock_operators(argv: list[str]) -> None:
     serve.main(argv)
 
 
-def make_model(folder: Path) -> str:
+def make_model(folder: Path, hidden: int, layers: int, head: int) -> str:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     shape = dict(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // head // 2,
+        head_dim=head,
     )
     config = Qwen3Config(
         vocab_size=98,
@@ -79,12 +102,13 @@ def processor_seconds(server: ServerProcess) -> float:
     )
 
 
-async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[float, float]:
+async def speed(server: ServerProcess, workload: Workload) -> tuple[float, float]:
     """Return tokens per second of wall-clock time and of processor time."""
-    rng = random.Random(requests)
+    requests, tokens, length, group = workload
+    # Prompts that no earlier call had: the server keeps those.
+    prompts = [[random.randrange(2, 98) for _ in range(length)] for _ in range(requests // group)]
 
-    async def one(session: aiohttp.ClientSession) -> None:
-        prompt = [rng.randrange(2, 98) for _ in range(12)]
+    async def one(session: aiohttp.ClientSession, prompt: list[int]) -> None:
         params = {"max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
         async with session.post(f"{server.url}/generate", json=body) as response:
@@ -97,26 +121,29 @@ async def speed(server: ServerProcess, requests: int, tokens: int) -> tuple[floa
         connector=connector, timeout=aiohttp.ClientTimeout(600)
     ) as session:
         start, busy = time.perf_counter(), processor_seconds(server)
-        await asyncio.gather(*(one(session) for _ in range(requests)))
+        await asyncio.gather(*(one(session, prompts[i // group]) for i in range(requests)))
         return requests * tokens / (time.perf_counter() - start), requests * tokens / (
             processor_seconds(server) - busy
         )
 
 
-async def compare(servers: dict[str, ServerProcess], rounds: int) -> list[dict]:
+async def compare(
+    servers: dict[str, ServerProcess], workloads: list[Workload], rounds: int
+) -> list[dict]:
     for name, server in servers.items():
         start = time.perf_counter()
         server.start()
         await server.wait_ready()
         print(f"{name}: ready after {time.perf_counter() - start:.1f} s", flush=True)
-        await speed(server, 16, 8)
+        await speed(server, Workload(16, 8))
     rows = []
-    for requests, tokens in WORKLOADS:
-        speeds = {name: [] for name in servers}
+    for workload in workloads:
+        names = [name for name in servers if name != "in_order" or workload.group > 1]
+        speeds = {name: [] for name in names}
         for _ in range(rounds):
-            for name, server in servers.items():
-                speeds[name].append(await speed(server, requests, tokens))
-        row = {"requests": requests, "tokens": tokens} | {
+            for name in names:
+                speeds[name].append(await speed(servers[name], workload))
+        row = workload._asdict() | {
             name: summary(taken, speeds["stock"]) for name, taken in speeds.items()
         }
         rows.append(row)
@@ -137,18 +164,26 @@ def summary(taken: list[tuple[float, float]], stock: list[tuple[float, float]]) 
 
 
 def server_process(name: str, model: str, folder: Path) -> ServerProcess:
-    server = ServerProcess(
-        ServerConfig(device="cpu", threads=2 if name == "ours_threads" else 1),
-        model,
-        name=name,
-        port=free_port(),
-        seed=1,
-        log_path=folder / f"{name}.log",
+    config = ServerConfig(
+        device="cpu",
+        threads=2 if name == "ours_threads" else 1,
+        args={"schedule_policy": "fcfs"} if name == "in_order" else {},
     )
+    log = folder / f"{name}.log"
+    server = ServerProcess(config, model, name=name, port=free_port(), seed=1, log_path=log)
     if name == "stock":
         flags = server.argv[server.argv.index("--model-path") :]
         server.argv = [sys.executable, os.path.abspath(__file__), STOCK, *flags]
     return server
+
+
+def measure(model: str, workloads: list[Workload], rounds: int, folder: Path) -> list[dict]:
+    servers = {name: server_process(name, model, folder) for name in SERVERS}
+    try:
+        return asyncio.run(compare(servers, workloads, rounds))
+    finally:
+        for server in servers.values():
+            server.stop()
 
 
 def main() -> None:
@@ -156,18 +191,19 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = options.model or make_model(Path(folder, "model"))
-        names = ("stock", "ours", "ours_threads")
-        servers = {name: server_process(name, model, Path(folder)) for name in names}
-        try:
-            rows = asyncio.run(compare(servers, options.rounds))
-        finally:
-            for server in servers.values():
-                server.stop()
-    if not options.model:
-        found = {"cores": os.cpu_count(), "rounds": options.rounds, "rows": rows}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.model:
+            measure(options.model, WORKLOADS, options.rounds, folder)
+            return
+        rows = []
+        for size, shape in MODELS.items():
+            model = make_model(folder / size, *shape)
+            workloads = WORKLOADS if size == "0.8 M" else [Workload(128, 64)]
+            found = measure(model, workloads, options.rounds, folder)
+            rows += [{"parameters": size} | row for row in found]
+    result = {"cores": os.cpu_count(), "rounds": options.rounds, "rows": rows}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
