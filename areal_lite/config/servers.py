@@ -52,7 +52,12 @@ class ServerConfig:
     context_length: int | None = setting(
         None, "Longest sequence, in tokens. null: that of the model.", minimum=1, maximum=MAX_TOKENS
     )
-    threads: int = setting(1, "CPU threads of a server without a GPU.", minimum=1, maximum=1024)
+    threads: int = setting(
+        1,
+        "CPU threads of a server without a GPU. A second one pays from a few million parameters.",
+        minimum=1,
+        maximum=1024,
+    )
     deterministic: bool = setting(
         False,
         "Give a request the same tokens whatever else the server runs, and on every server: "
