@@ -23,7 +23,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 24
+STEPS = 40
 pytestmark = pytest.mark.timeout(400)
 
 
