@@ -106,7 +106,7 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
-        # See cpu/pages.py. Larger ones are no faster.
+        # See cpu/pages.py. Attention takes 4 % less with pages of 64, which share less of a prompt.
         "page_size": 16,
         # SGLang's default would take 2 GB.
         "max_total_tokens": config.max_total_tokens or 65536,

@@ -43,8 +43,15 @@ class CpuPageAllocator(PagedTokenToKVPoolAllocator):
         self.free_pages = self.free_pages[pages:]
         return slots
 
-    def alloc_decode(self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor):
-        """Return a slot, int64 [requests], for the last of `seq_lens` tokens of each request."""
+    def alloc_decode(
+        self, seq_lens: Tensor, seq_lens_cpu: Tensor, last_loc: Tensor
+    ) -> Tensor | None:
+        """Return slots, int64 [requests], for one new token of each request.
+
+        Args:
+            seq_lens: int64 [requests], tokens with the new one.
+            last_loc: int64 [requests], the slot of the token before it.
+        """
         starts_page = (seq_lens % self.page_size == 1).nonzero().squeeze(1)
         if not self._has_free(len(starts_page)):
             return None
