@@ -20,6 +20,7 @@ from areal_lite.servers.answers import ServerLoad
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.system.network import free_port
+from tests.processes import running
 
 LONG = 1500  # tokens: much longer than the other requests
 pytestmark = pytest.mark.timeout(300)
@@ -269,10 +270,6 @@ time.sleep(600)
 """
 
 
-def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
 def wait_until(condition, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not (result := condition()) and time.monotonic() < deadline:
@@ -319,10 +316,10 @@ def test_nothing_survives_a_killed_parent(tiny_model, tmp_path):
         assert wait_until(lambda: len(server.children(recursive=True)) >= 2, 120), (
             "the scheduler and the detokenizer did not start"
         )
-        family = [server, *server.children(recursive=True)]
+        family = [p.pid for p in (server, *server.children(recursive=True))]
         parent.kill()
         parent.wait()
-        assert wait_until(lambda: not alive(family), 15), alive(family)
+        assert wait_until(lambda: not running(family), 15), running(family)
     finally:
         parent.kill()
         if server.is_running():

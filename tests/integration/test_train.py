@@ -19,6 +19,7 @@ from areal_lite.diagnose.diagnosis import diagnose
 from areal_lite.diagnose.history import read_history
 from areal_lite.run_dir.store import Store
 from tests.integration.controller_run import wrong_with
+from tests.processes import running
 from tests.terminal import Terminal
 from tests.unit.report import dashboard
 
@@ -255,12 +256,8 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
             os.kill(pid, sign)
         assert terminal.finish() == (130 if sign == signal.SIGINT else -signal.SIGKILL)
         deadline = time.monotonic() + 20
-        while alive := [
-            pid
-            for pid in children
-            if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        ]:
-            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive]
+        while alive := running(children):
+            assert time.monotonic() < deadline, alive
             time.sleep(0.2)
     if sign == signal.SIGINT:
         left = terminal.everything()

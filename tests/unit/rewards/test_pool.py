@@ -17,6 +17,7 @@ from areal_lite.rewards.function import load_reward_function
 from areal_lite.rewards.messages import Reply
 from areal_lite.rewards.pool import RewardError, RewardPool
 from areal_lite.rewards.worker_process import Sample
+from tests.processes import running
 
 BAD_REWARDS = '''
 import os, signal, subprocess, sys, time
@@ -378,9 +379,9 @@ def test_math_reward_in_a_worker() -> None:
 
 
 async def wait_until_gone(pid: int) -> None:
-    """Wait until no such process runs; a zombie does not count as running."""
+    """Wait until this process does not run."""
     for _ in range(500):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        if not running([pid]):
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"process {pid} is still there")

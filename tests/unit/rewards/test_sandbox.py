@@ -15,6 +15,7 @@ import uvloop
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rewards.program import extract_program, parse_tests, program_reward
 from areal_lite.rewards.sandbox.run import Limits, Outcome, SandboxError, run_python
+from tests.processes import running
 
 HARMLESS = [
     ("print(sum(map(int, input().split())))", "1 2\n", "3\n"),
@@ -150,9 +151,7 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
         owner.kill()
         owner.wait()
     psutil.wait_procs(children, timeout=10)
-    assert not any(
-        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children
-    )
+    assert running(child.pid for child in children) == []
 
 
 ADD = "def add(a, b):\n    return a + b\n"
