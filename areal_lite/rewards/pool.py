@@ -160,9 +160,11 @@ class RewardPool:
         try:
             await self._start_worker()
         except (ValueError, OSError) as error:
+            if self._unusable:
+                return  # close() stopped it while it started
             log.error("cannot replace a reward worker: %s", error)
             self._size -= 1
-            if self._size == 0 and not self._unusable:
+            if self._size == 0:
                 self._unusable = f"no reward worker is left, and a new one cannot start: {error}"
                 self._fail_queue()
 

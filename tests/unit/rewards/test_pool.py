@@ -258,6 +258,15 @@ def test_close_ends_samples_and_processes(run) -> None:
     run(main())
 
 
+def test_a_pool_that_closes_while_it_replaces_a_worker_reports_no_error(run, caplog) -> None:
+    async def main() -> None:
+        async with RewardPool("bad_rewards:act") as pool:
+            assert await outcome(pool, "exit") == "died"
+
+    run(main())
+    assert caplog.records == []
+
+
 def test_an_idle_worker_that_dies_is_replaced(run) -> None:
     async def main() -> None:
         async with RewardPool("bad_rewards:act") as pool:
