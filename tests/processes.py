@@ -1,17 +1,18 @@
-"""Which processes run, also while they end."""
+"""Tell which processes run, also while they end."""
 
 from collections.abc import Iterable
 
 import psutil
 
 
-def running(pids: Iterable[int]) -> list[int]:
-    """Return the process ids that run. A zombie does not run."""
-    return [pid for pid in pids if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it may end at any moment: asking first whether it exists races
-        return False
+def running(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return the processes that run. A zombie does not run."""
+    found = []
+    for pid in pids:
+        try:  # a process may end at any moment, also between two questions
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
