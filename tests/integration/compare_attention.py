@@ -17,12 +17,15 @@ from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 from areal_lite.servers.cpu.attention import PagedCpuAttention  # noqa: E402
+from areal_lite.servers.cpu.kernels import PAGE  # noqa: E402
 
-SLOTS, CONTEXT, LAYER = 400, 64, 1
+PAGES, CONTEXT, LAYER = 25, 64, 1
 
 
 class Pool:
-    """The two methods of SGLang's KV pool that attention uses, over plain tensors."""
+    """What attention uses of SGLang's KV pool, over plain tensors."""
+
+    page_size = PAGE
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor):
         self.keys, self.values = keys.clone(), values.clone()
@@ -61,16 +64,17 @@ def build(case: dict, dtype: torch.dtype):
     torch.manual_seed(case["seed"])
     prefix, new = (torch.tensor(x) for x in zip(*case["requests"]))
     heads, kv_heads, dim = case["kv_heads"] * case["group"], case["kv_heads"], case["head_dim"]
-    slots = torch.randperm(SLOTS)
+    pages = torch.randperm(PAGES)
     rows = torch.randperm(len(prefix) + 2)[: len(prefix)]
     table = torch.zeros(len(prefix) + 2, CONTEXT, dtype=torch.int32)
     out_slots, used = [], 0
     for row, p, n in zip(rows, prefix, new):
-        mine = slots[used : used + p + n]
-        used += p + n
+        count = -(-(p + n) // PAGE)
+        mine = (pages[used : used + count, None] * PAGE + torch.arange(PAGE)).flatten()[: p + n]
+        used += count
         table[row, : p + n] = mine.int()
         out_slots.append(mine[p:])
-    cache = [torch.randn(SLOTS, kv_heads, dim).to(dtype) for _ in range(2)]
+    cache = [torch.randn(PAGES * PAGE, kv_heads, dim).to(dtype) for _ in range(2)]
     q, k, v = (torch.randn(int(new.sum()), h * dim).to(dtype) for h in (heads, kv_heads, kv_heads))
     layer = SimpleNamespace(
         layer_id=LAYER,
@@ -93,11 +97,17 @@ def build(case: dict, dtype: torch.dtype):
         encoder_lens=None,
     )
     kv = (k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim))
-    runner = lambda: SimpleNamespace(  # noqa: E731
-        device="cpu",
-        req_to_token_pool=SimpleNamespace(req_to_token=table),
-        token_to_kv_pool=Pool(*cache),
-    )
+
+    def runner(backend: type) -> SimpleNamespace:
+        keys, values = cache
+        if backend is PagedCpuAttention:  # it keeps the keys of a page in another order
+            keys = keys.unflatten(0, (-1, PAGE)).permute(0, 2, 3, 1).reshape(keys.shape)
+        return SimpleNamespace(
+            device="cpu",
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+            token_to_kv_pool=Pool(keys, values),
+        )
+
     return runner, layer, batch, q, *kv
 
 
@@ -110,7 +120,8 @@ def compare(dtype: torch.dtype, tolerance: float) -> int:
         nonlocal seen
         runner, layer, batch, q, k, v = build(case, dtype)
         outputs = []
-        for backend in (TorchNativeAttnBackend(runner()), PagedCpuAttention(runner())):
+        for kind in (TorchNativeAttnBackend, PagedCpuAttention):
+            backend = kind(runner(kind))
             backend.init_forward_metadata(batch)
             forward = backend.forward_decode if case["decode"] else backend.forward_extend
             outputs.append(forward(q, k, v, layer, batch))

@@ -1,7 +1,5 @@
 """The kernels for machines without a GPU agree with torch in float64, gradients included."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -92,13 +90,20 @@ def test_a_strided_input_and_a_strided_gradient(monkeypatch):
     torch.testing.assert_close(fused, result_and_gradient())
 
 
-def test_exponentials_are_right_to_the_last_bits():
-    x = -np.concatenate([np.linspace(0, 87, 200_001), np.logspace(-12, 1, 1001)]).astype(np.float32)
-    scores = x.copy()
-    cpu_kernels._softmax(scores)
-    exact = np.exp(x.astype(np.float64))
-    np.testing.assert_allclose(scores / scores.max(), exact, rtol=5e-7, atol=1e-37)
-    assert math.isclose(float(scores.astype(np.float64).sum()), 1, rel_tol=1e-5)
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 2**31))
+def test_a_sum_is_normed_and_kept(shape, seed):
+    torch.manual_seed(seed)
+    rows, n = shape[0] * shape[1], shape[2]
+    x, added, weight = torch.randn(rows, n), torch.randn(rows + 2, n), torch.randn(n)
+    total = x.double() + added[:rows].double()
+    out = torch.zeros(rows + 2, n)
+    arrays = (y.numpy() for y in (x, added, weight))
+    cpu_kernels.add_and_norm(*arrays, np.float32(1e-6), out.numpy())
+    torch.testing.assert_close(x.double(), total, atol=1e-6, rtol=0)
+    expected = weight.double() * total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(out[:rows].double(), expected, atol=3e-6, rtol=3e-6)
+    assert not out[rows:].any()
 
 
 def test_other_types_and_more_threads_are_left_to_torch(monkeypatch):

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from areal_lite.cpu_kernels import paged_attention
+from areal_lite.servers.cpu.kernels import PAGE, paged_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -66,48 +65,83 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         self._shares = self._spans.shares(torch.get_num_threads())
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        plain = self._is_causal_self_attention(layer, forward_batch)
+        plain = self.is_plain(layer, forward_batch)
         attend = self._attend if plain else super().forward_decode
         return attend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
-        plain = self._is_causal_self_attention(layer, forward_batch)
+        plain = self.is_plain(layer, forward_batch)
         attend = self._attend if plain else super().forward_extend
         return attend(q, k, v, layer, forward_batch, save_kv_cache)
 
-    def _is_causal_self_attention(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
-        windowed = self.use_sliding_window_kv_pool or layer.sliding_window_size not in (None, -1)
-        causal = (
-            layer.attn_type == AttentionType.DECODER
-            and not layer.is_cross_attention
+    def is_plain(self, layer: RadixAttention, batch: ForwardBatch) -> bool:
+        """Return whether the kernel computes the attention of this layer, now and always."""
+        return (
+            is_plain_attention(layer)
+            and self.token_to_kv_pool.page_size == PAGE
+            and not self.use_sliding_window_kv_pool
             and batch.encoder_lens is None
         )
-        return causal and not windowed and layer.qk_head_dim == layer.v_head_dim
 
     def _attend(
         self, q, k, v, layer: RadixAttention, batch: ForwardBatch, save_kv_cache: bool
     ) -> torch.Tensor:
-        pool = self.token_to_kv_pool
-        assert self.req_to_token_pool is not None
         if save_kv_cache and k is not None:
-            where = KVWriteLoc(batch.out_cache_loc, None)
-            # The base class of the pools declares a tensor here; they all take a KVWriteLoc.
-            pool.set_kv_buffer(layer, where, k, v)  # pyright: ignore[reportArgumentType]
+            keys, values = self._cache(layer)
+            pages, offsets = batch.out_cache_loc // PAGE, batch.out_cache_loc % PAGE
+            heads = (-1, layer.tp_k_head_num, layer.qk_head_dim)
+            keys[pages, :, :, offsets] = k.reshape(heads).to(keys.dtype)
+            values[pages, offsets] = v.reshape(heads).to(values.dtype)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).float().contiguous()
         out = torch.empty_like(query)
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        self.attend(query.numpy(), *self.cache(layer), layer.scaling, out.numpy())
+        return out.to(q.dtype).view(q.shape[0], -1)
+
+    def cache(self, layer: RadixAttention) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cache of a layer as the kernels take it.
+
+        These are the keys, [pages, kv_heads, head_dim, PAGE], and the values,
+        [pages, PAGE, kv_heads, head_dim].
+        """
+        keys, values = self._cache(layer)
+        return _numpy(keys), _numpy(values)
+
+    def _cache(self, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        _, heads, dim = keys.shape
+        return keys.view(-1, heads, dim, PAGE), values.view(-1, PAGE, heads, dim)
+
+    def attend(
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        scale: float,
+        out: np.ndarray,
+    ) -> None:
+        """Set `out` to the attention of the batch's tokens, whose keys are in the cache.
+
+        Args:
+            query: float32 [tokens, heads, head_dim].
+            keys, values: from `cache`.
+            scale: of the dot products.
+            out: float32 [tokens or more, heads, head_dim], of which those of the tokens are
+                written.
+        """
+        assert self.req_to_token_pool is not None
         slots = self.req_to_token_pool.req_to_token.numpy()
 
         def attend(tokens: slice) -> None:
             paged_attention(
-                query.numpy()[tokens],
-                _numpy(keys),
-                _numpy(values),
+                query[tokens],
+                keys,
+                values,
                 slots,
                 self._spans.rows[tokens],
                 self._spans.lengths[tokens],
-                np.float32(layer.scaling),
-                out.numpy()[tokens],
+                np.float32(scale),
+                out[tokens],
             )
 
         # The kernel runs without Python's lock.
@@ -115,7 +149,17 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         attend(self._shares[0])
         for other in others:
             other.result()
-        return out.to(q.dtype).view(q.shape[0], -1)
+
+
+def is_plain_attention(layer: RadixAttention) -> bool:
+    """Return whether a layer's tokens attend to all tokens up to themselves, and fit the kernel."""
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and layer.sliding_window_size in (None, -1)
+        and layer.qk_head_dim == layer.v_head_dim
+        and layer.qk_head_dim % PAGE == 0
+    )
 
 
 def _numpy(cache: torch.Tensor) -> np.ndarray:
