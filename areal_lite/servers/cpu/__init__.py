@@ -1,6 +1,6 @@
 """Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
 
-The kernels are in areal_lite/cpu_kernels.py. SGLang itself is not edited. It has extension points
+SGLang itself is not edited. It has extension points
 for hardware that it does not know:
 
 * `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
@@ -9,9 +9,10 @@ for hardware that it does not know:
   operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
-  sequences in Python for each layer and token. This one uses one kernel for all.
+  sequences in Python for each layer and token. This one uses one kernel for all (`kernels.py`).
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
-* `operators.py`: the norm and the rotary embedding, by one kernel each.
+* `decoder.py`: the layers of dense models, by few operators.
+* `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
@@ -41,8 +42,30 @@ def activate() -> str | None:
         _defer_while_decoding,
         HookType.AROUND,
     )
+    _fuse_layers()
     _allow_determinism()
     return "areal_lite.servers.cpu.platform.CpuPlatform"
+
+
+def _fuse_layers() -> None:
+    """Let dense models compute their layers, and logits, by decoder.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def forward(*args: Any, **named: Any) -> Any:
+        from areal_lite.servers.cpu import decoder  # SGLang knows its platform by now
+
+        return decoder.forward(*args, **named)
+
+    def lm_head(*args: Any, **named: Any) -> Any:
+        from areal_lite.servers.cpu import decoder
+
+        return decoder.lm_head(*args, **named)
+
+    models, layers = "sglang.srt.models", "sglang.srt.layers"
+    for model in ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model"):
+        HookRegistry.register(f"{models}.{model}.forward", forward, HookType.AROUND)
+    processor = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
+    HookRegistry.register(processor, lm_head, HookType.AROUND)
 
 
 def _allow_determinism() -> None:

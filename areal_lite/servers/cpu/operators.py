@@ -45,17 +45,23 @@ def rotary_embedding(
     rotary: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor, *more, **named
 ):
     """Rotate query and key, [tokens, heads · dim] or with a dimension of heads."""
-    plain = (
-        not any(argument is not None for argument in (*more, *named.values()))
-        and rotary.is_neox_style
-        and rotary.rotary_dim == rotary.head_size
-        and not hasattr(rotary, "sin_cos_cache")
-    )
-    if not (plain and _is_float32(query) and _is_float32(rotary.cos_sin_cache)):
+    plain = not any(argument is not None for argument in (*more, *named.values()))
+    if not (plain and is_plain_rotation(rotary) and _is_float32(query)):
         return rotary.forward_native(positions, query, key, *more, **named)
     both = rotary.cos_sin_cache.index_select(0, positions.flatten())
     cos, sin = (cpu_kernels.array(half, *half.shape) for half in both.chunk(2, dim=-1))
     return _rotated(query, cos, sin, rotary.head_size), _rotated(key, cos, sin, rotary.head_size)
+
+
+def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
+    """Return whether it rotates whole heads in halves, by the angles of the position alone."""
+    return (
+        type(rotary).forward_native is RotaryEmbedding.forward_native
+        and rotary.is_neox_style
+        and rotary.rotary_dim == rotary.head_size
+        and not hasattr(rotary, "sin_cos_cache")
+        and _is_float32(rotary.cos_sin_cache)
+    )
 
 
 def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:

@@ -1,0 +1,106 @@
+"""Servers without a GPU give the log-probs of transformers, for each kind of layer."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from areal_lite.config import ServerConfig
+from areal_lite.servers.client import SGLangClient
+from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.process import ServerProcess
+from areal_lite.system.network import free_port
+
+# Large enough for products by oneDNN. Qwen2 has biases, Qwen3 norms of heads, Llama neither.
+SHAPE = dict(
+    vocab_size=96,
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=1,
+    initializer_range=0.1,
+)
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE, tie_word_embeddings=False)),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SHAPE, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SHAPE, head_dim=48, tie_word_embeddings=True)),
+}
+NUM = 40
+
+
+def make_model(name: str, folder: Path) -> str:
+    torch.manual_seed(0)
+    kind, config = MODELS[name]
+    model = kind(config).float()
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def prompt(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(2, 90, 1 + 5 * number).astype(np.int32)
+
+
+async def completions(server: ServerProcess) -> list[GenerationChunk]:
+    """Sample after each prompt, all at once."""
+    await server.wait_ready(240)
+    async with SGLangClient(60) as client:
+        params = [SamplingParams(20 + 2 * i, 1.0, (1,)) for i in range(NUM)]
+        return await asyncio.gather(
+            *(
+                client.generate(server.info, prompt(i), params[i], f"r{i}", "key")
+                for i in range(NUM)
+            )
+        )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "dtype", "threads", "whose", "tolerance"),
+    [
+        ("llama", "float32", 1, "areal_lite's fused", 2e-5),
+        ("qwen2", "float32", 2, "areal_lite's fused", 2e-5),
+        ("qwen3", "float32", 1, "areal_lite's fused", 2e-5),
+        ("qwen3", "bfloat16", 1, "SGLang's own", 0.2),
+    ],
+)
+def test_logprobs_are_those_of_transformers(tmp_path, name, dtype, threads, whose, tolerance):
+    model = make_model(name, tmp_path / "model")
+    config = ServerConfig(device="cpu", dtype=dtype, threads=threads)
+    log = tmp_path / "server.log"
+    server = ServerProcess(config, model, name="s", port=free_port(), seed=1, log_path=log)
+    try:
+        server.start()
+        chunks = asyncio.run(completions(server))
+    finally:
+        server.stop()
+    assert f"runs with {whose} layers" in log.read_text()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    for i, chunk in enumerate(chunks):
+        tokens = torch.tensor(np.concatenate([prompt(i), chunk.tokens]))
+        with torch.no_grad():
+            logprobs = reference(tokens[None]).logits[0, :-1].log_softmax(-1)
+        expected = logprobs[-len(chunk.tokens) :].gather(
+            1, torch.tensor(chunk.tokens)[:, None].long()
+        )
+        found = torch.tensor(chunk.logprobs).double()
+        torch.testing.assert_close(found, expected[:, 0], atol=tolerance, rtol=0)
