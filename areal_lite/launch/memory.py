@@ -230,7 +230,7 @@ def layer_activations(
     names = ARCHITECTURES[hf.model_type].layer
     hidden, dim = hf.hidden_size, head_dim(hf)
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
-    # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu_kernels.py), it
+    # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu_kernels), it
     # keeps its input and the normalized input, both in float32.
     norm = b if gpu or (trainer.threads == 1 and b == 4) else 8
     norms = 2 * (norm + b) * hidden / (tensor if trainer.sequence_parallel else 1)  # and outputs

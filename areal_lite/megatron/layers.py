@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite import cpu_kernels
+from areal_lite.cpu_kernels import norms
 from areal_lite.megatron.parallel import current_device, process_group
 
 
@@ -29,7 +29,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        if cpu_kernels.fits(x):
+        if norms.fits(x):
             return _FusedRMSNorm.apply(x, self.weight, self.eps)  # pyright: ignore[reportReturnType]
         if x.is_cuda:  # one kernel, which keeps only its input
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -43,9 +43,9 @@ class RMSNorm(torch.nn.Module):
 class _FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = cpu_kernels.array(x, -1, len(weight))
+        rows = norms.array(x, -1, len(weight))
         out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
-        cpu_kernels.rms_norm(rows, weight.detach().numpy(), np.float32(eps), out, scale)
+        norms.rms_norm(rows, weight.detach().numpy(), np.float32(eps), out, scale)
         ctx.save_for_backward(x, weight)
         ctx.scale = scale
         return torch.from_numpy(out).view(x.shape)
@@ -54,11 +54,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
-        rows, grad = (cpu_kernels.array(y, -1, len(weight)) for y in (x, grads[0]))
+        rows, grad = (norms.array(y, -1, len(weight)) for y in (x, grads[0]))
         grad_x, grad_weight = np.empty_like(rows), np.zeros(len(weight), np.float32)
-        cpu_kernels.rms_norm_backward(
-            rows, weight.detach().numpy(), ctx.scale, grad, grad_x, grad_weight
-        )
+        norms.rms_norm_backward(rows, weight.detach().numpy(), ctx.scale, grad, grad_x, grad_weight)
         return torch.from_numpy(grad_x).view(x.shape), torch.from_numpy(grad_weight), None
 
 

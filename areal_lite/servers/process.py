@@ -106,7 +106,7 @@ def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
-        "page_size": 16,  # what the kernel of attention has: cpu/kernels.py
+        "page_size": 16,  # that of the kernel (areal_lite/cpu_kernels/paged_attention.py)
         # SGLang's default would take 2 GB.
         "max_total_tokens": config.max_total_tokens or 65536,
         # An idle scheduler would spin on one core.

@@ -16,8 +16,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
+from areal_lite.cpu_kernels.paged_attention import PAGE  # noqa: E402
 from areal_lite.servers.cpu.attention import PagedCpuAttention  # noqa: E402
-from areal_lite.servers.cpu.kernels import PAGE  # noqa: E402
 
 PAGES, CONTEXT, LAYER = 25, 64, 1
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite import cpu_kernels
-from areal_lite.megatron.attention import rotate
+from areal_lite.cpu_kernels import norms
+from areal_lite.megatron.attention import PackedSequences, _KernelAttention, rotate
+from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.layers import RMSNorm
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 8, 34, 128]))
@@ -57,7 +58,7 @@ def test_rms_norm_and_its_gradients(shape, scale, seed):
     def fused(x, weight):
         return torch.func.functional_call(norm, {"weight": weight}, (scale * x,))
 
-    assert cpu_kernels.fits(x)
+    assert norms.fits(x)
     assert_same_with_gradients(fused, plain, [x, weight])
 
 
@@ -99,15 +100,71 @@ def test_a_sum_is_normed_and_kept(shape, seed):
     total = x.double() + added[:rows].double()
     out = torch.zeros(rows + 2, n)
     arrays = (y.numpy() for y in (x, added, weight))
-    cpu_kernels.add_and_norm(*arrays, np.float32(1e-6), out.numpy())
+    norms.add_and_norm(*arrays, np.float32(1e-6), out.numpy())
     torch.testing.assert_close(x.double(), total, atol=1e-6, rtol=0)
     expected = weight.double() * total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(out[:rows].double(), expected, atol=3e-6, rtol=3e-6)
     assert not out[rows:].any()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    dim=st.sampled_from([16, 32, 80]),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
+    torch.manual_seed(seed)
+    tensors = [scale * torch.randn(sum(lengths), n, dim) for n in (heads[0], heads[1], heads[1])]
+    # A part of wider rows, as Megatron's projections give it, and gradients that are not contiguous.
+    query, key, value = (torch.cat([x, x], -1)[..., :dim].requires_grad_() for x in tensors)
+
+    def packed(*inputs):
+        bounds = np.cumsum([0, *lengths])
+        return _KernelAttention.apply(*inputs, bounds).transpose(0, 1)
+
+    def plain(query, key, value):
+        parts = [x.split(lengths) for x in (query, key, value)]
+        attended = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in part), is_causal=True, enable_gqa=True
+            )
+            for part in zip(*parts, strict=True)
+        ]
+        return torch.cat(attended, 1)
+
+    # The gradient of a query is a sum of differences between numbers of about scale², times scale.
+    tolerance = 5e-6 * max(1, scale) ** 3
+    assert_same_with_gradients(packed, plain, [query, key, value], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"dim": 24}, False),
+        ({"dtype": torch.bfloat16}, False),
+        ({"length": 2000}, False),
+    ],
+)
+def test_packed_attention_is_used_where_it_fits(changed, fits):
+    case = {"dim": 32, "dtype": torch.float32, "length": 50} | changed
+    index = torch.arange(case["length"])
+    local = LocalTokens(
+        tokens=index,
+        position_ids=index,
+        following=index,
+        cu_seqlens=torch.tensor([0, case["length"]], dtype=torch.int32),
+        gathered_index=index,
+    )
+    packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
+    assert (packed.bounds is not None) == fits and (packed.blocks is None) == fits
+
+
 def test_other_types_and_more_threads_are_left_to_torch(monkeypatch):
-    assert not cpu_kernels.fits(torch.zeros(2, dtype=torch.bfloat16))
-    assert cpu_kernels.fits(torch.zeros(2))
+    assert not norms.fits(torch.zeros(2, dtype=torch.bfloat16))
+    assert norms.fits(torch.zeros(2))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert not cpu_kernels.fits(torch.zeros(2))
+    assert not norms.fits(torch.zeros(2))

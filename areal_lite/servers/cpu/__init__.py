@@ -9,7 +9,8 @@ for hardware that it does not know:
   operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
   context; without one it would only import everything three times.
 * `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
-  sequences in Python for each layer and token. This one uses one kernel for all (`kernels.py`).
+  sequences in Python for each layer and token. This one uses one kernel for all
+  (areal_lite/cpu_kernels/paged_attention.py).
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.

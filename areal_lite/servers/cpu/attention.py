@@ -16,7 +16,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 
-from areal_lite.servers.cpu.kernels import PAGE, paged_attention
+from areal_lite.cpu_kernels.paged_attention import PAGE, paged_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -29,9 +29,9 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_exec, get_parallel
 from torch import Tensor, nn
 
-from areal_lite import cpu_kernels
+from areal_lite.cpu_kernels import norms
+from areal_lite.cpu_kernels.paged_attention import place_heads
 from areal_lite.servers.cpu.attention import PagedCpuAttention, is_plain_attention
-from areal_lite.servers.cpu.kernels import place_heads
 from areal_lite.servers.cpu.operators import is_plain_rotation
 
 if TYPE_CHECKING:
@@ -142,9 +142,7 @@ def _run(
 
 def _add_and_norm(stream: np.ndarray, added: Tensor, norm: RMSNorm, normed: Tensor) -> None:
     eps = np.float32(norm.variance_epsilon)
-    cpu_kernels.add_and_norm(
-        stream, added.numpy(), norm.weight.detach().numpy(), eps, normed.numpy()
-    )
+    norms.add_and_norm(stream, added.numpy(), norm.weight.detach().numpy(), eps, normed.numpy())
 
 
 def _head_norms(attention: Any) -> tuple[np.ndarray, np.float32]:

@@ -1,4 +1,4 @@
-"""SGLang's norm and rotary embedding by the kernels of areal_lite/cpu_kernels.py.
+"""SGLang's norm and rotary embedding by the kernels of areal_lite/cpu_kernels/norms.py.
 
 SGLang has a registry of operators for hardware that it does not know. Inputs that the kernels do
 not suit go to SGLang's own torch code: other types than float32, and variants of the operators that
@@ -12,7 +12,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from torch import Tensor
 
-from areal_lite import cpu_kernels
+from areal_lite.cpu_kernels import norms
 
 
 def register_operators(platform_key: str) -> None:
@@ -33,10 +33,10 @@ def rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None, *more, **
         return norm.forward_native(x, residual, *more, **named)
     if residual is not None:
         x = x + residual
-    rows = cpu_kernels.array(x, -1, norm.hidden_size)
+    rows = norms.array(x, -1, norm.hidden_size)
     out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
     eps = np.float32(norm.variance_epsilon)
-    cpu_kernels.rms_norm(rows, norm.weight.detach().numpy(), eps, out, scale)
+    norms.rms_norm(rows, norm.weight.detach().numpy(), eps, out, scale)
     normed = torch.from_numpy(out).view(x.shape)
     return normed if residual is None else (normed, x)
 
@@ -49,7 +49,7 @@ def rotary_embedding(
     if not (plain and is_plain_rotation(rotary) and _is_float32(query)):
         return rotary.forward_native(positions, query, key, *more, **named)
     both = rotary.cos_sin_cache.index_select(0, positions.flatten())
-    cos, sin = (cpu_kernels.array(half, *half.shape) for half in both.chunk(2, dim=-1))
+    cos, sin = (norms.array(half, *half.shape) for half in both.chunk(2, dim=-1))
     return _rotated(query, cos, sin, rotary.head_size), _rotated(key, cos, sin, rotary.head_size)
 
 
@@ -65,9 +65,9 @@ def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
 
 
 def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:
-    heads = cpu_kernels.array(x, len(cos), x.numel() // (len(cos) * dim), dim)
+    heads = norms.array(x, len(cos), x.numel() // (len(cos) * dim), dim)
     out = np.empty_like(heads)
-    cpu_kernels.rotate(heads, cos, sin, np.float32(1), out)
+    norms.rotate(heads, cos, sin, np.float32(1), out)
     return torch.from_numpy(out).view(x.shape)
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.servers.cpu.kernels import PAGE, _softmax, paged_attention, place_heads
+from areal_lite.cpu_kernels.paged_attention import PAGE, _softmax, paged_attention, place_heads
 
 NUM_PAGES = 32
 

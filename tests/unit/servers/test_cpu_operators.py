@@ -14,15 +14,15 @@ install_stand_ins()
 import sglang
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from areal_lite import cpu_kernels
+from areal_lite.cpu_kernels import norms
 from areal_lite.servers.cpu.operators import rms_norm, rotary_embedding
 
 torch.manual_seed(0)
 dtype = torch.{dtype}
 calls = []
 for name in ("rms_norm", "rotate"):
-    kernel = getattr(cpu_kernels, name)
-    setattr(cpu_kernels, name, lambda *a, kernel=kernel: (calls.append(1), kernel(*a)))
+    kernel = getattr(norms, name)
+    setattr(norms, name, lambda *a, kernel=kernel: (calls.append(1), kernel(*a)))
 with torch.no_grad():
     norm = RMSNorm(48, eps=1e-6, weight_dtype=dtype)
     norm.weight.copy_(torch.randn(48))
