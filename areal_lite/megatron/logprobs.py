@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from areal_lite.cpu_kernels.products import linear
+
 CHUNK = 1024  # tokens
 KEPT = 1 << 25  # logits kept for backward: 128 MiB in float32
 KEPT_ON_GPU = 1 << 31  # 8 GiB
@@ -186,7 +188,7 @@ class _LmLogProbs(torch.autograd.Function):
                 del p
             slope.scatter_add_(-1, column[rows, None], grad_target[rows, None])
             slope = slope.to(head.dtype)
-            torch.mm(slope, head, out=grad_hidden[rows])
+            grad_hidden[rows] = linear(slope, head.t())
             if grad_weight is not None:
                 product = slope.t(), hidden[rows].to(head.dtype)
                 _add_product(grad_weight[: options.width], *product, options.products.wide)
@@ -212,7 +214,7 @@ def _head(weight: Tensor, options: _Options) -> Tensor:
 def _logits(hidden: Tensor, head: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     hidden = hidden.to(head.dtype)
     if options.products.logits == head.dtype:
-        x = torch.mm(hidden, head.t()).to(dtype)
+        x = linear(hidden, head).to(dtype)
     else:
         x = torch.mm(hidden, head.t(), out_dtype=dtype)
     return x if options.temperature == 1.0 else x.div_(options.temperature)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu_kernels import norms
+from areal_lite.cpu_kernels.products import linear
 from areal_lite.megatron.attention import PackedSequences, _KernelAttention, rotate
 from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.layers import RMSNorm
@@ -118,7 +119,7 @@ def test_a_sum_is_normed_and_kept(shape, seed):
 def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
     torch.manual_seed(seed)
     tensors = [scale * torch.randn(sum(lengths), n, dim) for n in (heads[0], heads[1], heads[1])]
-    # A part of wider rows, as Megatron's projections give it, and gradients that are not contiguous.
+    # A part of wider rows, as Megatron's projections give it. The gradient is not contiguous.
     query, key, value = (torch.cat([x, x], -1)[..., :dim].requires_grad_() for x in tensors)
 
     def packed(*inputs):
@@ -161,6 +162,19 @@ def test_packed_attention_is_used_where_it_fits(changed, fits):
     )
     packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
     assert (packed.bounds is not None) == fits and (packed.blocks is None) == fits
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(3, True), (700, True), (700, False)])
+def test_products_by_both_libraries(rows, bias):
+    x, weight = torch.randn(rows, 64), torch.randn(128, 64)
+    added = torch.randn(128) if bias else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), added.double() if added is not None else None
+    )
+    strided = weight.t().contiguous().t()
+    for form in (weight, strided):
+        found = linear(x, form, added).double()
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_other_types_and_more_threads_are_left_to_torch(monkeypatch):

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from areal_lite.cpu_kernels import norms
 from areal_lite.cpu_kernels.paged_attention import place_heads
+from areal_lite.cpu_kernels.products import linear
 from areal_lite.servers.cpu.attention import PagedCpuAttention, is_plain_attention
 from areal_lite.servers.cpu.operators import is_plain_rotation
 
@@ -39,19 +40,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Multiplications of a product from which oneDNN is faster: a call takes 10 µs more than one of MKL.
-# It takes half of MKL's time on AMD, where MKL does without AVX-512, and the same on Intel.
-_WORTHWHILE = 2**21
 # oneDNN compiles a kernel for each number of rows, in up to half a millisecond.
 _MOST_EXACT_ROWS = 16
 _known: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + bias in float32: [rows, in], [out, in], [out] -> [rows, out]."""
-    if len(x) * weight.numel() < _WORTHWHILE:
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def padded(rows: int) -> int:
@@ -95,8 +86,7 @@ def lm_head(
     """Return the logits of hidden states, float32 [tokens, vocabulary]."""
     weight = getattr(head, "weight", None)
     if (
-        not torch.backends.mkldnn.is_available()
-        or get_exec().deterministic.enable_deterministic_inference
+        get_exec().deterministic.enable_deterministic_inference
         or embedding_bias is not None
         or hidden.dtype != torch.float32
         or not isinstance(weight, Tensor)
@@ -164,8 +154,7 @@ def _is_known(model: Any) -> bool:
 
 def _is_plain(model: Any) -> bool:
     return (
-        torch.backends.mkldnn.is_available()
-        and get_parallel().tp_size == 1
+        get_parallel().tp_size == 1
         and model.pp_group.world_size == 1
         and not get_exec().deterministic.enable_deterministic_inference
         and not model.layers_to_capture
