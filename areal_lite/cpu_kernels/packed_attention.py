@@ -16,6 +16,7 @@ from areal_lite.cpu_kernels.vectors import (
     exp,
     load_row,
     multiply_add,
+    softmax,
     store_row,
     zeros,
 )
@@ -51,7 +52,7 @@ def attend(query, key, value, bounds, scale, out, log_sums):
                 seen = row + len(some)
                 _products(some, keys, seen, weights)
                 for r in range(len(some)):
-                    log_sums[start + row + r, head] = _softmax(weights[r, : row + r + 1], scale)
+                    log_sums[start + row + r, head] = softmax(weights[r, : row + r + 1], scale)
                 _clear(weights, row, len(some))
                 _sums(weights, v[:seen], o[row:seen])
 
@@ -136,22 +137,6 @@ def _products(rows, columns, count, out):
         store_row(out, 1, j, s1)
         store_row(out, 2, j, s2)
         store_row(out, 3, j, s3)
-
-
-@numba.njit(cache=True, nogil=True, fastmath=True)
-def _softmax(scores, scale):
-    """Replace scores, float32 [n], by softmax(scale · scores). Return log Σ exp(scale · scores)."""
-    highest = scores[0]
-    for j in range(1, len(scores)):
-        highest = max(highest, scores[j])
-    total = np.float32(0)
-    for j in range(len(scores)):
-        scores[j] = exp(scale * (scores[j] - highest))
-        total += scores[j]
-    factor = np.float32(1) / total
-    for j in range(len(scores)):
-        scores[j] *= factor
-    return scale * highest + np.log(total)
 
 
 @numba.njit(cache=True, nogil=True, fastmath=True)

@@ -17,10 +17,10 @@ import numpy as np
 from areal_lite.cpu_kernels.vectors import (
     SIZE,
     add,
-    exp,
     load,
     multiply_add,
     prefetch,
+    softmax,
     store,
     zeros,
 )
@@ -108,7 +108,7 @@ def paged_attention(query, keys, values, req_to_token, rows, lengths, scale, out
             fetched = v if count <= ahead < 2 * count else k
             _score(query, t, k, starts[i], kv_heads, scores, i * PAGE, fetched, starts[ahead])
         for head in range(num_heads):
-            _softmax(scores[head, : lengths[t]], scale)
+            softmax(scores[head, : lengths[t]], scale)
         out[t] = 0
         for i in range(count):
             ahead = count + i + _PAGES_AHEAD
@@ -169,18 +169,3 @@ def _add_values(weights, values, start, kv_heads, out, t, fetched, ahead):
                     value = start + offset + (used - 1) * row
                     even = multiply_add(weights[head, used - 1], load(values, value), even)
                 store(result, where, add(even, odd))
-
-
-@numba.njit(cache=True, nogil=True, fastmath=True)
-def _softmax(scores, scale):
-    """Replace scores, float32 [n], by softmax(scale · scores)."""
-    highest = scores[0]
-    for i in range(1, len(scores)):
-        highest = max(highest, scores[i])
-    total = np.float32(0)
-    for i in range(len(scores)):
-        scores[i] = exp(scale * (scores[i] - highest))
-        total += scores[i]
-    factor = np.float32(1) / total
-    for i in range(len(scores)):
-        scores[i] *= factor

@@ -1,4 +1,4 @@
-"""Vectors of 16 float32 numbers for kernels that numba compiles.
+"""Vectors of 16 float32 numbers, and a softmax, for kernels that numba compiles.
 
 numba turns a loop into vector instructions only if it is long, and heads of 32 or 64 elements are
 short. Kernels of attention therefore load, compute and store 16 numbers at once. A processor
@@ -172,3 +172,22 @@ def exp(x):
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
     return np.int32((n + np.int32(127)) * np.int32(1 << 23)).view(np.float32) * p
+
+
+@numba.njit(nogil=True, fastmath=True)
+def softmax(scores, scale):
+    """Replace scores, float32 [n], by softmax(scale · scores). Return log Σ exp(scale · scores).
+
+    scale is above 0.
+    """
+    highest = scores[0]
+    for i in range(1, len(scores)):
+        highest = max(highest, scores[i])
+    total = np.float32(0)
+    for i in range(len(scores)):
+        scores[i] = exp(scale * (scores[i] - highest))
+        total += scores[i]
+    factor = np.float32(1) / total
+    for i in range(len(scores)):
+        scores[i] *= factor
+    return scale * highest + np.log(total)

@@ -294,20 +294,21 @@ class _KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
-        q, k, v = (norms.array(x, *x.shape) for x in (query, key, value))
-        scale = np.float32(query.shape[2] ** -0.5)
-        out, log_sums = np.empty_like(q), np.empty(q.shape[:2], np.float32)
-        attend(q, k, v, bounds, scale, out, log_sums)
-        ctx.kept = q, k, v, bounds, scale, (out, log_sums)
-        return torch.from_numpy(out)
+        q, k, v = (x.contiguous() for x in (query, key, value))
+        out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
+        ctx.bounds, ctx.scale = bounds, np.float32(q.shape[2] ** -0.5)
+        arrays = (x.numpy() for x in (q, k, v))
+        attend(*arrays, bounds, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, bounds, scale, results = ctx.kept
+        q, k, v, out, log_sums = (x.numpy() for x in ctx.saved_tensors)
         gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-        grad = norms.array(grads[0], *q.shape)
-        attend_backward(q, k, v, bounds, scale, results, grad, gradients)
+        grad = grads[0].contiguous().numpy()
+        attend_backward(q, k, v, ctx.bounds, ctx.scale, (out, log_sums), grad, gradients)
         return *map(torch.from_numpy, gradients), None
 
 
