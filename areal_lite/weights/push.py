@@ -201,7 +201,7 @@ class WeightPusher(Pusher):
         recipients.post(_FROM_DISK, staged.check_request())
         with self._pause(recipients, between_steps=True) as window:
             body = staged.activate_request() | {"flush_cache": window.flush_cache}
-            recipients.post(_FROM_DISK, body)
+            window.take(_FROM_DISK, body)
 
     def _transfer_folder(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
         version = recipients.report.version

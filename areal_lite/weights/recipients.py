@@ -24,7 +24,7 @@ class PushReport:
 
     Args:
         paused_at: the wall-clock time at which the pause began, in seconds.
-        pause_s: the length of the pause window, in which no server produces a token.
+        pause_s: the length of the pause window, in which a server produces no token.
         total_s: the length of the whole push.
         megabytes: the size of the weights in MiB.
         drained: how many requests in flight the controller waited for (interrupt mode `none`).
@@ -60,6 +60,16 @@ class PushRecipients:
     def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
         """POST `body` once to every server."""
         self._remove(post_each(self.servers, path, body, timeout_s or self.timeout_s))
+
+    def post_in_turn(self, path: str, body: dict[str, Any]) -> float:
+        """POST `body` to one server after the other. Return the seconds of the longest call."""
+        longest = 0.0
+        for server in list(self.servers):
+            heartbeat.beat()
+            started = steady_time()
+            self._remove(post_each([server], path, body, self.timeout_s))
+            longest = max(longest, steady_time() - started)
+        return longest
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
         """Run `action` with all servers, and again without those that failed, until it succeeds.
@@ -109,7 +119,8 @@ class PauseWindow:
         interrupt: what happens to requests in flight.
         timeout_s: how long pausing and resuming may take.
         between_steps: whether the servers take the weights in one call, between two decode steps.
-            In place they are then not paused at all, and the window is the length of that call.
+            In place they are then not paused at all, and the window is the length of that call,
+            of the server for which it takes longest.
     """
 
     def __init__(
@@ -126,6 +137,7 @@ class PauseWindow:
         # A flush under running requests would kill the scheduler.
         self.flush_cache = self._mode != InterruptMode.IN_PLACE
         self._pauses = self.flush_cache or not between_steps
+        self._longest_s = 0.0
 
     def __enter__(self) -> PauseWindow:
         self._recipients.report.paused_at = steady_time()
@@ -133,10 +145,22 @@ class PauseWindow:
             self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
         return self
 
+    def take(self, path: str, body: dict[str, Any]) -> None:
+        """Let the servers take the weights by a POST of `body`.
+
+        Servers that are not paused take turns: two copies at once take the memory of the machine
+        from each other, and the others generate meanwhile.
+        """
+        if self._pauses:
+            self._recipients.post(path, body)
+        else:
+            self._longest_s = self._recipients.post_in_turn(path, body)
+
     def __exit__(self, *_: object) -> None:
         # Memory that the server gave back to the driver here, it would allocate at the next push.
         if self._pauses:
             body = {"torch_empty_cache": False}
             self._recipients.post("/continue_generation", body, self._timeout_s)
         report = self._recipients.report
-        report.pause_s = steady_time() - report.paused_at
+        whole_s = steady_time() - report.paused_at
+        report.pause_s = whole_s if self._pauses else self._longest_s

@@ -213,6 +213,30 @@ def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_
     assert body["flush_cache"] == bool(paused), "a flush would break the requests that run on"
 
 
+@pytest.mark.parametrize(
+    ("interrupt", "asked", "pause_s"),
+    [("in_place", [["a"], ["b"]], 3.0), ("retract", 3 * [["a", "b"]], 9.0)],
+)
+def test_servers_that_are_not_paused_take_turns(monkeypatch, interrupt, asked, pause_s):
+    """The slowest of several servers that are asked at once determines how long they take."""
+    clock, calls = [0.0], []
+
+    def post_each(servers, path, body, timeout_s):
+        calls.append([server.name for server in servers])
+        clock[0] += max({"a": 2.0, "b": 3.0}[server.name] for server in servers)
+        return []
+
+    monkeypatch.setattr("areal_lite.weights.recipients.post_each", post_each)
+    monkeypatch.setattr("areal_lite.weights.recipients.steady_time", lambda: clock[0])
+    servers = [
+        ServerInfo(name=name, url="", api_key=None, tensor_parallel=1, pid=1) for name in "ab"
+    ]
+    push = PushRecipients(servers, PushReport(version=1), timeout_s=5)
+    with PauseWindow(push, interrupt, 5, between_steps=True) as window:
+        window.take("/update_weights_from_disk", {})
+    assert calls == asked and push.report.pause_s == pause_s
+
+
 def test_weight_folder_touches_nothing_but_its_own(tmp_path):
     model, root = tmp_path / "model", tmp_path / "root"
     model.mkdir(), root.mkdir()
