@@ -29,6 +29,8 @@ _LIMIT = timedelta(minutes=30)
 _ASK_EVERY_S = 0.05
 # Whether SGLang has found this plugin in this process.
 installed = False
+# The memory of the last bucket, without a GPU.
+_kept: Any = None
 
 
 def install() -> None:
@@ -126,7 +128,7 @@ def receive_bucket(
 
     kinds = [kind if isinstance(kind, torch.dtype) else getattr(torch, kind) for kind in dtypes]
     sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds)]
-    data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    data = _buffer(sum(sizes), device)
     asked_at = time.monotonic()
 
     def given_up() -> bool:
@@ -139,6 +141,22 @@ def receive_bucket(
     member.broadcast(data, given_up)
     parts = zip(names, data.split(sizes), kinds, shapes)
     return [(name, part.view(kind).reshape(shape)) for name, part, kind, shape in parts]
+
+
+def _buffer(size: int, device: str) -> Any:
+    """Return memory for a bucket of `size` bytes, uint8 [size]. Its content is used before the next.
+
+    Without a GPU it is kept: the system would give new memory page by page, during the pause.
+    """
+    global _kept
+    import torch
+
+    if device != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if _kept is None or len(_kept) < size:
+        _kept = None  # before there are two
+        _kept = torch.empty(size, dtype=torch.uint8)
+    return _kept[:size]
 
 
 def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from areal_lite.servers import push_plugin
 
@@ -62,3 +63,22 @@ def test_groups_of_other_clients_stay_sglangs() -> None:
         (("other",), {}),
         ((), {"group_name": "other"}),
     ]
+
+
+def test_a_server_without_a_gpu_keeps_the_memory_of_a_bucket(monkeypatch) -> None:
+    """Memory that is new costs most of the time of a push."""
+    monkeypatch.setattr(push_plugin, "_kept", None)
+    sent = [torch.randn(30), torch.randn(2, 5), torch.randn(50)]
+    addresses = []
+    for tensor in sent:
+
+        class Member:
+            def broadcast(self, data, given_up, tensor=tensor):
+                data.copy_(tensor.flatten().view(torch.uint8))
+
+        ((name, found),) = push_plugin.receive_bucket(
+            Member(), ["w"], ["float32"], [list(tensor.shape)], "cpu"
+        )
+        assert name == "w" and torch.equal(found, tensor)
+        addresses.append(found.untyped_storage().data_ptr())
+    assert addresses[0] == addresses[1], "a smaller bucket fits"
