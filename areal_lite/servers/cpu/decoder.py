@@ -9,7 +9,7 @@ four matrix products and five kernels:
 
 This takes the place of `forward` of SGLang's Llama (also Mistral), Qwen2 and Qwen3 models, in
 float32 and on one rank. Everything else goes to SGLang's own code: bfloat16, tensor parallelism,
-`server.deterministic`, mixtures of experts, sliding windows.
+`server.deterministic`, mixtures of experts, sliding windows, SGLang's adapters.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _is_plain_layer(layer: Any) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     return (
-        all(type(p.quant_method) is UnquantizedLinearMethod for p in products)
+        all(type(getattr(p, "quant_method", None)) is UnquantizedLinearMethod for p in products)
         and all(p.weight.dtype == torch.float32 for p in products)
         and mlp.gate_up_proj.bias is None
         and mlp.down_proj.bias is None
