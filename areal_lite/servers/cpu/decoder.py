@@ -166,10 +166,11 @@ def _is_plain(model: Any) -> bool:
 def _is_plain_layer(layer: Any) -> bool:
     attention, mlp, rotary = layer.self_attn, layer.mlp, layer.self_attn.rotary_emb
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    methods = {type(getattr(product, "quant_method", None)) for product in products}
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     return (
-        all(type(getattr(p, "quant_method", None)) is UnquantizedLinearMethod for p in products)
+        methods == {UnquantizedLinearMethod}
         and all(p.weight.dtype == torch.float32 for p in products)
         and mlp.gate_up_proj.bias is None
         and mlp.down_proj.bias is None
