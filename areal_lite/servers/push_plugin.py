@@ -146,8 +146,8 @@ def receive_bucket(
 def _buffer(size: int, device: str) -> Any:
     """Return memory for a bucket, uint8 [size].
 
-    Without a GPU it is that of the last bucket, whose weights the model has by now. The system would
-    give new memory page by page, during the pause.
+    Without a GPU it is that of the last bucket, whose weights the model has by now. The system
+    would give new memory page by page, during the pause.
     """
     global _kept
     import torch
