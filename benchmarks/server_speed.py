@@ -2,8 +2,8 @@
 
     python benchmarks/server_speed.py [--model FOLDER] [--rounds 5]
 
-`stock` has SGLang's attention, norm and rotary embedding, `ours` those of areal_lite/servers/cpu,
-and `ours_threads` the same with two threads. Everything else is equal. For groups of requests with
+`stock` has SGLang's layers and attention, `ours` those of areal_lite/servers/cpu, and
+`ours_threads` the same with two threads. Everything else is equal. For groups of requests with
 the same prompt, `in_order` is `ours` in order of arrival, which is SGLang's default.
 
 The servers run at once and take turns, so that other load of the machine falls on all. Speeds are
@@ -57,8 +57,8 @@ STOCK = "--stock-operators"
 
 
 def serve_with_stock_operators(argv: list[str]) -> None:
-    """Serve as areal_lite.servers.serve does, but keep SGLang's own attention and operators."""
-    from areal_lite.servers import serve
+    """Serve as areal_lite.servers.serve does, but keep SGLang's own layers and attention."""
+    from areal_lite.servers import cpu, serve
     from areal_lite.servers.cpu.stand_ins import install_stand_ins
 
     install_stand_ins()
@@ -66,6 +66,7 @@ def serve_with_stock_operators(argv: list[str]) -> None:
 
     from areal_lite.servers.cpu.platform import CpuPlatform
 
+    cpu._fuse_layers = lambda: None
     CpuPlatform.init_backend = lambda self: None
     serve.main(argv)
 

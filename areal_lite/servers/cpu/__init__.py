@@ -1,7 +1,6 @@
 """Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
 
-SGLang itself is not edited. It has extension points
-for hardware that it does not know:
+SGLang itself is not edited. It has extension points for hardware that it does not know:
 
 * `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
   `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
