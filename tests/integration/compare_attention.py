@@ -23,7 +23,7 @@ PAGES, CONTEXT, LAYER = 25, 64, 1
 
 
 class Pool:
-    """What attention uses of SGLang's KV pool, over plain tensors."""
+    """Offer plain tensors to attention, as SGLang's KV pool does."""
 
     page_size = PAGE
 

@@ -167,15 +167,17 @@ def _is_plain_layer(layer: Any) -> bool:
     attention, mlp, rotary = layer.self_attn, layer.mlp, layer.self_attn.rotary_emb
     products = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     methods = {type(getattr(product, "quant_method", None)) for product in products}
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    names = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    of_heads = (getattr(attention, name) for name in names)
     return (
         methods == {UnquantizedLinearMethod}
         and all(p.weight.dtype == torch.float32 for p in products)
         and mlp.gate_up_proj.bias is None
         and mlp.down_proj.bias is None
         and type(mlp.act_fn) is SiluAndMul
-        and all(map(_is_plain_norm, norms))
+        and _is_plain_norm(layer.input_layernorm)
+        and _is_plain_norm(layer.post_attention_layernorm)
+        and all(map(_is_plain_norm, of_heads))
         and is_plain_rotation(rotary)
         and rotary.head_size == attention.head_dim
         and is_plain_attention(attention.attn)
