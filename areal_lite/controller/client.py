@@ -36,10 +36,10 @@ from areal_lite.controller.messages import (
     Resync,
     RunTotals,
     StepDone,
-    process_namespace,
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.system import heartbeat
+from areal_lite.system.processes import process_namespace
 from areal_lite.train_batch import TrainBatch
 
 log = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from areal_lite.controller.messages import (
     Handler,
     Reply,
     Response,
-    process_namespace,
 )
 from areal_lite.run_dir.paths import CONTROLLER_FILE
 from areal_lite.run_dir.store_file import StoreError
 from areal_lite.system.files import write_atomically
+from areal_lite.system.processes import process_namespace
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,6 @@ owner can read. The controller listens on loopback, or on this machine's address
 several machines.
 """
 
-import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -197,8 +195,3 @@ Answer = tuple[Response, Sequence[bytes | memoryview]]
 """A response, and the frames of the batch if it is a `BatchReady`."""
 
 Handler = Callable[[Request], Awaitable[Answer]]
-
-
-def process_namespace() -> str:
-    """Return a name of the machine and container in which this process's id is valid."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

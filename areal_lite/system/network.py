@@ -4,6 +4,8 @@ import errno
 import random
 import resource
 import socket
+from collections.abc import Iterable
+from urllib.parse import urlsplit
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -18,6 +20,17 @@ _PORTS = range(20000, 32768)
 def listen_address(host: str) -> str:
     """Return `server.host` as an address. For `node` it is the address of this machine's name."""
     return socket.gethostbyname(socket.gethostname()) if host == NODE else host
+
+
+def address_towards(urls: Iterable[str]) -> str:
+    """Return the address of this machine that the hosts of `urls` can reach."""
+    remote = [host for url in urls if (host := urlsplit(url).hostname) not in LOOPBACK]
+    if not remote:
+        return LOOPBACK[0]
+    # Connecting a UDP socket picks the interface that routes there, and sends nothing.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((remote[0], 9))
+        return probe.getsockname()[0]
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -42,3 +43,8 @@ def tail(path: Path, lines: int = 20) -> str:
     if not path.exists():
         return "(no log)"
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def process_namespace() -> str:
+    """Return a name of the machine and container in which this process's id is valid."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

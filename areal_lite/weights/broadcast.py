@@ -23,7 +23,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -40,7 +39,7 @@ from areal_lite.servers.weight_group import (
     GroupMember,
     is_collective_error,
 )
-from areal_lite.system.network import LOOPBACK
+from areal_lite.system.network import address_towards
 from areal_lite.system.threads import start_daemon
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class WeightGroup:
 
         # Step 1: open the store through which the members find each other. It listens on a socket
         # that is bound here: left alone it would listen on every interface.
-        address = _own_address(servers)
+        address = address_towards(server.url for server in servers)
         listener = socket.create_server((address, 0))
         port = listener.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
@@ -287,15 +286,3 @@ def _culprits(
 
 def _unreachable(errors: list[ServerError]) -> list[ServerError]:
     return [error for error in errors if isinstance(error, ServerUnreachable)]
-
-
-def _own_address(servers: list[ServerInfo]) -> str:
-    """Return the address of this machine that the servers can reach."""
-    hosts = [urlsplit(server.url).hostname for server in servers]
-    remote = [host for host in hosts if host not in LOOPBACK]
-    if not remote:
-        return "127.0.0.1"
-    # Connecting a UDP socket picks the interface that routes there, and sends nothing.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((remote[0], 9))
-        return probe.getsockname()[0]

@@ -33,9 +33,9 @@ from areal_lite.controller.messages import (
     PushTargets,
     Resync,
     RunTotals,
-    process_namespace,
 )
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system.processes import process_namespace
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
 from tests.proxy import Proxy
