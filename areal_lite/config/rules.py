@@ -318,8 +318,3 @@ def check_cluster(config: SlurmConfig) -> None:
         raise ValueError(
             f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
         )
-    if sync.transport == "memory":
-        raise ValueError(
-            f"sync.transport=memory is for one machine, and cluster.nodes={cluster.nodes}: use "
-            "sync.transport=distributed"
-        )

@@ -106,8 +106,8 @@ class SyncConfig:
     transport: str = setting(
         "auto",
         "distributed: an NCCL or Gloo broadcast. memory: memory that the trainer shares with "
-        "servers on the same machine, without GPUs. disk: files in a folder. auto: memory where "
-        "`areal-lite train` runs without GPUs, else distributed.",
+        "servers, or a copy of it on their machine; without GPUs. disk: files in a folder. auto: "
+        "memory without GPUs, else distributed.",
         choices=("auto", "distributed", "memory", "disk"),
     )
     adapters_only: bool = setting(

@@ -27,12 +27,12 @@ from areal_lite.data.rows import Split
 from areal_lite.launch import memory
 from areal_lite.launch.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.launch.placement import Placement, place_run
-from areal_lite.launch.transport import choose_transport
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.report.text import visible
 from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import resolve_device
+from areal_lite.weights.transport import choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6
@@ -295,7 +295,7 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     if config.sync.adapters_only:
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
         what = f"{_size(adapters)} of adapters, in place of {size} of weights,"
-    shared = f"{size} of this machine's memory, which trainer and servers share"
+    shared = f"{size} of the trainer's memory, and as much for each server that does not share it"
     return [
         f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
         cadence_line(config),

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from areal_lite.launch.restarts import Restarts
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
 from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
-from areal_lite.launch.transport import choose_transport
 from areal_lite.launch.watchdog import Watchdog
 from areal_lite.report.progress import Progress
 from areal_lite.report.summary import build_summary
@@ -154,7 +152,6 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
 def _train_with_restarts(
     config: TrainConfig, run_dir: Path, placement: Placement, on_step: OnStep | None
 ) -> None:
-    config = replace(config, sync=replace(config.sync, transport=choose_transport(config)))
     save_config(config, run_dir)
     restarts = Restarts(config, run_dir)
     if restarts.start:

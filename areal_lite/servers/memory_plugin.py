@@ -3,7 +3,8 @@
 The `load_format` of a request says what to do with the staged file in `model_path`:
 
 * `areal_lite_check:DIGEST`: compare all of it with its checksum. The HTTP process does so on a
-  thread of its own, while the scheduler generates.
+  thread of its own, while the scheduler generates. If the trainer's file cannot be mapped here, it
+  receives a copy first, from the source in `manifest` (`staged_copy.py`).
 * `areal_lite_activate:DIGEST`: copy it into the model. The scheduler does so between two steps, so
   that the server need not be paused. Only a version that was checked can be activated.
 
@@ -17,12 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_lite.servers.load_plan import LoadPlan
+from areal_lite.servers.staged_copy import Source, StagedCopy
 from areal_lite.servers.staged_file import ACTIVATE, CHECK, StagedError, StagedFile
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-# Path, checksum and version that the HTTP process has checked last.
-_checked: tuple[str, str, str] | None = None
+# Path, checksum and version that the HTTP process has checked last, and where the file is here.
+_checked: tuple[tuple[str, str, str], str] | None = None
+# The memory of this HTTP process for files that cannot be mapped here.
+_copy: StagedCopy | None = None
 # The file that the scheduler has mapped, and how to load it.
 _staged: _Activation | None = None
 
@@ -46,11 +50,12 @@ async def _handle_request(
     """Answer a request in the HTTP process. Return success, a message and 0 paused requests."""
     door, _, digest = (obj.load_format or "").partition(":")
     if door == CHECK:
-        return *await _check(obj.model_path, digest, obj.weight_version), 0
+        return *await _check(obj, digest), 0
     if door != ACTIVATE:
         return await original(self, obj, request)
-    if _checked != (obj.model_path, digest, obj.weight_version):
+    if _checked is None or _checked[0] != (obj.model_path, digest, obj.weight_version):
         return False, f"version {obj.weight_version} of the weights was not checked here", 0
+    obj.model_path = _checked[1]
     self.auto_create_handle_loop()
     # SGLang's own method would wait here until no request runs.
     answer = await self._wait_for_model_update_from_disk(obj)
@@ -59,17 +64,29 @@ async def _handle_request(
     return answer
 
 
-async def _check(path: str, digest: str, version: str) -> tuple[bool, str]:
+async def _check(obj: Any, digest: str) -> tuple[bool, str]:
     global _checked
+    path, version = obj.model_path, obj.weight_version
     _checked = None
     try:
-        found = await asyncio.to_thread(_check_file, path, digest)
+        here = await asyncio.to_thread(_path_here, path, Source.parse(obj.manifest))
+        found = await asyncio.to_thread(_check_file, here, digest)
     except StagedError as error:
         return False, str(error)
     if str(found) != version:
         return False, f"{path} holds version {found} of the weights, not {version}"
-    _checked = (path, digest, version)
+    _checked = (path, digest, version), here
     return True, f"checked version {version} of the weights"
+
+
+def _path_here(path: str, source: Source) -> str:
+    """Return the path of the trainer's file, or that of a copy, which is received first."""
+    global _copy
+    if source.can_map(path):
+        return path
+    _copy = _copy or StagedCopy()
+    _copy.fetch(source)
+    return _copy.path
 
 
 def _check_file(path: str, digest: str) -> int:

@@ -78,9 +78,8 @@ class StagedFile:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise StagedError(
-                f"{path} cannot be read here ({error.strerror}): sync.transport=memory needs "
-                "servers that run as the trainer's user, on its machine and in its container; "
-                "use sync.transport=distributed"
+                f"{path} cannot be read here ({error.strerror}): a server's scheduler must run as "
+                "the user of its HTTP process; or use sync.transport=distributed"
             ) from error
         try:
             status = os.fstat(descriptor)

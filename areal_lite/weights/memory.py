@@ -1,5 +1,7 @@
 """The `memory` transport: a memory file of the trainer that servers on the same machine map.
 
+Servers elsewhere receive a copy of it before they take the weights (`sender.py`).
+
 The file has no name in a folder. It ends with the trainer and the servers that map it, and it does
 not count against the size of /dev/shm. One file is enough: the trainer writes the next version
 when every server has answered, and a server that is late finds another checksum.
@@ -8,11 +10,13 @@ when every server has answered, and a server that is late finds another checksum
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import xxhash
 
+from areal_lite.servers.staged_copy import Source
 from areal_lite.servers.staged_file import (
     ACTIVATE,
     ALIGNMENT,
@@ -21,6 +25,7 @@ from areal_lite.servers.staged_file import (
     Header,
     fields_of,
 )
+from areal_lite.weights.sender import WeightSender
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,13 @@ class StagedWeights:
     path: str
     header: Header
 
-    def check_request(self) -> dict[str, str]:
-        return self._request(CHECK)
+    def check_request(self, source: Source) -> dict[str, Any]:
+        return self._request(CHECK) | {"manifest": asdict(source)}
 
-    def activate_request(self) -> dict[str, str]:
+    def activate_request(self) -> dict[str, Any]:
         return self._request(ACTIVATE)
 
-    def _request(self, door: str) -> dict[str, str]:
+    def _request(self, door: str) -> dict[str, Any]:
         return {
             "model_path": self.path,
             "load_format": f"{door}:{self.header.digest}",
@@ -49,6 +54,7 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        self._sender: WeightSender | None = None
 
     def write(
         self, buckets: Iterable[list[tuple[str, torch.Tensor]]], version: int
@@ -66,8 +72,22 @@ class WeightMemory:
         header = file.finish(json.dumps(table).encode(), version)
         return StagedWeights(f"/proc/{os.getpid()}/fd/{self._descriptor}", header)
 
+    def source(self, address: str) -> Source:
+        """Return where servers get the file that was written. `address` is this machine's."""
+        assert self._descriptor is not None
+        if self._sender is None or self._sender.address != address:
+            self._stop_sending()
+            self._sender = WeightSender(address, self._descriptor)
+        return self._sender.source
+
+    def _stop_sending(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
     def close(self) -> None:
         """Give the memory back, as soon as no server maps it."""
+        self._stop_sending()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

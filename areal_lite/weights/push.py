@@ -32,11 +32,13 @@ from areal_lite.servers.adapted_weights import ADAPTERS
 from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
+from areal_lite.system.network import address_towards
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
 from areal_lite.weights.disk import WeightFolder
 from areal_lite.weights.memory import WeightMemory
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
+from areal_lite.weights.transport import choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ def make_pusher(
     if controller is None:
         return WeightContributor(weights, config)
     pusher = WeightPusher(weights, policy.device, controller, config, run_dir)
+    log.info("the servers get weights by %s", pusher.transport)
     if servers_stale:
         pusher.servers = []
     return pusher
@@ -111,6 +114,8 @@ class WeightContributor(Pusher):
 class WeightPusher(Pusher):
     """The pusher of trainer rank 0.
 
+    `transport` is how the weights get to the servers.
+
     Args:
         weights: the WeightStream that is pushed, which may be one of adapters.
         device: of the weights.
@@ -124,6 +129,7 @@ class WeightPusher(Pusher):
         self._controller = controller
         self._config = config
         self._timeout_s = config.sync.timeout_s
+        self.transport = choose_transport(config)
         self._folder = WeightFolder(
             Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model)
         )
@@ -187,7 +193,7 @@ class WeightPusher(Pusher):
         readback = Readback()
         buckets = self._weights.buckets(self._config.sync.bucket_mb * 2**20)
         buckets = readback.watch(_measured(buckets, recipients.report))
-        match self._config.sync.transport:
+        match self.transport:
             case "memory":
                 self._transfer_memory(recipients, buckets)
             case "disk":
@@ -198,7 +204,8 @@ class WeightPusher(Pusher):
 
     def _transfer_memory(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
         staged = self._memory.write(buckets, recipients.report.version)
-        recipients.post(_FROM_DISK, staged.check_request())
+        address = address_towards(server.url for server in recipients.servers)
+        recipients.post(_FROM_DISK, staged.check_request(self._memory.source(address)))
         with self._pause(recipients, between_steps=True) as window:
             body = staged.activate_request() | {"flush_cache": window.flush_cache}
             window.take(_FROM_DISK, body)

@@ -85,9 +85,10 @@ class SharedMemory:
     def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
         weights = load_file(model / "model.safetensors")
         staged = self._memory.write([list(weights.items())], version)
-        post(server, "/update_weights_from_disk", staged.check_request(), 60)
-        body = staged.activate_request() | {"flush_cache": False}
-        post(server, "/update_weights_from_disk", body, 60)
+        source = self._memory.source("127.0.0.1")
+        activation = staged.activate_request() | {"flush_cache": False}
+        for body in (staged.check_request(source), activation):
+            post(server, "/update_weights_from_disk", body, 60)
 
 
 PUSHERS = {"disk": lambda: push_disk, "distributed": Broadcasts, "memory": SharedMemory}

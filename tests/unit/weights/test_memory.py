@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from areal_lite.servers import memory_plugin
+from areal_lite.servers.staged_copy import Source
 from areal_lite.servers.staged_file import DATA_OFFSET, StagedError, StagedFile
 from areal_lite.weights.memory import StagedWeights, WeightMemory
 from tests.unit.servers.staged_model import FusedModel, weights
@@ -15,17 +18,35 @@ from tests.unit.servers.staged_model import FusedModel, weights
 
 @pytest.fixture
 def memory(monkeypatch):
-    monkeypatch.setattr(memory_plugin, "_staged", None)
-    monkeypatch.setattr(memory_plugin, "_checked", None)
+    for name in ("_staged", "_checked", "_copy"):
+        monkeypatch.setattr(memory_plugin, name, None)
     made = WeightMemory()
     yield made
     made.close()
 
 
-class Server:
-    """The two processes of a server, with SGLang's part between the hooks replaced."""
+@pytest.fixture
+def server(memory):
+    """A server on the trainer's machine."""
+    return Server(memory.source)
 
-    def __init__(self) -> None:
+
+@pytest.fixture(params=["here", "elsewhere"])
+def any_server(request, memory):
+    """A server on the trainer's machine, and one on another, which receives copies."""
+    if request.param == "here":
+        return Server(memory.source)
+    return Server(lambda address: replace(memory.source(address), namespace="another machine"))
+
+
+class Server:
+    """The two processes of a server, with SGLang's part between the hooks replaced.
+
+    `source(address)` is where it gets the weights.
+    """
+
+    def __init__(self, source: Callable[[str], Source]) -> None:
+        self.source = source
         self.model = FusedModel()
         self.version = "0"
         self.stock: list[str] = []
@@ -54,8 +75,11 @@ class Server:
     def _stock(self, updater, path: str, load_format: str, **_) -> tuple[bool, str]:
         raise AssertionError(load_format)
 
+    def check(self, staged: StagedWeights, **lie: str) -> tuple[bool, str]:
+        return self.post(staged.check_request(self.source("127.0.0.1")) | lie)
+
     def push(self, staged: StagedWeights) -> tuple[bool, str]:
-        checked = self.post(staged.check_request())
+        checked = self.check(staged)
         return self.post(staged.activate_request()) if checked[0] else checked
 
 
@@ -65,8 +89,8 @@ def loaded(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     return model.values()
 
 
-def test_each_version_arrives_bit_for_bit(memory):
-    server = Server()
+def test_each_version_arrives_bit_for_bit(memory, any_server):
+    server = any_server
     for version in range(8, 13):  # the number of digits changes
         new = weights(version)
         order = list(new.items())[:: (-1) ** version]  # the places in the file change, too
@@ -117,8 +141,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_version_reaches_no_model(memory, damage):
-    server = Server()
+def test_a_damaged_version_reaches_no_model(memory, any_server, damage):
+    server = any_server
     assert server.push(memory.write([list(weights(1).items())], 1))[0]
     before = server.model.values()
     staged = memory.write([list(weights(2).items())], 2)
@@ -131,31 +155,29 @@ def test_a_damaged_version_reaches_no_model(memory, damage):
     assert server.push(whole)[0] and server.model.values() == loaded(weights(2))
 
 
-def test_a_version_that_leaves_a_tensor_out_reaches_no_model(memory):
-    server = Server()
+def test_a_version_that_leaves_a_tensor_out_reaches_no_model(memory, any_server):
+    server = any_server
     before = server.model.values()
     success, message = server.push(memory.write([list(weights(k=None).items())], 1))
     assert not success and "parts of qk" in message
     assert server.model.values() == before and server.version == "0"
 
 
-def test_only_the_version_that_was_checked_is_activated(memory):
-    server = Server()
+def test_only_the_version_that_was_checked_is_activated(memory, server):
     staged = memory.write([list(weights().items())], 3)
     for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
-        assert not server.post(staged.check_request() | lie)[0]
+        assert not server.check(staged, **lie)[0]
         assert not server.post(staged.activate_request())[0]
-    assert server.post(staged.check_request())[0]
+    assert server.check(staged)[0]
     for lie in ({"weight_version": "4"}, {"model_path": "/proc/self/exe"}):
         success, message = server.post(staged.activate_request() | lie)
         assert not success and "was not checked here" in message
     assert server.version == "0" and server.post(staged.activate_request())[0]
 
 
-def test_a_late_activation_finds_the_next_version(memory):
-    server = Server()
+def test_a_late_activation_finds_the_next_version(memory, server):
     late = memory.write([list(weights(1).items())], 1)
-    assert server.post(late.check_request())[0]
+    assert server.check(late)[0]
     before = server.model.values()
     memory.write([list(weights(2).items())], 2)
     success, message = server.post(late.activate_request())
@@ -175,11 +197,11 @@ def test_weights_that_change_during_the_copy_end_the_server(memory, monkeypatch)
         memory_plugin.activate(FusedModel(), staged.path, staged.header.digest)
 
 
-def test_weights_of_a_process_that_cannot_be_seen_are_refused_with_the_remedy(tmp_path):
+def test_a_path_that_is_no_memory_file_is_refused(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, message in {
-        "/proc/0/fd/3": "on its machine and in its container; use sync.transport=distributed",
+        "/proc/0/fd/3": "scheduler must run as .* or use sync.transport=distributed",
         str(pipe): "holds no weights",
         "/dev/zero": "holds no weights",
     }.items():
@@ -187,12 +209,12 @@ def test_weights_of_a_process_that_cannot_be_seen_are_refused_with_the_remedy(tm
             StagedFile(path)
 
 
-def test_the_memory_of_a_trainer_is_given_back(memory):
+def test_the_memory_of_a_trainer_is_given_back(memory, server):
     first = memory.write([list(weights(1).items())], 1)
-    assert Server().push(first)[0]
+    assert server.push(first)[0]
     other = WeightMemory()
     second = other.write([list(weights(2).items())], 2)
-    server = Server()
+    server = Server(other.source)
     assert server.push(second)[0] and server.model.values() == loaded(weights(2))
     other.close()
     assert memory_plugin._staged.is_current(second.path) is False
@@ -200,8 +222,18 @@ def test_the_memory_of_a_trainer_is_given_back(memory):
         StagedFile(second.path)
 
 
-def test_other_requests_stay_sglangs():
-    server, kept = Server(), []
+def test_a_copy_is_whole_though_the_trainer_writes_the_next_version(memory):
+    server = Server(lambda address: replace(memory.source(address), namespace="another machine"))
+    staged = memory.write([list(weights(1).items())], 1)
+    assert server.check(staged)[0]
+    memory.write([list(weights(2).items())], 2)
+    assert server.post(staged.activate_request())[0]
+    assert server.model.values() == loaded(weights(1)) and server.version == "1"
+    assert memory_plugin._staged.is_current(memory_plugin._copy.path), "the next push maps nothing"
+
+
+def test_other_requests_stay_sglangs(memory, server):
+    kept = []
     assert server.post({"model_path": "/model"}) == (True, "SGLang's")
     assert server.stock == ["/model"]
     memory_plugin._keep_model_path(lambda *args: kept.append(args), server, "/model", "auto")

@@ -184,7 +184,9 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
             sent.append((number, version))
 
     weights = SimpleNamespace(buckets=buckets)
-    pusher = WeightPusher(weights, CPU, None, TrainConfig(model=str(tmp_path)), tmp_path)
+    config = TrainConfig(model=str(tmp_path))
+    config.sync.transport = "distributed"
+    pusher = WeightPusher(weights, CPU, None, config, tmp_path)
     push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
     pusher._transfer(push, Group())
     assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]

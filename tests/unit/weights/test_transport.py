@@ -1,11 +1,11 @@
-"""What `sync.transport=auto` stands for, and where shared memory is refused."""
+"""What `sync.transport=auto` stands for."""
 
 import pytest
 
 from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
-from areal_lite.launch import transport
 from areal_lite.launch.dry_run import push_lines
-from areal_lite.launch.transport import can_share_memory, choose_transport
+from areal_lite.weights import transport
+from areal_lite.weights.transport import choose_transport
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +17,9 @@ def config(**settings) -> TrainConfig:
     return TrainConfig(model="m", **settings)
 
 
-def test_servers_beside_a_trainer_without_gpus_share_its_memory():
-    assert choose_transport(config()) == "memory"
+@pytest.mark.parametrize("server", [{}, {"host": "0.0.0.0", "api_key": "key"}])
+def test_servers_without_gpus_take_weights_from_memory(server):
+    assert choose_transport(config(server=ServerConfig(**server))) == "memory"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,6 @@ def test_servers_beside_a_trainer_without_gpus_share_its_memory():
     [
         dict(trainer=TrainerConfig(device="cuda")),
         dict(server=ServerConfig(device="cuda")),
-        dict(server=ServerConfig(host="0.0.0.0", api_key="key")),
         dict(server=ServerConfig(tensor_parallel=2)),
         dict(sync=SyncConfig(adapters_only=True)),
     ],
@@ -40,12 +40,6 @@ def test_an_installation_without_the_plugin_broadcasts(monkeypatch):
     assert choose_transport(config()) == "distributed"
 
 
-def test_a_sandbox_that_hides_memory_of_other_processes_broadcasts(monkeypatch):
-    assert can_share_memory()
-    monkeypatch.setattr("os.getpid", lambda: 0)  # no process has this number
-    assert not can_share_memory() and choose_transport(config()) == "distributed"
-
-
 @pytest.mark.parametrize("chosen", ["distributed", "memory", "disk"])
 def test_what_is_set_is_used(chosen):
     assert choose_transport(config(sync=SyncConfig(transport=chosen))) == chosen
@@ -56,7 +50,7 @@ def test_the_plan_says_which_transport_is_used():
 
     lines = push_lines(config(), Qwen3Config(num_hidden_layers=1), 4)
     assert "(sync.transport=auto, which is memory here)" in lines[0]
-    assert lines[-1].endswith("of this machine's memory, which trainer and servers share")
+    assert lines[-1].endswith("memory, and as much for each server that does not share it")
     lines = push_lines(
         config(sync=SyncConfig(transport="disk")), Qwen3Config(num_hidden_layers=1), 4
     )
