@@ -278,7 +278,7 @@ GUIDE = (
     Advice(
         operation.long_pauses,
         "Pushes pause generation for long",
-        ("pause_s", "push_s", "total_s", "megabytes", "drained"),
+        ("pause_s", "push_s", "total_s", "megabytes", "drained", "drain_s"),
         "above {pause_share:.0%} of the time",
         "weights take long compared with a step, or the interrupt mode waits",
         "set `rollout.interrupt=in_place`; raise `sync.every` or `trainer.batch_groups` "

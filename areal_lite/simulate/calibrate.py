@@ -1,9 +1,11 @@
 """Speeds and lengths, measured in the run directory of a run that has ended or is running.
 
-* A server: a trajectory of n tokens that took d seconds, while on average b were in flight on a
-  server, gives d / n = step_s + per_sequence_s * b. Least squares over all trajectories.
+* A server: during a trajectory of n tokens, b were in flight on its server on average, and the server
+  began m requests. So it took n (step_s + per_sequence_s * b) + request_s * m seconds. Least squares
+  over all trajectories, without negative numbers. Prompts count as part of a request.
 * The trainer: seconds per token of a step, a push's seconds before and in its pause, and what is
-  left of a step. Means.
+  left of a step. Means. The time in which a push waits for requests is left out: the simulation has
+  its own.
 * Lengths: those of the stored groups, and the mean prompt.
 
 The first steps are left out: servers and trainer warm up.
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
 from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
@@ -25,6 +28,8 @@ from areal_lite.simulate.trainer import TrainerSpeed
 
 # Steps that are left out.
 _WARM_UP = 3
+# Of the fit and the queue, each of which follows from the other.
+_ROUNDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +94,30 @@ def read_trajectories(run_dir: Path) -> Trajectories:
 
 
 def fit_server(rows: Trajectories, everything: Trajectories, servers: int) -> ServerSpeed:
-    """Fit the time of a decoding step to trajectories; `everything` was in flight with them."""
+    """Fit the speed of a server to trajectories; `everything` was in flight with them."""
     in_flight = _mean_in_flight(rows, everything) / servers
-    design = np.stack([np.ones(len(in_flight)), in_flight], axis=1) * rows.tokens[:, None]
-    (step_s, per_sequence_s), *_ = np.linalg.lstsq(design, rows.finished - rows.started)
-    if step_s <= 0 or per_sequence_s < 0:  # the number in flight hardly varied
-        per_sequence_s = 0.0
-        step_s = float((rows.finished - rows.started).sum() / rows.tokens.sum())
-    return ServerSpeed(step_s=float(step_s), per_sequence_s=float(per_sequence_s))
+    request_s = 0.0
+    for _ in range(_ROUNDS):
+        begun = _begun(rows, everything, request_s / servers) / servers
+        design = np.stack([rows.tokens, rows.tokens * in_flight, begun], axis=1)
+        (step_s, per_sequence_s, request_s), _ = nnls(design, rows.finished - rows.started)
+    if not step_s + per_sequence_s:  # lengths hardly varied
+        step_s = (rows.finished - rows.started).sum() / rows.tokens.sum()
+        request_s = 0.0
+    return ServerSpeed(
+        step_s=float(step_s), per_sequence_s=float(per_sequence_s), request_s=float(request_s)
+    )
+
+
+def _begun(rows: Trajectories, everything: Trajectories, request_s: float) -> np.ndarray:
+    """Return how many requests began during each of `rows`, one after the other, [rows].
+
+    Each takes `request_s`. They queue when many arrive at once.
+    """
+    places = np.arange(len(everything.started)) * request_s
+    ends = np.maximum.accumulate(np.sort(everything.started) - places) + places + request_s
+    until = np.searchsorted(ends, rows.finished, side="right")
+    return until - np.searchsorted(ends, rows.started, side="left")
 
 
 def _mean_in_flight(rows: Trajectories, everything: Trajectories) -> np.ndarray:
@@ -118,15 +139,15 @@ def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> Tra
     """Average the parts of a step. What is neither waiting nor a push nor training is fixed."""
     steps = len(records) - 1
     seconds = records[-1]["logged_at"] - records[0]["logged_at"]
-    keys = ("wait_s", "train_s", "push_s", "pause_s", "tokens", "trajectories")
-    wait_s, train_s, push_s, pause_s, tokens, trajectories = (
+    keys = ("wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens", "trajectories")
+    wait_s, train_s, push_s, pause_s, drain_s, tokens, trajectories = (
         sum(record[key] or 0.0 for record in records[1:]) for key in keys
     )
     pushes = max(1, sum(record["pause_s"] is not None for record in records[1:]))
     return TrainerSpeed(
         fixed_s=max(0.0, seconds - wait_s - train_s - push_s) / steps,
         per_token_s=train_s * ranks / (tokens + prompt_tokens * trajectories),
-        prepare_s=max(0.0, push_s - pause_s) / pushes,
+        prepare_s=max(0.0, push_s - pause_s - drain_s) / pushes,
         pause_s=pause_s / pushes,
     )
 

@@ -4,7 +4,8 @@
               ^------- preempted, retracted ----'
 
 * All running sequences get a token in each decoding step; `speed.py` has the time of a step.
-* A prompt is computed before the next decoding step, which waits for it.
+* A prompt is computed before the next decoding step, which waits for it. So does the host's work for
+  a request.
 * A request starts when a slot is free and the cache has room for it. A share of the cache stays
   free at the start of a request, since running requests grow.
 * When the cache is full, the youngest request is preempted. It loses its cache and waits first.
@@ -225,7 +226,7 @@ class DecodingServer:
             if full and self.running:
                 return
             self.waiting.popleft()
-            self._prefill_s += request.prefill * speed.prefill_s
+            self._prefill_s += speed.request_s + request.prefill * speed.prefill_s
             request.begun_at = self._steps
             self.running[request] = None
             self.context += held

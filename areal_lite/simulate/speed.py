@@ -26,6 +26,7 @@ class ServerSpeed:
         per_sequence_s: seconds that each sequence adds to a step.
         per_context_s: seconds that each token of context adds to a step.
         prefill_s: seconds to compute one token of a prompt.
+        request_s: seconds of each request, apart from its tokens: the work of the host.
         kv_tokens: tokens that the KV cache holds.
         max_running: sequences that run at a time.
     """
@@ -34,6 +35,7 @@ class ServerSpeed:
     per_sequence_s: float = 0.0
     per_context_s: float = 0.0
     prefill_s: float = 0.0
+    request_s: float = 0.0
     kv_tokens: float = math.inf
     max_running: int = 2**31
 

@@ -107,8 +107,8 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     """Estimate the trained tokens in a second without simulating.
 
     Generation has N sequences in flight, as many as admission, concurrency and the KV cache allow.
-    A sequence of mean length n takes n decoding steps of a server with its share of N, so the rate
-    of tokens is N / (time of a step). A group stays until its longest sample ends. Training takes
+    A sequence of mean length n takes n decoding steps of a server with its share of N, and the host's
+    time for each request of that share. So the rate of tokens is N / (time of a token). A group stays until its longest sample ends. Training takes
     its own time for a batch, and the slower of both sets the pace. With `max_staleness` 0 the times
     add up, and the longest sequence of the batch sets that of generation.
     """
@@ -125,13 +125,13 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     context = work.prompt_tokens + float((flat**2.0).mean()) / mean / 2
 
     def token_s(in_flight: float) -> float:
-        """Return the seconds of a decoding step with `in_flight` sequences on all servers."""
+        """Return the seconds of each token with `in_flight` sequences on all servers."""
         each = min(in_flight / config.server.count, server.max_running)
         each = max(1.0, min(each, server.kv_tokens / context))
         return (
             server.steps_s(1, 1, 0)
             + (each - 1) * server.per_sequence_s
-            + (server.per_context_s * each * context)
+            + each * (server.per_context_s * context + server.request_s / mean)
         )
 
     if config.max_lead == 0 and config.sync.every == 1:

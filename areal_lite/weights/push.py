@@ -184,8 +184,10 @@ class WeightPusher(Pusher):
             self._group.leave(self.servers or [])
 
     def _begin(self, version: int) -> PushRecipients:
+        asked = steady_time()
         answer = self._controller.begin_push(version)
-        report = PushReport(version=version, drained=answer.drained)
+        drain_s = steady_time() - asked if answer.drained else 0.0
+        report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
         return PushRecipients(answer.servers, report, self._timeout_s)
 
     def _transfer(self, recipients: PushRecipients, group: BroadcastGroup) -> Readback:

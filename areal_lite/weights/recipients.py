@@ -28,6 +28,7 @@ class PushReport:
         total_s: the length of the whole push.
         megabytes: the size of the weights in MiB.
         drained: how many requests in flight the controller waited for (interrupt mode `none`).
+        drain_s: how long it waited for them.
         verified: how many tensors were read back and compared.
         failed: the names of the servers that left the push.
     """
@@ -38,6 +39,7 @@ class PushReport:
     total_s: float = 0.0
     megabytes: float = 0.0
     drained: int = 0
+    drain_s: float = 0.0
     verified: int = 0
     failed: list[str] = field(default_factory=list)
 
