@@ -1,8 +1,9 @@
 """Speeds and lengths, measured in the run directory of a run that has ended or is running.
 
-* A server: during a trajectory of n tokens, b were in flight on its server on average, and the server
-  began m requests. So it took n (step_s + per_sequence_s * b) + request_s * m seconds. Least squares
-  over all trajectories, without negative numbers. Prompts count as part of a request.
+* A server: while b requests are in flight on it, a decoding step takes step_s + per_sequence_s * b.
+  Each request that begins holds all up for request_s. A trajectory that spent t_b seconds with b in
+  flight, in which m_b requests began, has as many tokens as the sum over b of
+  (t_b - request_s * m_b) / (step_s + per_sequence_s * b). Least squares over all trajectories.
 * The trainer: seconds per token of a step, a push's seconds before and in its pause, and what is
   left of a step. Means. The time in which a push waits for requests is left out: the simulation has
   its own.
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 
 from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
@@ -29,7 +30,12 @@ from areal_lite.simulate.trainer import TrainerSpeed
 # Steps that are left out.
 _WARM_UP = 3
 # Of the fit and the queue, each of which follows from the other.
-_ROUNDS = 10
+_ROUNDS = 4
+# Levels of the number in flight that a fit tells apart.
+_LEVELS = 32
+# step_s, per_sequence_s and request_s: where a fit begins, the least and the most.
+_FIRST_GUESS = np.array([3e-3, 3e-5, 1e-3])
+_BOUNDS = ([1e-5, 0.0, 0.0], [10.0, 1.0, 10.0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,44 +101,68 @@ def read_trajectories(run_dir: Path) -> Trajectories:
 
 def fit_server(rows: Trajectories, everything: Trajectories, servers: int) -> ServerSpeed:
     """Fit the speed of a server to trajectories; `everything` was in flight with them."""
-    in_flight = _mean_in_flight(rows, everything) / servers
-    request_s = 0.0
+    levels = _Levels(everything)
+    in_flight = levels.in_flight / servers
+    spent = levels.spent(rows.started, rows.finished)
+
+    def surplus(speed: np.ndarray, begun: np.ndarray) -> np.ndarray:
+        """Return how many tokens more than its own each trajectory would have."""
+        step_s, per_sequence_s, request_s = speed
+        steps = (spent - request_s * begun) / (step_s + per_sequence_s * in_flight)
+        return steps.sum(axis=1) - rows.tokens
+
+    speed = _FIRST_GUESS
     for _ in range(_ROUNDS):
-        begun = _begun(rows, everything, request_s / servers) / servers
-        design = np.stack([rows.tokens, rows.tokens * in_flight, begun], axis=1)
-        (step_s, per_sequence_s, request_s), _ = nnls(design, rows.finished - rows.started)
-    if not step_s + per_sequence_s:  # lengths hardly varied
-        step_s = (rows.finished - rows.started).sum() / rows.tokens.sum()
-        request_s = 0.0
-    return ServerSpeed(
-        step_s=float(step_s), per_sequence_s=float(per_sequence_s), request_s=float(request_s)
-    )
+        begun = levels.begun(rows, everything, speed[2] / servers) / servers
+        found = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS, args=(begun,))
+        speed = found.x
+    step_s, per_sequence_s, request_s = speed.tolist()
+    return ServerSpeed(step_s=step_s, per_sequence_s=per_sequence_s, request_s=request_s)
 
 
-def _begun(rows: Trajectories, everything: Trajectories, request_s: float) -> np.ndarray:
-    """Return how many requests began during each of `rows`, one after the other, [rows].
+class _Levels:
+    """The number of trajectories in flight over time, on levels that grow by a factor.
 
-    Each takes `request_s`. They queue when many arrive at once.
+    `in_flight` has the mean number of each level, [levels].
     """
-    places = np.arange(len(everything.started)) * request_s
-    ends = np.maximum.accumulate(np.sort(everything.started) - places) + places + request_s
-    until = np.searchsorted(ends, rows.finished, side="right")
-    return until - np.searchsorted(ends, rows.started, side="left")
 
+    def __init__(self, everything: Trajectories):
+        times = np.concatenate([everything.started, everything.finished])
+        change = np.repeat([1, -1], len(times) // 2)
+        order = np.argsort(times, kind="stable")
+        number = np.cumsum(change[order])[:-1]
+        edges = np.geomspace(1, number.max() + 1, _LEVELS + 1)
+        self._times = times[order]
+        self._level = np.clip(np.searchsorted(edges, number, side="right") - 1, 0, _LEVELS - 1)
+        seconds = np.diff(self._times) * (number > 0)
+        at_level = np.zeros((len(times), _LEVELS))
+        at_level[np.arange(len(seconds)) + 1, self._level] = seconds
+        # Seconds on each level until each time.
+        self._until = np.cumsum(at_level, axis=0)
+        total = np.maximum(self._until[-1], 1e-9)
+        self.in_flight = np.bincount(self._level, seconds * number, _LEVELS) / total
 
-def _mean_in_flight(rows: Trajectories, everything: Trajectories) -> np.ndarray:
-    """Return how many trajectories were in flight on average during each of `rows`."""
-    times = np.concatenate([everything.started, everything.finished])
-    change = np.concatenate([np.ones(len(times) // 2), -np.ones(len(times) // 2)])
-    order = np.argsort(times, kind="stable")
-    times, number = times[order], np.cumsum(change[order])
-    area = np.concatenate([[0], np.cumsum(number[:-1] * np.diff(times))])
+    def spent(self, started: np.ndarray, finished: np.ndarray) -> np.ndarray:
+        """Return the seconds between times of trajectories by level, [trajectories, levels]."""
+        ends, starts = (
+            np.searchsorted(self._times, times, side="right") - 1 for times in (finished, started)
+        )
+        return self._until[ends] - self._until[starts]
 
-    def integral(at: np.ndarray) -> np.ndarray:
-        before = np.searchsorted(times, at, side="right") - 1
-        return area[before] + number[before] * (at - times[before])
+    def begun(self, rows: Trajectories, everything: Trajectories, request_s: float) -> np.ndarray:
+        """Return how many requests began during each of `rows`, by level, [rows, levels].
 
-    return (integral(rows.finished) - integral(rows.started)) / (rows.finished - rows.started)
+        They begin one after the other. Each takes `request_s`, so they queue when many arrive.
+        """
+        places = np.arange(len(everything.started)) * request_s
+        begins = np.maximum.accumulate(np.sort(everything.started) - places) + places + request_s
+        interval = np.searchsorted(self._times, begins, side="right") - 1
+        level = self._level[np.minimum(interval, len(self._level) - 1)]
+        until = np.zeros((len(begins) + 1, _LEVELS))
+        until[np.arange(len(begins)) + 1, level] = 1
+        until = np.cumsum(until, axis=0)
+        ends = np.searchsorted(begins, rows.finished, side="right")
+        return until[ends] - until[np.searchsorted(begins, rows.started, side="left")]
 
 
 def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:

@@ -4,8 +4,8 @@
               ^------- preempted, retracted ----'
 
 * All running sequences get a token in each decoding step; `speed.py` has the time of a step.
-* A prompt is computed before the next decoding step, which waits for it. So does the host's work for
-  a request.
+* A prompt is computed before the next decoding step, which waits for it. The host's work for a
+  request is done then, too.
 * A request starts when a slot is free and the cache has room for it. A share of the cache stays
   free at the start of a request, since running requests grow.
 * When the cache is full, the youngest request is preempted. It loses its cache and waits first.

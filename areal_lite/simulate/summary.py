@@ -107,10 +107,11 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     """Estimate the trained tokens in a second without simulating.
 
     Generation has N sequences in flight, as many as admission, concurrency and the KV cache allow.
-    A sequence of mean length n takes n decoding steps of a server with its share of N, and the host's
-    time for each request of that share. So the rate of tokens is N / (time of a token). A group stays until its longest sample ends. Training takes
-    its own time for a batch, and the slower of both sets the pace. With `max_staleness` 0 the times
-    add up, and the longest sequence of the batch sets that of generation.
+    A sequence of mean length n takes n decoding steps of a server with its share of N, and the
+    host's time for each request of that share. So the rate of tokens is N / (time of a token). A
+    group stays until its longest sample ends. Training takes its own time for a batch, and the
+    slower of both sets the pace. With `max_staleness` 0 the times add up, and the longest sequence
+    of the batch sets that of generation.
     """
     rollout, trainer, server = config.rollout, config.trainer, work.server
     lengths = np.array(
