@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from areal_lite.config import TrainConfig
+from areal_lite.controller.messages import PushTargets
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.weight_group import CollectiveError
@@ -191,6 +192,27 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
     pusher._transfer(push, Group())
     assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]
     assert server.calls["/end_weight_update"] == server.calls["/continue_generation"] == 1
+
+
+@pytest.mark.parametrize(("drained", "drain_s"), [(3, 2.5), (0, 0.0)])
+def test_the_wait_for_running_requests_is_told_apart(monkeypatch, tmp_path, drained, drain_s):
+    clock = [0.0]
+
+    def begin_push(version: int) -> PushTargets:
+        clock[0] += 2.5
+        return PushTargets([], drained)
+
+    def buckets(size: int):
+        clock[0] += 1.0
+        yield [("w", torch.ones(1))]
+
+    monkeypatch.setattr("areal_lite.weights.push.steady_time", lambda: clock[0])
+    controller = SimpleNamespace(begin_push=begin_push, pushed=lambda version, failed: None)
+    config, weights = TrainConfig(model=str(tmp_path)), SimpleNamespace(buckets=buckets)
+    pusher = WeightPusher(weights, CPU, controller, config, tmp_path)
+    report = pusher.push_all(1)
+    pusher.close()
+    assert (report.drained, report.drain_s, report.total_s) == (drained, drain_s, 3.5)
 
 
 @pytest.mark.parametrize("interrupt", ["in_place", "retract"])
