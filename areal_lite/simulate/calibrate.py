@@ -43,11 +43,12 @@ class Trajectories:
     """The stored trajectories of a run, in the order of their groups.
 
     Args:
-        groups: group ids. tokens: sampled tokens. prompts: prompt tokens.
+        groups: group ids. servers: names. tokens: sampled tokens. prompts: prompt tokens.
         started, finished: wall-clock seconds.
     """
 
     groups: np.ndarray
+    servers: np.ndarray
     tokens: np.ndarray
     prompts: np.ndarray
     started: np.ndarray
@@ -55,7 +56,13 @@ class Trajectories:
 
     def after(self, time: float) -> "Trajectories":
         """Return those that started after `time`."""
-        chosen = self.started >= time
+        return self._chosen(self.started >= time)
+
+    def on(self, server: str) -> "Trajectories":
+        """Return those of a server."""
+        return self._chosen(self.servers == server)
+
+    def _chosen(self, chosen: np.ndarray) -> "Trajectories":
         return Trajectories(**{name: getattr(self, name)[chosen] for name in vars(self)})
 
 
@@ -73,7 +80,7 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     prompt_tokens = float(late.prompts.mean())
     return Workload(
         lengths=RecordedLengths(_by_group(late)),
-        server=fit_server(late, rows, config.server.count),
+        server=fit_server(late, rows),
         trainer=_trainer_speed(records, prompt_tokens, config.trainer.data_parallel),
         prompt_tokens=round(prompt_tokens),
         warm_up=warm_up,
@@ -85,13 +92,14 @@ def read_trajectories(run_dir: Path) -> Trajectories:
     """Read the trajectories of a run's store."""
     store = Store(run_dir / STORE_FILE, read_only=True)
     try:
-        columns = ("group_id", "n_tokens", "n_prompt", "started_at", "finished_at")
+        columns = ("group_id", "server", "n_tokens", "n_prompt", "started_at", "finished_at")
         rows = [[t[name] for name in columns] for t in store.trajectories()]
     finally:
         store.close()
-    groups, tokens, prompts, started, finished = (np.array(column) for column in zip(*rows))
+    groups, servers, tokens, prompts, started, finished = (np.array(one) for one in zip(*rows))
     return Trajectories(
-        groups=groups.astype(int),
+        groups=groups,
+        servers=servers,
         tokens=tokens - prompts,
         prompts=prompts,
         started=started,
@@ -99,25 +107,41 @@ def read_trajectories(run_dir: Path) -> Trajectories:
     )
 
 
-def fit_server(rows: Trajectories, everything: Trajectories, servers: int) -> ServerSpeed:
-    """Fit the speed of a server to trajectories; `everything` was in flight with them."""
-    levels = _Levels(everything)
-    in_flight = levels.in_flight / servers
-    spent = levels.spent(rows.started, rows.finished)
+def fit_server(rows: Trajectories, everything: Trajectories) -> ServerSpeed:
+    """Fit the speed of the servers to trajectories; `everything` was in flight with them."""
+    names = np.unique(rows.servers).tolist()
+    servers = [_Server(rows.on(name), everything.on(name)) for name in names]
 
-    def surplus(speed: np.ndarray, begun: np.ndarray) -> np.ndarray:
-        """Return how many tokens more than its own each trajectory would have."""
-        step_s, per_sequence_s, request_s = speed
-        steps = (spent - request_s * begun) / (step_s + per_sequence_s * in_flight)
-        return steps.sum(axis=1) - rows.tokens
+    def surplus(speed: np.ndarray) -> np.ndarray:
+        return np.concatenate([server.surplus(*speed) for server in servers])
 
     speed = _FIRST_GUESS
     for _ in range(_ROUNDS):
-        begun = levels.begun(rows, everything, speed[2] / servers) / servers
-        found = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS, args=(begun,))
-        speed = found.x
+        for server in servers:
+            server.queue(speed[2])
+        speed = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS).x
     step_s, per_sequence_s, request_s = speed.tolist()
     return ServerSpeed(step_s=step_s, per_sequence_s=per_sequence_s, request_s=request_s)
+
+
+class _Server:
+    """The trajectories of one server, and what they say about a speed."""
+
+    def __init__(self, rows: Trajectories, everything: Trajectories):
+        self._rows = rows
+        self._everything = everything
+        self._levels = _Levels(everything)
+        self._spent = self._levels.spent(rows.started, rows.finished)
+
+    def queue(self, request_s: float) -> None:
+        """Find out when each request began, if that takes `request_s`."""
+        self._begun = self._levels.begun(self._rows, self._everything, request_s)
+
+    def surplus(self, step_s: float, per_sequence_s: float, request_s: float) -> np.ndarray:
+        """Return how many tokens more than its own each trajectory would have."""
+        step = step_s + per_sequence_s * self._levels.in_flight
+        steps = (self._spent - request_s * self._begun) / step
+        return steps.sum(axis=1) - self._rows.tokens
 
 
 class _Levels:
