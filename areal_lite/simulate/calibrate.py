@@ -195,7 +195,7 @@ def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> Tra
     seconds = records[-1]["logged_at"] - records[0]["logged_at"]
     keys = ("wait_s", "train_s", "push_s", "pause_s", "drain_s", "tokens", "trajectories")
     wait_s, train_s, push_s, pause_s, drain_s, tokens, trajectories = (
-        sum(record[key] or 0.0 for record in records[1:]) for key in keys
+        sum(record.get(key) or 0.0 for record in records[1:]) for key in keys
     )
     pushes = max(1, sum(record["pause_s"] is not None for record in records[1:]))
     return TrainerSpeed(
