@@ -41,10 +41,11 @@ from areal_lite.weights.push import WeightPusher
 PROMPT = np.arange(2, 66, dtype=np.int32)
 RUNS = [
     ("none", ""),
-    ("in_place", "distributed"),
+    ("in_place", "memory"),
     ("in_place", "disk"),
-    ("retract", "distributed"),
-    ("abort", "distributed"),
+    ("in_place", "distributed"),
+    ("retract", "memory"),
+    ("abort", "memory"),
 ]
 
 
