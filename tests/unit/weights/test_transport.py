@@ -1,11 +1,11 @@
-"""What `sync.transport=auto` stands for."""
+"""Choices of `sync.transport=auto`."""
 
 import pytest
 
 from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
 from areal_lite.launch.dry_run import push_lines
 from areal_lite.weights import transport
-from areal_lite.weights.transport import choose_transport
+from areal_lite.weights.transport import can_share_memory, choose_transport
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,12 @@ def test_other_servers_take_part_in_a_broadcast(settings):
 def test_an_installation_without_the_plugin_broadcasts(monkeypatch):
     monkeypatch.setattr(transport, "entry_points", lambda **_: ())
     assert choose_transport(config()) == "distributed"
+
+
+def test_a_sandbox_that_hides_memory_of_other_processes_broadcasts(monkeypatch):
+    assert can_share_memory()
+    monkeypatch.setattr("os.getpid", lambda: 0)  # no process has this number
+    assert not can_share_memory() and choose_transport(config()) == "distributed"
 
 
 @pytest.mark.parametrize("chosen", ["distributed", "memory", "disk"])
