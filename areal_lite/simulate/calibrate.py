@@ -108,49 +108,36 @@ def read_trajectories(run_dir: Path) -> Trajectories:
 
 
 def fit_server(rows: Trajectories, everything: Trajectories) -> ServerSpeed:
-    """Fit the speed of the servers to trajectories; `everything` was in flight with them."""
+    """Fit the speed of the servers to trajectories; `everything` was in flight with them.
+
+    The speeds are in seconds.
+    """
     names = np.unique(rows.servers).tolist()
     servers = [_Server(rows.on(name), everything.on(name)) for name in names]
 
-    def surplus(speed: np.ndarray) -> np.ndarray:
-        return np.concatenate([server.surplus(*speed) for server in servers])
+    def surplus(speed: np.ndarray, begun: list[np.ndarray]) -> np.ndarray:
+        pairs = zip(servers, begun, strict=True)
+        return np.concatenate([server.surplus(speed, counts) for server, counts in pairs])
 
     speed = _FIRST_GUESS
     for _ in range(_ROUNDS):
-        for server in servers:
-            server.queue(speed[2])
-        speed = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS).x
+        begun = [server.begun(speed[2]) for server in servers]
+        found = least_squares(surplus, speed, bounds=_BOUNDS, x_scale=_FIRST_GUESS, args=(begun,))
+        speed = found.x
     step_s, per_sequence_s, request_s = speed.tolist()
     return ServerSpeed(step_s=step_s, per_sequence_s=per_sequence_s, request_s=request_s)
 
 
 class _Server:
-    """The trajectories of one server, and what they say about a speed."""
+    """The trajectories of one server, and what they say about its speed.
+
+    The number in flight over time is on levels that grow by a factor. `rows` are fitted, and
+    `everything` was in flight with them.
+    """
 
     def __init__(self, rows: Trajectories, everything: Trajectories):
         self._rows = rows
-        self._everything = everything
-        self._levels = _Levels(everything)
-        self._spent = self._levels.spent(rows.started, rows.finished)
-
-    def queue(self, request_s: float) -> None:
-        """Find out when each request began, if that takes `request_s`."""
-        self._begun = self._levels.begun(self._rows, self._everything, request_s)
-
-    def surplus(self, step_s: float, per_sequence_s: float, request_s: float) -> np.ndarray:
-        """Return how many tokens more than its own each trajectory would have."""
-        step = step_s + per_sequence_s * self._levels.in_flight
-        steps = (self._spent - request_s * self._begun) / step
-        return steps.sum(axis=1) - self._rows.tokens
-
-
-class _Levels:
-    """The number of trajectories in flight over time, on levels that grow by a factor.
-
-    `in_flight` has the mean number of each level, [levels].
-    """
-
-    def __init__(self, everything: Trajectories):
+        self._started = np.sort(everything.started)
         times = np.concatenate([everything.started, everything.finished])
         change = np.repeat([1, -1], len(times) // 2)
         order = np.argsort(times, kind="stable")
@@ -159,34 +146,38 @@ class _Levels:
         self._times = times[order]
         self._level = np.clip(np.searchsorted(edges, number, side="right") - 1, 0, _LEVELS - 1)
         seconds = np.diff(self._times) * (number > 0)
-        at_level = np.zeros((len(times), _LEVELS))
-        at_level[np.arange(len(seconds)) + 1, self._level] = seconds
         # Seconds on each level until each time.
-        self._until = np.cumsum(at_level, axis=0)
-        total = np.maximum(self._until[-1], 1e-9)
-        self.in_flight = np.bincount(self._level, seconds * number, _LEVELS) / total
-
-    def spent(self, started: np.ndarray, finished: np.ndarray) -> np.ndarray:
-        """Return the seconds between times of trajectories by level, [trajectories, levels]."""
-        ends, starts = (
-            np.searchsorted(self._times, times, side="right") - 1 for times in (finished, started)
+        until = np.zeros((len(times), _LEVELS))
+        until[np.arange(len(seconds)) + 1, self._level] = seconds
+        until = np.cumsum(until, axis=0)
+        on_level = np.bincount(self._level, seconds * number, _LEVELS)
+        self._in_flight = on_level / np.maximum(until[-1], 1e-9)
+        starts, ends = (
+            np.searchsorted(self._times, some, side="right") - 1
+            for some in (rows.started, rows.finished)
         )
-        return self._until[ends] - self._until[starts]
+        self._spent = until[ends] - until[starts]
 
-    def begun(self, rows: Trajectories, everything: Trajectories, request_s: float) -> np.ndarray:
-        """Return how many requests began during each of `rows`, by level, [rows, levels].
+    def begun(self, request_s: float) -> np.ndarray:
+        """Return how many requests began during each trajectory, by level, [rows, levels].
 
         They begin one after the other. Each takes `request_s`, so they queue when many arrive.
         """
-        places = np.arange(len(everything.started)) * request_s
-        begins = np.maximum.accumulate(np.sort(everything.started) - places) + places + request_s
+        places = np.arange(len(self._started)) * request_s
+        begins = np.maximum.accumulate(self._started - places) + places + request_s
         interval = np.searchsorted(self._times, begins, side="right") - 1
         level = self._level[np.minimum(interval, len(self._level) - 1)]
         until = np.zeros((len(begins) + 1, _LEVELS))
         until[np.arange(len(begins)) + 1, level] = 1
         until = np.cumsum(until, axis=0)
-        ends = np.searchsorted(begins, rows.finished, side="right")
-        return until[ends] - until[np.searchsorted(begins, rows.started, side="left")]
+        ends = np.searchsorted(begins, self._rows.finished, side="right")
+        return until[ends] - until[np.searchsorted(begins, self._rows.started, side="left")]
+
+    def surplus(self, speed: np.ndarray, begun: np.ndarray) -> np.ndarray:
+        """Return how many tokens more than its own each trajectory would have, [rows]."""
+        step_s, per_sequence_s, request_s = speed
+        step = step_s + per_sequence_s * self._in_flight
+        return ((self._spent - request_s * begun) / step).sum(axis=1) - self._rows.tokens
 
 
 def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:
