@@ -123,7 +123,7 @@ GROUPS = {
         "total_s": "seconds of the push, preparation included",
         "megabytes": "size of the pushed weights, in MiB",
         "drained": "requests that the push waited for",
-        "drain_s": "time that it waited for them, part of `push_s`",
+        "drain_s": "seconds that it waited for them, part of `push_s`",
         "verified": "tensors that were read back and compared",
     },
     "time": {

@@ -69,8 +69,8 @@ async def _check(obj: Any, digest: str) -> tuple[bool, str]:
     path, version = obj.model_path, obj.weight_version
     _checked = None
     try:
-        here = await asyncio.to_thread(_path_here, path, Source.parse(obj.manifest))
-        found = await asyncio.to_thread(_check_file, here, digest)
+        source = Source.parse(obj.manifest)
+        here, found = await asyncio.to_thread(_check_file, path, source, digest)
     except StagedError as error:
         return False, str(error)
     if str(found) != version:
@@ -79,20 +79,19 @@ async def _check(obj: Any, digest: str) -> tuple[bool, str]:
     return True, f"checked version {version} of the weights"
 
 
-def _path_here(path: str, source: Source) -> str:
-    """Return the path of the trainer's file, or that of a copy, which is received first."""
+def _check_file(path: str, source: Source, digest: str) -> tuple[str, int]:
+    """Return where the file is on this machine, and its version. Raises StagedError.
+
+    If the trainer's file cannot be mapped, a copy is received first.
+    """
     global _copy
-    if source.can_map(path):
-        return path
-    _copy = _copy or StagedCopy()
-    _copy.fetch(source)
-    return _copy.path
-
-
-def _check_file(path: str, digest: str) -> int:
+    if not source.can_map(path):
+        _copy = _copy or StagedCopy()
+        _copy.fetch(source)
+        path = _copy.path
     staged = StagedFile(path)
     try:
-        return staged.check(digest).version
+        return path, staged.check(digest).version
     finally:
         staged.close()
 

@@ -26,12 +26,12 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """Where a server gets a staged file.
+    """The two ways to a staged file: the trainer's processes can map it, others ask for a copy.
 
     Args:
         namespace: of the processes that can map the file (`process_namespace`).
-        address, port: where the trainer sends it to others.
-        token: lets a server have the file; hexadecimal.
+        address, port: the trainer listens there, and sends copies.
+        token: TOKEN_BYTES bytes in hexadecimal, without which it sends nothing.
     """
 
     namespace: str
@@ -41,7 +41,7 @@ class Source:
 
     @classmethod
     def parse(cls, manifest: object) -> Source:
-        """Return the source that a request names."""
+        """Return the source that a request names. Raises StagedError if it names none."""
         try:
             return msgspec.convert(manifest, cls)
         except msgspec.ValidationError as error:
@@ -74,25 +74,25 @@ class StagedCopy:
 
     def _receive_file(self, trainer: socket.socket) -> None:
         buffer = memoryview(bytearray(_BUFFER_BYTES))
-        length = int.from_bytes(_receive(trainer, buffer[:LENGTH_BYTES]), "little")
+        length = int.from_bytes(receive(trainer, buffer[:LENGTH_BYTES]), "little")
         if length <= DATA_OFFSET:
             raise OSError(f"its file has {length} bytes")
         os.pwrite(self._descriptor, bytes(DATA_OFFSET), 0)  # not whole from here on
         os.ftruncate(self._descriptor, length)
-        header = bytes(_receive(trainer, buffer[:DATA_OFFSET]))
+        header = bytes(receive(trainer, buffer[:DATA_OFFSET]))
         position = DATA_OFFSET
         while position < length:
-            part = _receive(trainer, buffer[: length - position])
+            part = receive(trainer, buffer[: length - position])
             position += os.pwrite(self._descriptor, part, position)
         os.pwrite(self._descriptor, header, 0)
 
 
-def _receive(connection: socket.socket, into: memoryview) -> memoryview:
-    """Fill `into` and return it. Raises OSError if the connection ends before."""
+def receive(connection: socket.socket, into: memoryview) -> memoryview:
+    """Fill `into`, uint8 [n], and return it. Raises OSError if the connection ends before."""
     received = 0
     while received < len(into):
         count = connection.recv_into(into[received:])
         if not count:
-            raise OSError("the connection ended before the file")
+            raise OSError("the connection ended too early")
         received += count
     return into

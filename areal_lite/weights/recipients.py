@@ -28,7 +28,7 @@ class PushReport:
         total_s: the length of the whole push.
         megabytes: the size of the weights in MiB.
         drained: how many requests in flight the controller waited for (interrupt mode `none`).
-        drain_s: how long it waited for them.
+        drain_s: how long it waited for them, in seconds.
         verified: how many tensors were read back and compared.
         failed: the names of the servers that left the push.
     """

@@ -12,13 +12,16 @@ import os
 import secrets
 import socket
 import socketserver
+import sys
 import threading
 from functools import partial
 
-from areal_lite.servers.staged_copy import LENGTH_BYTES, TOKEN_BYTES, Source
+from areal_lite.servers.staged_copy import LENGTH_BYTES, TOKEN_BYTES, Source, receive
 from areal_lite.system.processes import process_namespace
 
 log = logging.getLogger(__name__)
+# Within this time a client must show the token, in seconds.
+_TOKEN_WITHIN_S = 5.0
 # The longest silence of a server within a transfer, in seconds.
 _SILENCE_S = 30.0
 
@@ -53,7 +56,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), _Handler)
 
     def handle_error(self, request: object, client_address: tuple[str, int]) -> None:
-        log.warning("%s:%s got no weights", *client_address, exc_info=True)
+        log.warning("%s:%s got no weights: %s", *client_address, sys.exception())
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -61,11 +64,12 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
-        self.request.settimeout(_SILENCE_S)
-        shown = self.request.recv(TOKEN_BYTES, socket.MSG_WAITALL)
+        self.request.settimeout(_TOKEN_WITHIN_S)
+        shown = receive(self.request, memoryview(bytearray(TOKEN_BYTES)))
         if not hmac.compare_digest(shown, self.server.token):
             log.warning("refused the weights to %s: a wrong token", self.client_address[0])
             return
+        self.request.settimeout(_SILENCE_S)
         # Opened anew, because a descriptor has one position for all threads.
         with open(f"/proc/self/fd/{self.server.descriptor}", "rb") as file:
             length = os.fstat(file.fileno()).st_size

@@ -23,7 +23,7 @@ PAGES, CONTEXT, LAYER = 25, 64, 1
 
 
 class Pool:
-    """Offer plain tensors to attention, as SGLang's KV pool does."""
+    """Offer plain tensors to attention in place of SGLang's KV pool."""
 
     page_size = PAGE
 

@@ -13,6 +13,7 @@ from areal_lite.servers import staged_copy
 from areal_lite.servers.staged_copy import Source, StagedCopy
 from areal_lite.servers.staged_file import DATA_OFFSET, StagedError, StagedFile
 from areal_lite.system.processes import process_namespace
+from areal_lite.weights import sender
 from areal_lite.weights.memory import WeightMemory
 from areal_lite.weights.sender import WeightSender
 from tests.unit.servers.staged_model import weights
@@ -64,12 +65,20 @@ def test_nobody_without_the_token_gets_weights(memory, shown):
             assert len(shown) > 16, "the rest was not read"
 
 
+def test_a_stranger_who_says_nothing_is_sent_away(memory, monkeypatch):
+    monkeypatch.setattr(sender, "_TOKEN_WITHIN_S", 0.2)
+    source = memory.source(HOST)
+    with socket.create_connection((HOST, source.port), 10) as connection:
+        assert connection.recv(100) == b""
+    StagedCopy().fetch(source)
+
+
 def test_each_run_has_a_token_of_its_own(memory):
-    sender = WeightSender(HOST, memory._descriptor)
-    assert sender.source.token != memory.source(HOST).token
-    with pytest.raises(StagedError, match="ended before the file"):
-        StagedCopy().fetch(replace(sender.source, port=memory.source(HOST).port))
-    sender.close()
+    other = WeightSender(HOST, memory._descriptor)
+    assert other.source.token != memory.source(HOST).token
+    with pytest.raises(StagedError, match="ended too early"):
+        StagedCopy().fetch(replace(other.source, port=memory.source(HOST).port))
+    other.close()
 
 
 def test_the_sender_follows_the_address_of_the_machine(memory):
@@ -108,10 +117,10 @@ def trainer_that_sends(data: bytes, hangs: bool = False):
 
 LENGTH = (3 * DATA_OFFSET).to_bytes(8, "little")
 FAILURES = {  # what the trainer sends, whether it then hangs, the error, and whether a file is left
-    "nothing": (b"", False, "ended before the file", True),
+    "nothing": (b"", False, "ended too early", True),
     "no file": ((100).to_bytes(8, "little"), False, "its file has 100 bytes", True),
-    "a length": (LENGTH, False, "ended before the file", False),
-    "a part": (LENGTH + bytes(2 * DATA_OFFSET), False, "ended before the file", False),
+    "a length": (LENGTH, False, "ended too early", False),
+    "a part": (LENGTH + bytes(2 * DATA_OFFSET), False, "ended too early", False),
     "a part, and hangs": (LENGTH + bytes(2 * DATA_OFFSET), True, "timed out", False),
     "a wrong length": ((2**63).to_bytes(8, "little"), False, "too large", False),
 }
