@@ -122,6 +122,39 @@ def test_landlock_stops_signals_by_itself(victim) -> None:
     assert victim.process.poll() is None
 
 
+@pytest.mark.parametrize("num_rights", [13, 14, 15])
+def test_files_outside_cannot_be_emptied(tmp_path: Path, num_rights: int) -> None:
+    """Landlock of Linux 5.13 to 6.1 has 13 or 14 rights, and truncation is none of them."""
+    files = {"outside": tmp_path / "outside", "readable": tmp_path / "readable" / "file"}
+    files["readable"].parent.mkdir()
+    for file in files.values():
+        file.write_text("precious")
+    (tmp_path / "work").mkdir()
+    code = (
+        "import os\nfrom areal_lite.rewards.sandbox import confine, system_calls\n"
+        f"confine._NUM_RIGHTS, confine._MAX_NUM_RIGHTS = {{}}, {num_rights}\n"
+        "confine._libc.prctl(confine._PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)\n"
+        f"os.chdir({str(tmp_path / 'work')!r})\n"
+        f"confine._restrict_files([{str(files['readable'].parent)!r}])\n"
+        "program = system_calls.allow_filter(os.uname().machine, os.getpid())\n"
+        "confine._restrict_calls(confine._SETUP_CALLS[os.uname().machine][1], program, 0)\n"
+        "opened = []\n"
+        f"for path in {[str(file) for file in files.values()]}:\n"
+        "    for mode in range(4):\n"
+        "        for flags in (0, os.O_TRUNC, os.O_CREAT | os.O_TRUNC):\n"
+        "            try:\n"
+        "                os.open(path, mode | flags)\n"
+        "                opened.append((os.path.basename(path), mode, flags))\n"
+        "            except OSError:\n"
+        "                pass\n"
+        "print(opened, file=open('own', 'w'))\n"
+        "open('own', 'r+').write(''); os.open('own', os.O_RDWR)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert [file.read_text() for file in files.values()] == ["precious"] * 2
+    assert (tmp_path / "work" / "own").read_text() == "[('file', 0, 0)]\n"
+
+
 def test_the_number_of_threads_is_bounded() -> None:
     outcome = sandboxed(
         "threading.stack_size(32768)\nevent = threading.Event()\ncount = 0\n"

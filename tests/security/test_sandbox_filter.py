@@ -105,7 +105,12 @@ def test_calls_of_another_machine_kill(machine: str) -> None:
             [(0, command) for command in (0x5452, 0x8901, 0x8902, 0x5410, 0x5412, 0x540E, 0x8912)]
             + [(0, command) for command in (0, 2, 0x40085203, 0xC0502100, -1)],
         ),
-        ("openat", [(0, 0, 0), (0, 0, 0x80242)], [(0, 0, 0x2000), (0, 0, 0x2042)]),
+        (
+            "openat",
+            [(0, 0, flags) for flags in (0, 1, 2, 0x201, 0x202, 0x241, 0x80242, 0x10000)],
+            # O_ASYNC; access mode 3; O_TRUNC without a mode that writes.
+            [(0, 0, flags) for flags in (0x2000, 0x2042, 3, 0x203, 0x243, 0x200, 0x240, 0x80200)],
+        ),
         ("mmap", [(0, 9, 3, 0x22)], [(0, 9, 3, 0x40022), (0, 9, 3, 0x54040022)]),
         ("madvise", [(0, 9, 4), (0, 9, 14)], [(0, 9, 12), (0, 9, 21), (0, 9, 100), (0, 9, -1)]),
         (

@@ -17,7 +17,8 @@ from collections import namedtuple
 # Commands and flags of the kernel's interface, equal on both machines.
 _F_DUPFD, _F_GETFD, _F_SETFD, _F_GETFL, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 1, 2, 3, 4, 1030
 _TCGETS, _TIOCGWINSZ, _FIONBIO, _FIONCLEX, _FIOCLEX = 0x5401, 0x5413, 0x5421, 0x5450, 0x5451
-_O_CREAT, _O_ASYNC, _O_TMPFILE = 0x40, 0x2000, 0x400000
+_O_RDONLY, _O_WRONLY, _O_RDWR, _O_ACCMODE = 0, 1, 2, 3
+_O_CREAT, _O_TRUNC, _O_ASYNC, _O_TMPFILE = 0x40, 0x200, 0x2000, 0x400000
 _MAP_HUGETLB = 0x40000
 # MADV_NORMAL to MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE, MADV_NOHUGEPAGE.
 _ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
@@ -78,10 +79,17 @@ CALLS = (
         "ioctl", 16, 29, "isatty, size of the terminal, inheritance and blocking mode",
         ((Check(1, (_TCGETS, _TIOCGWINSZ, _FIONBIO, _FIONCLEX, _FIOCLEX)),),),
     ),
-    # Files. Landlock checks reading and writing; names, sizes and targets of links are open.
+    # Files. Landlock checks reading and writing; names, sizes and targets of links are open. For
+    # access mode 3 it asks for no right, and before Linux 6.2 for none for O_TRUNC, with which a
+    # program could empty any file of the user. So O_TRUNC needs a mode that writes, which Landlock
+    # always checks.
     Call(
         "openat", 257, 56, "files; see CREATIONS",
-        ((Check(2, (0,), mask=_O_ASYNC),),),
+        ((Check(
+            2,
+            (_O_RDONLY, _O_WRONLY, _O_RDWR, _O_WRONLY | _O_TRUNC, _O_RDWR | _O_TRUNC),
+            mask=_O_ACCMODE | _O_TRUNC | _O_ASYNC,
+        ),),),
     ),
     Call("newfstatat", 262, 79, "os.stat"),
     Call("statx", 332, 291, "os.stat"),
