@@ -54,38 +54,42 @@ _COMMANDS = {
         "warm a model up on demonstrations of an imperfect teacher",
     ),
     "eval": Command(
-        "areal_lite.launch.evaluate:run",
+        "areal_lite.tools.evaluate:run",
         "measure greedy accuracy and pass@k of a checkpoint on held-out problems",
     ),
-    "generate": Command("areal_lite.launch.evaluate:run", "try prompts on a checkpoint"),
+    "generate": Command("areal_lite.tools.evaluate:run", "try prompts on a checkpoint"),
     "chat": Command(
-        "areal_lite.launch.chat:run", "talk to a model, or to a run's newest checkpoint"
+        "areal_lite.tools.chat:run", "talk to a model, or to a run's newest checkpoint"
     ),
     "export": Command(
-        "areal_lite.launch.export:run", "write a run's checkpoint as a Hugging Face folder"
+        "areal_lite.tools.export:run", "write a run's checkpoint as a Hugging Face folder"
     ),
     "report": Command(
-        "areal_lite.report.commands:report", "write one page about a run, for a browser"
+        "areal_lite.tools.report.commands:report", "write one page about a run, for a browser"
     ),
     "compare": Command(
-        "areal_lite.report.commands:compare", "write one page about two or more runs"
+        "areal_lite.tools.report.commands:compare", "write one page about two or more runs"
     ),
-    "inspect": Command("areal_lite.report.commands:inspect", "print trajectories in the terminal"),
-    "trace": Command("areal_lite.report.commands:trace", "write a run as a trace for Perfetto"),
+    "inspect": Command(
+        "areal_lite.tools.report.commands:inspect", "print trajectories in the terminal"
+    ),
+    "trace": Command(
+        "areal_lite.tools.report.commands:trace", "write a run as a trace for Perfetto"
+    ),
     "diagnose": Command(
-        "areal_lite.diagnose.command:run",
+        "areal_lite.tools.diagnose.command:run",
         "say what is wrong with a run, and which setting to change",
     ),
-    "doctor": Command("areal_lite.launch.doctor:run", "check whether runs work on this machine"),
+    "doctor": Command("areal_lite.tools.doctor:run", "check whether runs work on this machine"),
     "audit": Command(
-        "areal_lite.audit.command:run", "prove from a run's files that nothing was lost"
+        "areal_lite.tools.audit.command:run", "prove from a run's files that nothing was lost"
     ),
     "slurm": Command(
         "areal_lite.launch.slurm:run",
         "submit a training run to Slurm, for one node or many",
     ),
     "simulate": Command(
-        "areal_lite.simulate.command:run",
+        "areal_lite.tools.simulate.command:run",
         "predict a run on machines that are not here: speed, waiting, staleness",
     ),
     "prepare": Command(
@@ -96,7 +100,7 @@ _COMMANDS = {
 _MODES = {
     "--dry-run": Mode(
         "train",
-        "areal_lite.launch.dry_run:run",
+        "areal_lite.tools.dry_run:run",
         "checks everything, shows the plan, starts nothing",
     ),
     "--print": Mode("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),

@@ -2,7 +2,7 @@
 
     python benchmarks/server_speed.py [--model FOLDER] [--rounds 5]
 
-`stock` has SGLang's layers and attention, `ours` those of areal_lite/servers/cpu, and
+`stock` has SGLang's layers and attention, `ours` those of areal_lite/cpu/sglang, and
 `ours_threads` the same with two threads. Everything else is equal. For groups of requests with
 the same prompt, `in_order` is `ours` in order of arrival, which is SGLang's default.
 
@@ -58,13 +58,14 @@ STOCK = "--stock-operators"
 
 def serve_with_stock_operators(argv: list[str]) -> None:
     """Serve as areal_lite.servers.serve does, but keep SGLang's own layers and attention."""
-    from areal_lite.servers import cpu, serve
-    from areal_lite.servers.cpu.stand_ins import install_stand_ins
+    from areal_lite.cpu import sglang as cpu
+    from areal_lite.cpu.sglang.stand_ins import install_stand_ins
+    from areal_lite.servers import serve
 
     install_stand_ins()
     import sglang  # noqa: F401  first: it loads the platform itself
 
-    from areal_lite.servers.cpu.platform import CpuPlatform
+    from areal_lite.cpu.sglang.platform import CpuPlatform
 
     cpu._fuse_layers = lambda: None
     CpuPlatform.init_backend = lambda self: None

@@ -20,9 +20,9 @@ from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store import Store
-from areal_lite.simulate.calibrate import measured_workload
-from areal_lite.simulate.run import simulate
-from areal_lite.simulate.summary import rounded, summarize
+from areal_lite.tools.simulate.calibrate import measured_workload
+from areal_lite.tools.simulate.run import simulate
+from areal_lite.tools.simulate.summary import rounded, summarize
 
 WARM_UP = 4  # steps
 

@@ -16,12 +16,12 @@ from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
 from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import train_pool
-from areal_lite.report.panel import View
-from areal_lite.report.progress import Progress
-from areal_lite.report.train_view import eta
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
+from areal_lite.tools.report.panel import View
+from areal_lite.tools.report.progress import Progress
+from areal_lite.tools.report.train_view import eta
 
 _POLL_INTERVAL_S = 0.5
 

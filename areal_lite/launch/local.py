@@ -22,7 +22,6 @@ from rich.console import Console
 
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.diagnose.diagnosis import alarm_line
 from areal_lite.launch.debug import rollout_only, train_only
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts
@@ -30,9 +29,6 @@ from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
 from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.launch.watchdog import Watchdog
-from areal_lite.report.progress import Progress
-from areal_lite.report.summary import build_summary
-from areal_lite.report.summary_table import summary_table
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (
@@ -46,6 +42,10 @@ from areal_lite.run_dir.resume import (
     stop_requested,
 )
 from areal_lite.system.files import write_json
+from areal_lite.tools.diagnose.diagnosis import alarm_line
+from areal_lite.tools.report.progress import Progress
+from areal_lite.tools.report.summary import build_summary
+from areal_lite.tools.report.summary_table import summary_table
 
 CONTROLLER = "areal_lite.controller.service"
 OnStep = Callable[[dict[str, Any]], object]
@@ -250,8 +250,8 @@ def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
 
     `started_at`: wall-clock seconds at which the run started.
     """
-    from areal_lite.report.figure import write_report  # matplotlib is slow to import
-    from areal_lite.report.page_build import write_page
+    from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
+    from areal_lite.tools.report.page_build import write_page
 
     summary = build_summary(run_dir, config, started_at, time.time())
     summary["report"] = str(write_report(run_dir))

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
-from areal_lite.diagnose.diagnosis import Finding, diagnose
-from areal_lite.diagnose.history import read_history
-from areal_lite.report.panel import Notice, View
-from areal_lite.report.train_view import RECENT_STEPS, RunState, train_view
 from areal_lite.run_dir.controller_status import read_status
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.threads import start_daemon
+from areal_lite.tools.diagnose.diagnosis import Finding, diagnose
+from areal_lite.tools.diagnose.history import read_history
+from areal_lite.tools.report.panel import Notice, View
+from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, train_view
 
 # A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
 # one core, and is not repeated before so many seconds.

@@ -6,7 +6,7 @@ computed in one of three ways:
 * On a GPU in half precision: variable-length attention over the packed tokens, by flash-attn where
   it is installed, else by PyTorch's copy of it (or FlashAttention 4, see flash4.py).
 * Without a GPU, in float32 with one thread: a kernel over the packed tokens, if none of the
-  sequences is long (areal_lite/cpu_kernels/packed_attention.py).
+  sequences is long (areal_lite/cpu/kernels/packed_attention.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
   mask is needed. The output and the gradient of padding are dropped.
@@ -29,9 +29,9 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu_kernels import norms
-from areal_lite.cpu_kernels.packed_attention import attend, attend_backward
-from areal_lite.cpu_kernels.vectors import SIZE
+from areal_lite.cpu.kernels import norms
+from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
+from areal_lite.cpu.kernels.vectors import SIZE
 from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.flash4 import causal_varlen, use_flash4
 from areal_lite.megatron.packing import to_device

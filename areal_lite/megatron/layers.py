@@ -10,7 +10,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu_kernels import norms
+from areal_lite.cpu.kernels import norms
 from areal_lite.megatron.parallel import current_device, process_group
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu_kernels.products import linear
+from areal_lite.cpu.kernels.products import linear
 
 CHUNK = 1024  # tokens
 KEPT = 1 << 25  # logits kept for backward: 128 MiB in float32

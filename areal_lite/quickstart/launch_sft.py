@@ -9,10 +9,6 @@ from typing import Any
 from areal_lite.config import SftConfig, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed, Roles
-from areal_lite.report.panel import Row, Section, View, sparkline
-from areal_lite.report.progress import Progress
-from areal_lite.report.text import short
-from areal_lite.report.train_view import eta
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.resume import (
     STOPPED,
@@ -20,6 +16,10 @@ from areal_lite.run_dir.resume import (
     lock_run_dir,
     stop_requested,
 )
+from areal_lite.tools.report.panel import Row, Section, View, sparkline
+from areal_lite.tools.report.progress import Progress
+from areal_lite.tools.report.text import short
+from areal_lite.tools.report.train_view import eta
 
 # The steps whose mean pace is shown.
 _RECENT_STEPS = 50

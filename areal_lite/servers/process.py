@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import ServerConfig
+from areal_lite.cpu.sglang import PLATFORM
 from areal_lite.servers.client import ServerError, SGLangClient
-from areal_lite.servers.cpu import PLATFORM
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.servers.serve import ENV_API_KEY
 from areal_lite.system.cuda import check_cuda
@@ -101,12 +101,12 @@ def _gpu_flags(config: ServerConfig) -> dict[str, Any]:
 def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
     return {
         "device": "cpu",
-        # The backend of areal_lite/servers/cpu has this name there: see cpu/platform.py.
+        # The backend of areal_lite/cpu/sglang has this name there: see cpu/platform.py.
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
-        "page_size": 16,  # that of the kernel (areal_lite/cpu_kernels/paged_attention.py)
+        "page_size": 16,  # that of the kernel (areal_lite/cpu/kernels/paged_attention.py)
         # SGLang's default would take 2 GB.
         "max_total_tokens": config.max_total_tokens or 65536,
         # An idle scheduler would spin on one core.

@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 
+from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 from areal_lite.servers import push_plugin
-from areal_lite.servers.cpu.stand_ins import install_stand_ins
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.servers.cpu.stand_ins import install_stand_ins
+from areal_lite.cpu.sglang.stand_ins import install_stand_ins
 
 install_stand_ins()
 
@@ -16,8 +16,8 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
-from areal_lite.cpu_kernels.paged_attention import PAGE  # noqa: E402
-from areal_lite.servers.cpu.attention import PagedCpuAttention  # noqa: E402
+from areal_lite.cpu.kernels.paged_attention import PAGE  # noqa: E402
+from areal_lite.cpu.sglang.attention import PagedCpuAttention  # noqa: E402
 
 PAGES, CONTEXT, LAYER = 25, 64, 1
 

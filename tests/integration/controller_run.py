@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.audit.audit import audit
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.messages import PushTargets
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me
+from areal_lite.tools.audit.audit import audit
 from areal_lite.train_batch import TrainBatch
 from tests.fake_sglang import completion
 

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.diagnose.diagnosis import diagnose
-from areal_lite.diagnose.history import read_history
 from areal_lite.launch import local
 from areal_lite.launch.restarts import LOG
 from areal_lite.run_dir.resume import checkpoint_steps
+from areal_lite.tools.diagnose.diagnosis import diagnose
+from areal_lite.tools.diagnose.history import read_history
 from tests.integration.controller_run import wrong_with
 from tests.integration.test_server_faults import fake_pool
 from tests.integration.test_train import COMMON, ROOT, Run, model, processes_of  # noqa: F401

@@ -15,13 +15,13 @@ import numpy as np
 import psutil
 import pytest
 
-from areal_lite.diagnose.diagnosis import diagnose
-from areal_lite.diagnose.history import read_history
 from areal_lite.run_dir.store import Store
+from areal_lite.tools.diagnose.diagnosis import diagnose
+from areal_lite.tools.diagnose.history import read_history
 from tests.integration.controller_run import wrong_with
 from tests.processes import running
 from tests.terminal import Terminal
-from tests.unit.report import dashboard
+from tests.unit.tools.report import dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
-from areal_lite.launch.memory import activation_bytes_per_token, push_buckets, rank_parameters
+from areal_lite.tools.memory import activation_bytes_per_token, push_buckets, rank_parameters
 from tests.ranks.processes import run_ranks
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")

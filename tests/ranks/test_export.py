@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.cli import main
 from areal_lite.config import MakeModelConfig, TrainConfig, TrainerConfig, save_config
-from areal_lite.launch.export import model_of_run
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.hf import export
 from areal_lite.megatron.packing import make_microbatches
@@ -20,6 +19,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.run_dir.manifest import damage
+from areal_lite.tools.export import model_of_run
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch
 from tests.ranks.test_engine import reference
 

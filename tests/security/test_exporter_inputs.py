@@ -13,11 +13,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from areal_lite.report import exporter as module
-from areal_lite.report.exporter import exporter
 from areal_lite.servers.registry import ServerInfo, announce_server, announced_servers
+from areal_lite.tools.report import exporter as module
+from areal_lite.tools.report.exporter import exporter
 from tests.security.mutation import mutated
-from tests.unit.report.synthetic_run import step_record
+from tests.unit.tools.report.synthetic_run import step_record
 
 METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 DEEP = b"[" * 100_000

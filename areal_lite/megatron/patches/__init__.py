@@ -27,7 +27,7 @@ from functools import cache
 
 import torch
 
-from areal_lite.megatron.patches.cpu import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS
+from areal_lite.cpu.megatron import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS
 from areal_lite.megatron.patches.fixes import (
     CHECKPOINT_FIXES,
     GATHER_FIXES,

@@ -6,10 +6,10 @@ from areal_lite.config import SftConfig
 from areal_lite.launch.roles import Role, Roles
 from areal_lite.quickstart import launch_sft
 from areal_lite.quickstart.launch_sft import WarmUpWatch
-from areal_lite.report.panel import Row
-from areal_lite.report.progress import progress_line
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
+from areal_lite.tools.report.panel import Row
+from areal_lite.tools.report.progress import progress_line
 
 
 def test_the_view_of_a_warm_up(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
-from areal_lite.launch.dry_run import push_lines
+from areal_lite.tools.dry_run import push_lines
 from areal_lite.weights import transport
 from areal_lite.weights.transport import can_share_memory, choose_transport
 

@@ -1,0 +1,113 @@
+"""Stock SGLang without a GPU: torch and numba do the work of its CUDA kernels.
+
+SGLang itself is not edited. It has extension points for hardware that it does not know:
+
+* `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
+  `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
+  that no package index carries; an out-of-tree platform uses the pure-torch form of every
+  operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
+  context; without one it would only import everything three times.
+* `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
+  sequences in Python for each layer and token. This one uses one kernel for all
+  (areal_lite/cpu/kernels/paged_attention.py).
+* `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
+* `decoder.py`: the layers of dense models, by few operators.
+* `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
+* `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
+* `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
+
+With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
+passes no flag that refers to it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+PLATFORM = "areal_lite_cpu"
+
+
+def activate() -> str | None:
+    """Return the platform class for SGLang to load, None where there is a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._should_defer_prefill",
+        _defer_while_decoding,
+        HookType.AROUND,
+    )
+    _fuse_layers()
+    _allow_determinism()
+    return "areal_lite.cpu.sglang.platform.CpuPlatform"
+
+
+def _fuse_layers() -> None:
+    """Let dense models compute their layers, and logits, by decoder.py."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def forward(*args: Any, **named: Any) -> Any:
+        from areal_lite.cpu.sglang import decoder  # SGLang knows its platform by now
+
+        return decoder.forward(*args, **named)
+
+    def lm_head(*args: Any, **named: Any) -> Any:
+        from areal_lite.cpu.sglang import decoder
+
+        return decoder.lm_head(*args, **named)
+
+    models, layers = "sglang.srt.models", "sglang.srt.layers"
+    for model in ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model"):
+        HookRegistry.register(f"{models}.{model}.forward", forward, HookType.AROUND)
+    processor = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
+    HookRegistry.register(processor, lm_head, HookType.AROUND)
+
+
+def _allow_determinism() -> None:
+    """Let SGLang's `--enable-deterministic-inference` work without a GPU."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from areal_lite.cpu.sglang import invariant
+
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
+    HookRegistry.register(
+        f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.layers.sampler.multinomial_with_seed",
+        invariant.multinomial_with_seed,
+        HookType.REPLACE,
+    )
+
+
+def _make_invariant(runner: Any) -> None:
+    from sglang.srt.runtime_context import get_exec
+
+    from areal_lite.cpu.sglang.invariant import install_products
+
+    if get_exec().deterministic.enable_deterministic_inference:
+        install_products(runner.dtype)
+
+
+def _defer_while_decoding(original: Callable[[Any], bool], scheduler: Any) -> bool:
+    """Return whether new requests wait for decode steps (`--prefill-decode-interval`).
+
+    SGLang counts the steps also while nothing decodes. A scheduler that sleeps while it is idle
+    would then take a second for each.
+    """
+    return not scheduler.running_batch.is_empty() and original(scheduler)
+
+
+def _fork_workers(*_: object) -> None:
+    import multiprocessing
+
+    # Fork is safe here: this process has a single thread until its workers run.
+    multiprocessing.set_start_method("fork", force=True)

@@ -1,0 +1,75 @@
+"""SGLang's norm and rotary embedding by the kernels of areal_lite/cpu/kernels/norms.py.
+
+SGLang has a registry of operators for hardware that it does not know. Inputs that the kernels do
+not suit go to SGLang's own torch code: other types than float32, and variants of the operators that
+no supported model has. A kernel has one thread: the batches of a decode step are too small for two.
+"""
+
+import numpy as np
+import torch
+from sglang.kernels.fused_op import BaseFusedOp
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from torch import Tensor
+
+from areal_lite.cpu.kernels import norms
+
+
+def register_operators(platform_key: str) -> None:
+    """Use the kernels in this process, on the platform with SGLang's name `platform_key`."""
+    BaseFusedOp.register_oot_forward(RMSNorm, rms_norm, platform_key)
+    BaseFusedOp.register_oot_forward(RotaryEmbedding, rotary_embedding, platform_key)
+
+
+def rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None, *more, **named):
+    """Norm x [..., n], or x + residual: the normed tensor, and with a residual also the sum."""
+    plain = (
+        not any(argument is not None for argument in (*more, *named.values()))
+        and norm.variance_size_override is None
+        and norm.override_orig_dtype in (None, torch.float32)
+        and x.shape[-1] == norm.hidden_size
+    )
+    if not (plain and _is_float32(x) and _is_float32(norm.weight)):
+        return norm.forward_native(x, residual, *more, **named)
+    if residual is not None:
+        x = x + residual
+    rows = norms.array(x, -1, norm.hidden_size)
+    out, scale = np.empty_like(rows), np.empty(len(rows), np.float32)
+    eps = np.float32(norm.variance_epsilon)
+    norms.rms_norm(rows, norm.weight.detach().numpy(), eps, out, scale)
+    normed = torch.from_numpy(out).view(x.shape)
+    return normed if residual is None else (normed, x)
+
+
+def rotary_embedding(
+    rotary: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor, *more, **named
+):
+    """Rotate query and key, [tokens, heads · dim] or with a dimension of heads."""
+    plain = not any(argument is not None for argument in (*more, *named.values()))
+    if not (plain and is_plain_rotation(rotary) and _is_float32(query)):
+        return rotary.forward_native(positions, query, key, *more, **named)
+    both = rotary.cos_sin_cache.index_select(0, positions.flatten())
+    cos, sin = (norms.array(half, *half.shape) for half in both.chunk(2, dim=-1))
+    return _rotated(query, cos, sin, rotary.head_size), _rotated(key, cos, sin, rotary.head_size)
+
+
+def is_plain_rotation(rotary: RotaryEmbedding) -> bool:
+    """Return whether it rotates whole heads in halves, by the angles of the position alone."""
+    return (
+        type(rotary).forward_native is RotaryEmbedding.forward_native
+        and rotary.is_neox_style
+        and rotary.rotary_dim == rotary.head_size
+        and not hasattr(rotary, "sin_cos_cache")
+        and _is_float32(rotary.cos_sin_cache)
+    )
+
+
+def _rotated(x: Tensor, cos: np.ndarray, sin: np.ndarray, dim: int) -> Tensor:
+    heads = norms.array(x, len(cos), x.numel() // (len(cos) * dim), dim)
+    out = np.empty_like(heads)
+    norms.rotate(heads, cos, sin, np.float32(1), out)
+    return torch.from_numpy(out).view(x.shape)
+
+
+def _is_float32(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32

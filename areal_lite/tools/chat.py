@@ -1,0 +1,150 @@
+"""Run `areal-lite chat`: talk to a model, or to a run's newest checkpoint, in the terminal.
+
+One server runs on this machine as long as the chat does. Standard input may also be a file or a
+pipe, where each line is a turn. `/quit`, Ctrl-D and Ctrl-C end the chat.
+"""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from areal_lite.config import ChatConfig
+from areal_lite.data.model_folder import check_model_folder
+from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.launch.server_pool import server_pool
+from areal_lite.servers.client import ServerRefused
+from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.fleet import Fleet
+from areal_lite.tools.evaluate import gpus_of_servers, open_fleet, while_servers_last
+from areal_lite.tools.export import model_of_run
+
+_QUIT = "/quit"
+# Tokens of a request. An answer takes several, so that it appears while it is written.
+_TOKENS_AT_ONCE = 8
+
+
+def run(config: ChatConfig) -> int:
+    """Start a server, answer every line of standard input, and stop the server.
+
+    Returns the exit status.
+    """
+    folder = Path(config.model) if config.model else model_of_run(Path(config.run_dir or ""))
+    check_model_folder(folder)
+    conversation = Conversation(Tokenizer(folder), config)
+    with tempfile.TemporaryDirectory(prefix="areal_lite-chat-") as scratch:
+        pool = server_pool(
+            config.server,
+            model=str(folder),
+            seed=config.seed,
+            run_dir=Path(scratch),
+            gpus=dict(enumerate(gpus_of_servers(config.server))),
+        )
+        try:
+            with pool:
+                pool.wait_ready()
+                print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
+                for line in _lines():
+                    turn = _turn(config, Path(scratch), conversation, line)
+                    asyncio.run(while_servers_last(turn, pool))
+        except (RuntimeError, TimeoutError) as error:
+            print(f"areal-lite: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+class Conversation:
+    """The messages so far, and the prompt of the next answer.
+
+    A model without a chat template gets each line as it is, and nothing of the lines before. So
+    does one whose template adds nothing to a question, such as that of the addition task.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: ChatConfig):
+        self.tokenizer = tokenizer
+        self.params = SamplingParams(
+            config.max_new_tokens, config.temperature, tokenizer.eos_ids, tokenizer.vocab_size
+        )
+        self._messages: list[Message] = []
+        self._raw = config.raw or not _has_template(tokenizer)
+
+    @property
+    def kind(self) -> str:
+        """Describe for the user how the model is asked."""
+        return "each line is a prompt as it is" if self._raw else "with its chat template"
+
+    def prompt(self, line: str) -> np.ndarray:
+        """Return the tokens to continue for the user's `line`: int32 [n]."""
+        if self._raw:
+            return np.asarray(self.tokenizer.encode(line), np.int32)
+        messages = [*self._messages, {"role": "user", "content": line}]
+        return np.asarray(self.tokenizer.chat(messages), np.int32)
+
+    def record(self, line: str, answer: str) -> None:
+        """Add a line and its answer to the conversation."""
+        self._messages += [
+            {"role": "user", "content": line},
+            {"role": "assistant", "content": answer},
+        ]
+
+
+def _has_template(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template marks who says what."""
+    question = "a question"
+    try:
+        return tokenizer.render([{"role": "user", "content": question}]) != question
+    except ValueError:
+        return False
+
+
+async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, line: str) -> None:
+    """Print the answer to a line while it is written."""
+    async with open_fleet(config.server, run_dir, config.seed) as fleet:
+        try:
+            answer = await _answer(fleet, conversation, conversation.prompt(line))
+        except ServerRefused as error:  # the conversation is longer than the model's context
+            print(f"\nareal-lite: {error}", file=sys.stderr)
+        else:
+            conversation.record(line, answer)
+
+
+async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) -> str:
+    params, decode = conversation.params, conversation.tokenizer.decode
+    tokens: list[int] = []
+    shown = ""
+    reason = ""
+    while reason != "stop" and (left := params.max_new_tokens - len(tokens)):
+        part = replace(params, max_new_tokens=min(left, _TOKENS_AT_ONCE))
+        so_far = np.concatenate([prompt, np.asarray(tokens, np.int32)])
+        completion = await fleet.complete(
+            so_far, part, f"chat-{len(prompt)}-{len(tokens)}", await fleet.reserve(1)
+        )
+        tokens += completion.tokens.tolist()
+        reason = completion.finish_reason
+        # The last characters may still lack bytes, which stand in the next tokens.
+        text = decode(tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        print(text.removeprefix(shown), end="", flush=True)
+        shown = text
+    print("" if reason == "stop" else " […]", flush=True)
+    return shown
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of the user until the input ends."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - the arrow keys edit a line
+    terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except EOFError:
+            return
+        if line == _QUIT:
+            return
+        if line:
+            yield line

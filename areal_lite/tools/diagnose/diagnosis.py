@@ -1,0 +1,72 @@
+"""From the records of a run to its findings: alarms first, at most one for each cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.tools.diagnose.advice import Advice
+from areal_lite.tools.diagnose.guide import GUIDE
+from areal_lite.tools.diagnose.history import History, read_history
+from areal_lite.tools.diagnose.limits import limit
+from areal_lite.tools.diagnose.sign import Severity, Sign
+
+
+class Finding(NamedTuple):
+    """Something wrong with a run: what it is, the numbers, and what to do."""
+
+    name: str
+    severity: Severity
+    title: str
+    evidence: str
+    cause: str
+    change: str
+
+
+def diagnose(run: History) -> list[Finding]:
+    """Return the findings about a run, alarms before hints."""
+    signs: list[tuple[Advice, Sign]] = []
+    for advice in GUIDE:
+        if sign := advice.check(run):
+            signs.append((advice, sign))
+    names = {advice.name for advice, _ in signs}
+    found = [
+        Finding(
+            advice.name, sign.severity, advice.title, sign.evidence, advice.cause, advice.change
+        )
+        for advice, sign in signs
+        if names.isdisjoint(advice.unless)
+    ]
+    return sorted(found, key=lambda finding: finding.severity is not Severity.ALARM)
+
+
+def diagnosis_text(run: History) -> str:
+    """Return the findings as text for a terminal."""
+    findings = diagnose(run)
+    state = "going on" if run.running else "ended"
+    steps = f"{run.run_dir}: {state}, step {run.step} of {run.config.trainer.steps}"
+    groups = run.columns.groups
+    if removed := int(((groups["state"] == "used") & ~groups["kept"]).sum()):
+        steps += f"\n{NOT_KEPT}: {removed:,} groups, which are not compared token by token"
+    if not findings:
+        few = len(run.metrics) < limit("recent_steps")
+        note = " (few steps: most checks need more)" if few else ""
+        return f"{steps}\n\nNo findings: no check found anything wrong{note}."
+    parts = [
+        f"{finding.severity.upper():<6} {finding.title}\n"
+        f"  evidence  {finding.evidence}\n"
+        f"  cause     {finding.cause}\n"
+        f"  change    {finding.change.replace('`', '')}"
+        for finding in findings
+    ]
+    return "\n\n".join([steps, *parts])
+
+
+def alarm_line(run_dir: Path) -> str | None:
+    """Return a line that leads to the findings of a run; None without an alarm."""
+    findings = diagnose(read_history(run_dir))
+    if not any(finding.severity is Severity.ALARM for finding in findings):
+        return None
+    count = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
+    return f"areal-lite diagnose {run_dir} explains {count}"

@@ -1,0 +1,350 @@
+"""`areal-lite train --dry-run`: show what a run would do and need.
+
+It checks everything that a run checks before its first step: the configuration, the prompts, the
+model's architecture and layout, and the GPUs of this machine. Nothing is started, written or
+downloaded.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from areal_lite.config import (
+    LoraConfig,
+    TrainConfig,
+    TrainerConfig,
+    naming,
+    reference_folders,
+    source_configs,
+)
+from areal_lite.config.cautions import cautions
+from areal_lite.config.sources import shares
+from areal_lite.data.model_folder import expert_layout
+from areal_lite.data.prompts import load_prompts
+from areal_lite.data.rows import Split
+from areal_lite.launch.placement import Placement, place_run
+from areal_lite.megatron.model import check_layout
+from areal_lite.megatron.parallel import select_device, select_dtype
+from areal_lite.system.cuda import gpu_memory
+from areal_lite.system.gpus import resolve_device
+from areal_lite.tools import memory
+from areal_lite.tools.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
+from areal_lite.tools.report.text import visible
+from areal_lite.weights.transport import choose_transport
+
+# A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
+_STORED_BYTES = 6
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHOWN = 200  # characters of a prompt and of an answer
+_PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
+
+
+def run(config: TrainConfig) -> int:
+    """Print the plan and return the exit status. Raises ValueError where a run would."""
+    trainer = config.trainer
+    placement = place_run(config)
+    hf = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    check_layout(hf, trainer)
+    dtype = select_dtype(trainer, select_device(trainer))
+    name = str(dtype).removeprefix("torch.")
+    default = 2 if resolve_device(config.server.device) == "cuda" else 4
+    serving = default if config.server.dtype == "auto" else _ITEMSIZE[config.server.dtype]
+    server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
+    trains_on_gpu = select_device(trainer).type == "cuda"
+    sections = {
+        f"model {config.model}": model_lines(hf, trainer.lora),
+        "what is trained": objective_lines(config),
+        "prompts": prompt_lines(config),
+        "processes": process_lines(config, placement),
+        "a training step, at most": batch_lines(config),
+        f"memory of a trainer rank ({name})": trainer_lines(config, hf, dtype, gpu=trains_on_gpu),
+        server_title: server_lines(config, hf, serving),
+        "a push of the weights": push_lines(config, hf, dtype.itemsize),
+    }
+    if trainer.gpu_memory_fraction and config.server.mem_fraction:
+        sections["server and trainer on one GPU"] = shared_lines(config, hf, placement)
+    if getattr(hf, "num_experts", 0):
+        sections["mixture of experts"] = [
+            "on a GPU the trainer computes one expert after the other: right, but slow"
+        ]
+    if warned := cautions(config):
+        sections["cautions"] = warned
+    texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
+    print("\n\n".join(texts))
+    return 0
+
+
+def model_lines(hf: PretrainedConfig, lora: LoraConfig) -> list[str]:
+    """Describe the model, and its adapters if there are any."""
+    parameters = memory.num_parameters(hf)
+    lines = [f"{hf.model_type}, {hf.num_hidden_layers} layers, {parameters:,} parameters"]
+    if lora.rank:
+        trained = memory.adapter_parameters(hf, TrainerConfig(lora=lora))
+        lines.append(
+            f"adapters of rank {lora.rank} on {', '.join(lora.targets)}: only their {trained:,} "
+            "parameters are trained"
+        )
+    return lines
+
+
+def objective_lines(config: TrainConfig) -> list[str]:
+    """Name the objective, the reward and the workflow."""
+    algo = config.algo
+    decoupled = ", decoupled" if algo.decoupled and algo.loss != "tb" else ""
+    advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
+    return [
+        f"objective: {algo.loss}{decoupled}{advantages}, "
+        f"tokens at most {_count(config.buffer.max_staleness, 'step')} stale",
+        *_window_lines(config),
+        *_scored_by(config),
+    ]
+
+
+def _scored_by(config: TrainConfig) -> list[str]:
+    """Name the reward and the workflow of each data source."""
+    lines = []
+    for name, own in source_configs(config).items():
+        of = f" of {name}" if name else ""
+        lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
+    return lines
+
+
+def prompt_lines(config: TrainConfig) -> list[str]:
+    """Describe each data source. Raises ValueError as a run would.
+
+    A data set on the hub is not downloaded, so nothing of it is checked.
+    """
+    if config.debug == "train_only":  # its batches are stored
+        return [f"those of {config.debug_run}"]
+    configs = source_configs(config)
+    lines = []
+    for name, share in shares(configs).items():
+        if name:
+            lines.append(f"{name}: {100 * share:.4g} % of the draws")
+        with naming(name):
+            lines += _source_lines(configs[name])
+    return lines
+
+
+def _source_lines(config: TrainConfig) -> list[str]:
+    """Count the prompts of a source, and show the first one and its answer."""
+    data = config.data
+    splits: list[tuple[str, Split, str | None]] = [("training", "train", data.path)]
+    if config.eval.problems:
+        splits.append(("held-out", "eval", data.eval_path or data.path))
+    lines = []
+    first = None
+    for name, split, path in splits:
+        where = ", ".join(part for part in (data.source, path) if part)
+        if data.source == "hf" and not (path and Path(path, data.name or "").is_dir()):
+            lines.append(f"{name}: {where}, not looked at: it is on the hub")
+            continue
+        prompts = load_prompts(data, config.model, split)
+        number = prompts.num_prompts
+        if number is None:  # they are made, of no file
+            lines.append(f"{name}: {data.source}, without end")
+        else:
+            long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
+            lines.append(f"{name}: {where}, {_count(number, 'prompt')}{long}")
+        first = first or prompts[0]
+    if first is not None:
+        lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
+        lines.append(f"its answer: {_start_of(first.answer)}")
+    return lines
+
+
+def _start_of(text: str) -> str:
+    shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    return visible(shown)
+
+
+def _window_lines(config: TrainConfig) -> list[str]:
+    """Say what a window does, if there is one."""
+    if config.buffer.window is None:
+        return []
+    return [
+        f"at most {_count(config.buffer.window, 'group')} may pass one that still runs: no token "
+        "is overdue"
+    ]
+
+
+def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
+    """List the processes and their GPUs."""
+    trainer = config.trainer
+    sizes = ", ".join(f"{name} {getattr(trainer, f'{name}_parallel')}" for name in _PARALLEL)
+    size = config.server.tensor_parallel
+    return [
+        *(
+            f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
+            for i, gpus in enumerate(placement.servers)
+        ),
+        f"controller: no GPU, {_count(_reward_workers(config), 'reward worker')}, "
+        f"up to {config.rollout.max_concurrent} trajectories in flight",
+        f"trainer: {_count(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
+    ]
+
+
+def _reward_workers(config: TrainConfig) -> int:
+    """Count the processes that compute rewards. Sources with the same reward share them."""
+    rewards = [source.reward for source in source_configs(config).values()]
+    return sum(r.workers for i, r in enumerate(rewards) if r not in rewards[:i])
+
+
+def _gpus(gpus: list[str]) -> str:
+    return f"GPU {', '.join(gpus)}" if gpus else "no GPU"
+
+
+def batch_lines(config: TrainConfig) -> list[str]:
+    """Show the arithmetic of a step. Lengths are limits: most trajectories are shorter."""
+    trainer = config.trainer
+    groups = trainer.batch_groups
+    size = config.rollout.group_size
+    sequences = groups * size
+    longest = longest_sequence(config)
+    replicas = trainer.data_parallel
+    share = sequences // (replicas * trainer.minibatches)
+    microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
+    layout = expert_layout(Path(config.model)) if config.algo.routing_replay else None
+    stored = _STORED_BYTES + (layout.choices if layout else 0)
+    return [
+        f"{_count(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
+        f"= {sequences * longest:,} tokens",
+        f"{sequences // replicas} sequences for each of {_count(replicas, 'data-parallel rank')}",
+        f"{_count(trainer.minibatches, 'update')}, each of {share} sequences a rank in "
+        f"{_count(microbatches, 'microbatch', 'es')} of {trainer.tokens_per_microbatch:,} tokens",
+        f"{_count(trainer.steps, 'step')}: "
+        f"{_count(trainer.steps * trainer.minibatches, 'update')}, "
+        f"{trainer.steps * sequences:,} sequences",
+        f"{_size(stored * sequences * longest)} of the store: {_bound_of_store(config)}",
+    ]
+
+
+def _bound_of_store(config: TrainConfig) -> str:
+    if config.store.max_gib is None:
+        return "it grows without limit (store.max_gib=null)"
+    return f"beyond {config.store.max_gib:g} GiB the oldest tokens go (store.max_gib)"
+
+
+def trainer_lines(
+    config: TrainConfig, hf: PretrainedConfig, dtype: torch.dtype, *, gpu: bool = False
+) -> list[str]:
+    """Show the memory of the ranks that need most."""
+    trainer = config.trainer
+    stages = [
+        memory.rank_memory(hf, trainer, dtype.itemsize, stage, gpu=gpu)
+        for stage in range(trainer.pipeline_parallel)
+    ]
+    worst = max(stages, key=lambda stage: stage.total)
+    critic = worst.states if config.algo.advantage.estimator == "gae" else 0
+    average = memory.average_bytes(worst) if config.algo.needs_average else 0
+    estimate = (
+        f"estimated, trainer.recompute={trainer.recompute}, "
+        f"{trainer.tokens_per_microbatch:,} tokens a microbatch"
+    )
+    lines = [
+        _line(field.name, getattr(worst, field.name), estimate * (field.name == "activations"))
+        for field in fields(worst)
+    ]
+    if critic:
+        lines.append(_line("critic", critic, "weights, gradients and moments of its own"))
+    if average:
+        lines.append(_line("average", average, "of the policy's weights, in float32"))
+    for folder in sorted(set(filter(None, reference_folders(config).values()))):
+        if not config.is_base(folder):
+            own = folder == config.model
+            other = hf if own else AutoConfig.from_pretrained(folder, local_files_only=True)
+            size = memory.reference_bytes(other, trainer, dtype.itemsize)
+            note = f"{folder}, on a GPU only during its forward pass, without activations"
+            lines.append(_line("reference", size, note))
+    stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
+    lines.append(_line("in all", worst.total + critic + average, f"on each rank{stage}"))
+    copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1) + average
+    lines.append(_line("saving", copies, "estimated, host memory while a checkpoint is copied"))
+    if trainer.offload:
+        moved = worst.gradients + worst.moments + average
+        lines.append(_line("offloaded", moved, "between steps, from a GPU"))
+    return lines
+
+
+def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:
+    """Show the memory of one tensor-parallel rank of a server; `itemsize` in bytes."""
+    ranks = config.server.tensor_parallel
+    per_token = memory.kv_bytes_per_token(hf, itemsize, ranks)
+    running = -(-config.rollout.max_concurrent // config.server.count)
+    tokens = running * longest_sequence(config)
+    note = (
+        f"for {running} trajectories at full length ({tokens:,} tokens); "
+        "with less memory fewer run at once"
+    )
+    return [
+        _line("weights", memory.num_parameters(hf) * itemsize // ranks),
+        _line("KV cache", per_token, "a token"),
+        _line("", per_token * tokens, note),
+    ]
+
+
+def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:
+    """Show the size of a push; `itemsize` is that of the trainer's weights, in bytes."""
+    transport = choose_transport(config)
+    chosen = "" if transport == config.sync.transport else f", which is {transport} here"
+    buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
+    size = _size(sum(buckets))
+    what = f"{size} in {_count(len(buckets), 'bucket')}, the largest {_size(max(buckets))},"
+    if config.sync.adapters_only:
+        adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
+        what = f"{_size(adapters)} of adapters, in place of {size} of weights,"
+    shared = f"{size} of the trainer's memory, and as much for each server that does not share it"
+    return [
+        f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
+        cadence_line(config),
+        *([shared] if transport == "memory" else []),
+    ]
+
+
+def cadence_line(config: TrainConfig) -> str:
+    """Say when weights are pushed, and whether generation waits for it."""
+    every = config.sync.every
+    pushes = f"after every {_count(every, 'step')}" if every > 1 else "after every step"
+    if config.buffer.replay.capacity:
+        return f"{pushes}; generation never waits"
+    if spare := config.max_lead + 1 - every:
+        return f"{pushes}; generation runs up to {_count(spare, 'step')} ahead of it"
+    return f"{pushes}; generation waits for it, as buffer.max_staleness admits nothing more"
+
+
+def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement) -> list[str]:
+    """Show whether server and trainer fit into this machine's GPU, or into GPUs of usual sizes."""
+    memories = [gpu_memory(gpu) for gpu in placement.trainer[:1] if placement.shared]
+    sizes = [found.total for found in memories if found] or SIZES
+    return [_shared_line(share_gpu(config, hf, size)) for size in sizes]
+
+
+def _shared_line(gpu: SharedGpu) -> str:
+    missing = " and ".join(gpu.missing)
+    return (
+        f"{_size(gpu.size):>10}: trainer {_size(gpu.trainer)} of {_size(gpu.trainer_share)}, "
+        f"KV cache {_size(gpu.kv_cache)} ({gpu.kv_tokens:,} tokens), "
+        f"rest {_size(gpu.rest)} of {_size(gpu.rest_share)}: "
+        + (f"no room for {missing}" if missing else "fits")
+    )
+
+
+def _line(name: str, count: float, note: str = "") -> str:
+    """Align a name and a number of bytes; put the note behind them."""
+    return f"{name:<12}{_size(count):>12}" + (f"   {note}" if note else "")
+
+
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    """Write a number with its noun."""
+    return f"{count:,} {noun}{plural if count != 1 else ''}"
+
+
+def _size(count: float) -> str:
+    """Format a number of bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"

@@ -1,0 +1,267 @@
+"""The needs of a run before it starts: parameters exactly, memory and weight pushes.
+
+Parameter counts follow the tables in `megatron.architectures`. States follow the layout of the
+ranks. With N parameters on a rank, b bytes each, and the distributed optimizer (ZeRO stage 1,
+arXiv:1910.02054) over d data- and context-parallel ranks, a rank needs, in bytes:
+
+    weights b N · gradients 4 N · Adam moments 8 N / d
+    float32 masters 4 N / d (none for b = 4, where the weights are their own masters)
+
+SGD has no moments, and its masters are not divided by d. With adapters (trainer.lora) only they
+have gradients, moments and masters.
+
+Activations are estimates of the tensors that autograd keeps (in the manner of Korthikanti et al.,
+2022, arXiv:2205.05198). Not counted: what an operation needs while it runs, fragmentation, and the
+libraries' own memory. gpu_memory.py adds them for a GPU.
+
+Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (2 or 4), stage a
+pipeline stage.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from transformers import PretrainedConfig
+
+from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
+from areal_lite.megatron.logprobs import CHUNK, KEPT
+from areal_lite.megatron.model import check_layout
+
+# Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
+# weights and moments as shards, gathered, and as copies to write. Measured on a CPU, at the peak.
+SAVING_BYTES = 36
+# trainer.lora.targets -> the matrix that gets an adapter.
+_ADAPTED = {
+    "qkv": "self_attention.linear_qkv.weight",
+    "proj": "self_attention.linear_proj.weight",
+    "fc1": "mlp.linear_fc1.weight",
+    "fc2": "mlp.linear_fc2.weight",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes on one rank.
+
+    activations: of the microbatches in flight.
+    head: the logits of a chunk of tokens, and the logits kept for backward. A GPU keeps logits only
+        where memory is left, so they are not counted there.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    moments: int = 0
+    activations: int = 0
+    head: int = 0
+
+    @property
+    def states(self) -> int:
+        """Return the bytes of what an update changes."""
+        return self.weights + self.gradients + self.masters + self.moments
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def parameter_sizes(
+    hf: PretrainedConfig, vocab_size: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """Iterate over (Megatron's name, elements) of all parameters, in the order of a push.
+
+    Layers and experts are counted over the whole model.
+
+    vocab_size: rows of embedding and output layer, if there are more than tokens.
+    """
+    rows = vocab_size or hf.vocab_size
+    yield "decoder.final_layernorm.weight", hf.hidden_size
+    yield "embedding.word_embeddings.weight", rows * hf.hidden_size
+    if not hf.tie_word_embeddings:
+        yield "output_layer.weight", rows * hf.hidden_size
+    sizes, names = _layer_sizes(hf), ARCHITECTURES[hf.model_type].layer
+    layer_sizes = sorted(
+        (name.format(expert=e), sizes[name])
+        for name in names
+        for e in range(hf.num_experts if "{expert}" in name else 1)
+    )
+    for layer in range(hf.num_hidden_layers):
+        yield from ((f"decoder.layers.{layer}.{name}", size) for name, size in layer_sizes)
+
+
+def _layer_sizes(hf: PretrainedConfig) -> dict[str, int]:
+    """Count the elements of every parameter that a layer can have."""
+    hidden, dim = hf.hidden_size, head_dim(hf)
+    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
+    expert = getattr(hf, "moe_intermediate_size", 0)
+    return {
+        "input_layernorm.weight": hidden,
+        "pre_mlp_layernorm.weight": hidden,
+        "self_attention.linear_qkv.weight": (queries + 2 * keys) * hidden,
+        "self_attention.linear_qkv.bias": queries + 2 * keys,
+        "self_attention.linear_proj.weight": queries * hidden,
+        "self_attention.q_layernorm.weight": dim,
+        "self_attention.k_layernorm.weight": dim,
+        "mlp.linear_fc1.weight": 2 * hf.intermediate_size * hidden,
+        "mlp.linear_fc2.weight": hf.intermediate_size * hidden,
+        "mlp.router.weight": getattr(hf, "num_experts", 0) * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight": 2 * expert * hidden,
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight": expert * hidden,
+    }
+
+
+def num_parameters(hf: PretrainedConfig) -> int:
+    """Count the parameters of the whole model, tied embeddings once."""
+    return sum(size for _, size in parameter_sizes(hf))
+
+
+def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) -> tuple[int, int]:
+    """Count the parameters of each rank of a stage: (outside experts, of experts)."""
+    stages, tensor = trainer.pipeline_parallel, trainer.tensor_parallel
+    layers_per_chunk = hf.num_hidden_layers // (stages * trainer.virtual_pipeline)
+    dense = experts = 0
+    for name, size in parameter_sizes(hf, padded_vocab(hf, tensor)):
+        if name.startswith("decoder.layers."):
+            on_stage = int(name.split(".")[2]) // layers_per_chunk % stages == stage
+        elif name.startswith("embedding."):
+            # A tied embedding is also the output layer: a last stage other than the first has a
+            # copy.
+            on_stage = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
+        else:
+            on_stage = stage == stages - 1
+        if on_stage and ".local_experts." in name:
+            experts += size
+        elif on_stage:
+            dense += size if layout(name, hf).replicated else size // tensor
+    return dense, experts // (tensor * trainer.expert_parallel)
+
+
+def adapter_parameters(hf: PretrainedConfig, trainer: TrainerConfig) -> int:
+    """Count the parameters of all adapters on each rank, on any stage.
+
+    One side of every adapted matrix is a hidden state. Ranks split the other one.
+    """
+    sizes, hidden, rank = _layer_sizes(hf), hf.hidden_size, trainer.lora.rank
+    others = [sizes[_ADAPTED[target]] // hidden for target in trainer.lora.targets]
+    each = sum(rank * (hidden + other // trainer.tensor_parallel) for other in others)
+    return each * (hf.num_hidden_layers // trainer.pipeline_parallel)
+
+
+def pushed_adapter_parameters(hf: PretrainedConfig, lora: LoraConfig) -> int:
+    """Count the numbers in a push of adapters alone: fused projections have copies of one A."""
+    copies = 2 * ("qkv" in lora.targets) + ("fc1" in lora.targets)
+    whole = adapter_parameters(hf, TrainerConfig(lora=lora))
+    return whole + copies * lora.rank * hf.hidden_size * hf.num_hidden_layers
+
+
+def rank_memory(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
+) -> RankMemory:
+    """Estimate the memory of each rank of a stage, with full microbatches, on a GPU or without."""
+    dense, experts = rank_parameters(hf, trainer, stage)
+    adam = trainer.optimizer == "adam"
+    replicas = trainer.data_parallel * trainer.context_parallel
+    if trainer.lora.rank:
+        trained = adapter_parameters(hf, trainer)
+        held, sharded = dense + experts + trained, trained // replicas
+    else:
+        held = trained = dense + experts
+        sharded = dense // replicas + experts // (replicas // trainer.expert_parallel)
+    tokens = trainer.tokens_per_microbatch // trainer.context_parallel
+    width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
+    per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
+    # Backward needs logits, their log-probs and their gradient.
+    logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT))
+    return RankMemory(
+        weights=itemsize * held,
+        gradients=4 * trained,
+        masters=0 if itemsize == 4 else 4 * (sharded if adam else trained),
+        moments=8 * sharded if adam else 0,
+        activations=int(tokens * per_token),
+        head=4 * logits if stage == trainer.pipeline_parallel - 1 else 0,
+    )
+
+
+def reference_bytes(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int) -> int:
+    """Return the bytes of a reference policy's weights on the rank that has most.
+
+    Raises ValueError if the model cannot have the trainer's layout.
+    """
+    whole = replace(trainer, lora=LoraConfig())
+    check_layout(hf, whole)
+    return max(
+        rank_memory(hf, whole, itemsize, stage).weights
+        for stage in range(trainer.pipeline_parallel)
+    )
+
+
+def average_bytes(rank: RankMemory) -> int:
+    """Count the bytes of an average of the weights, which is float32 as the gradients are."""
+    return rank.gradients
+
+
+def activation_bytes_per_token(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
+) -> float:
+    """Estimate the bytes kept for one token of each microbatch in flight, at the stage's peak.
+
+    1F1B keeps as many microbatches in flight as there are stages from this one on. Recomputing
+    `full` keeps each layer's input and one whole layer at a time. `selective` saves only what the
+    attention kernel keeps, which is little.
+    """
+    tensor, stages = trainer.tensor_parallel, trainer.pipeline_parallel
+    layers = hf.num_hidden_layers / stages
+    per_layer = layer_activations(hf, trainer, itemsize, gpu=gpu)
+    in_flight = stages - stage
+    if trainer.virtual_pipeline > 1:
+        in_flight += (stages - 1) / trainer.virtual_pipeline
+    if trainer.recompute == "full":
+        inputs = layers * hf.hidden_size * itemsize / (tensor if trainer.sequence_parallel else 1)
+        return in_flight * inputs + per_layer
+    return in_flight * layers * per_layer
+
+
+def layer_activations(
+    hf: PretrainedConfig, trainer: TrainerConfig, b: int, *, gpu: bool = False
+) -> float:
+    """Estimate the bytes that one layer keeps for one token; b: bytes of an activation."""
+    tensor = trainer.tensor_parallel
+    names = ARCHITECTURES[hf.model_type].layer
+    hidden, dim = hf.hidden_size, head_dim(hf)
+    queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
+    # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu/kernels), it
+    # keeps its input and the normalized input, both in float32.
+    norm = b if gpu or (trainer.threads == 1 and b == 4) else 8
+    norms = 2 * (norm + b) * hidden / (tensor if trainer.sequence_parallel else 1)  # and outputs
+    has_head_norms = "self_attention.q_layernorm.weight" in names
+    head_norms = norm * (queries + keys) if has_head_norms else 0
+    # Query, key and value, rotated query and key, and the output.
+    attention = b * (queries + 2 * keys + queries + keys + queries) + 4 * hf.num_attention_heads
+    if "mlp.router.weight" in names:
+        # For each expert of a token: a copy of the token, the inside of the MLP, its output.
+        mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
+    else:
+        mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
+    return norms + (head_norms + attention) / tensor + mlp
+
+
+def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:
+    """Count the bytes of KV cache for one token on each GPU of a server.
+
+    Heads are copied where there are fewer of them than GPUs.
+    """
+    heads = max(hf.num_key_value_heads // tensor_parallel, 1)
+    return 2 * hf.num_hidden_layers * heads * head_dim(hf) * itemsize
+
+
+def push_buckets(
+    hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, bucket_bytes: int
+) -> list[int]:
+    """Count the bytes of each bucket of a push of all weights (`WeightStream.buckets`)."""
+    buckets = [0]
+    for _, size in parameter_sizes(hf, padded_vocab(hf, trainer.tensor_parallel)):
+        if buckets[-1] and buckets[-1] + size * itemsize > bucket_bytes:
+            buckets.append(0)
+        buckets[-1] += size * itemsize
+    return buckets

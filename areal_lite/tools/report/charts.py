@@ -1,0 +1,291 @@
+"""The charts of a page as data: titles, axes with units, how to read them, and their points.
+
+A chart is a dict that page/charts.js draws: {id, kind, title, note, x, y, series}. A line's series
+is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a chart of bars has `labels`
+and one list of `values`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from areal_lite.tools.report.columns import Columns
+from areal_lite.tools.report.lanes import requests_open, tokens_per_s
+from areal_lite.tools.report.measures import (
+    course,
+    histogram,
+    smooth,
+    source_names,
+    staleness_tokens,
+)
+
+Metrics = Sequence[Mapping[str, Any]]
+
+# Points of a line, at most.
+POINTS = 400
+_STEP = "training step"
+_SECONDS = "seconds since the first trajectory"
+
+
+class Line(NamedTuple):
+    """A chart over the training steps: `keys` are (key of metrics.jsonl, name in the legend).
+
+    An `optional` one is left out of a page if no run has one of the keys.
+    """
+
+    id: str
+    title: str
+    y: str
+    keys: tuple[tuple[str, str], ...]
+    note: str
+    optional: bool = False
+
+
+LINES = (
+    Line(
+        "reward",
+        "Reward and held-out accuracy",
+        "reward; share of problems solved",
+        (("reward_mean", "reward"),),
+        "The line is the running mean of each step's mean reward, which is the faint line. Points "
+        "are evaluations on problems that are not trained on. Both should rise.",
+    ),
+    Line(
+        "staleness",
+        "Staleness of the tokens trained on",
+        "training steps",
+        (("staleness_mean", "mean"), ("staleness_max", "largest")),
+        "How many training steps lie between the weights that sampled a token and the weights "
+        "that train on it. The largest must stay at or below the bound.",
+    ),
+    Line(
+        "behave_kl",
+        "Distance of behavior and proximal policy",
+        "KL, nats per token",
+        (("behave_kl", "KL(behavior ‖ proximal)"),),
+        "How far the weights that sampled are from the weights before the step. It grows with "
+        "staleness; a steady rise is a warning.",
+    ),
+    Line(
+        "ess",
+        "Effective sample size",
+        "share of the tokens",
+        (("ess", "effective share"),),
+        "The share of tokens that the importance weights leave effective. 1 means that all weights "
+        "are equal; a low value means that few tokens decide the update.",
+    ),
+    Line(
+        "clip",
+        "Clipped tokens",
+        "share of the trained tokens",
+        (("clip_fraction_high", "above the range"), ("clip_fraction_low", "below the range")),
+        "The share of tokens whose probability ratio left the trust region. They have no gradient.",
+    ),
+    Line(
+        "entropy",
+        "Entropy of the policy",
+        "nats per token",
+        (("entropy", "entropy"),),
+        "How undecided the policy is at each token. A fall to zero means that it stops exploring.",
+    ),
+    Line(
+        "reference_kl",
+        "Distance from the reference policy",
+        "KL, nats per token",
+        (("reference_kl", "reference policy"), ("average_kl", "average of the weights")),
+        "How far the policy in training is from the policy of the KL term. It falls towards a "
+        "teacher, and rises from the initial policy; a steep rise is a warning.",
+        optional=True,
+    ),
+    Line(
+        "value_error",
+        "Error of the critic",
+        "squared reward",
+        (("value_error", "mean squared error"),),
+        "How far the critic's values are from the returns that they predict. It should fall.",
+        optional=True,
+    ),
+    Line(
+        "value_explained",
+        "Variance that the critic explains",
+        "share of the returns' variance",
+        (("value_explained", "explained variance"),),
+        "1 is a perfect critic, 0 one that knows the mean only, and one below 0 is worse than "
+        "that: its values then add noise to the advantages.",
+        optional=True,
+    ),
+    Line(
+        "length",
+        "Response length",
+        "sampled tokens",
+        (("length_mean", "mean"), ("length_max", "longest")),
+        "Tokens that the policy sampled per trajectory. A response as long as the token budget was "
+        "cut off.",
+    ),
+    Line(
+        "grad_norm",
+        "Gradient norm before clipping",
+        "norm",
+        (("grad_norm", "gradient norm"),),
+        "The size of the update. Single peaks are clipped; a steady rise is a warning.",
+    ),
+)
+
+
+def line_chart(line: Line, metrics: Metrics) -> dict[str, Any]:
+    """Return the chart of `line`. Keys that no step has are left out."""
+    series = []
+    for key, name in line.keys:
+        x, y = course(metrics, key)
+        if len(x):
+            if key == "reward_mean":
+                series.append(_series(f"{name} of each step", x, y, "faint"))
+                y = smooth(y)
+            series.append(_series(name, x, y))
+    return {**_frame(line.id, "line", line.title, line.note, _STEP, line.y), "series": series}
+
+
+def _rewards_by_source(metrics: Metrics) -> list[dict[str, Any]]:
+    """Return the running mean of the mean reward of each data source, if there are several."""
+    values = {name: course(metrics, f"reward_mean/{name}") for name in source_names(metrics)}
+    return [_series(f"reward, {name}", x, smooth(y)) for name, (x, y) in values.items() if len(x)]
+
+
+def learning_charts(
+    metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
+) -> list[dict[str, Any]]:
+    """Return the charts over the training steps, and those of staleness and length."""
+    drawn = [(line, line_chart(line, metrics)) for line in LINES]
+    charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
+    by_id = {chart["id"]: chart for chart in charts}
+    by_id["reward"]["series"] += [*_rewards_by_source(metrics), *_accuracies(evals)]
+    steps = by_id["staleness"]["series"]
+    if bound is not None and steps:
+        ends = [min(steps[0]["x"]), max(steps[0]["x"])]
+        steps.append({"name": f"bound ({bound})", "style": "bound", "x": ends, "y": [bound] * 2})
+    after = {"staleness": staleness_chart(columns, bound), "length": length_chart(columns)}
+    return [chart for own in charts for chart in (own, after.get(own["id"])) if chart is not None]
+
+
+def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
+    """Return the histogram of trained tokens by staleness."""
+    tokens = staleness_tokens(columns)
+    total = max(1, int(tokens.sum()))
+    late = bound is not None and len(tokens) > bound + 1
+    masked = f" Tokens staler than the bound ({bound}) are masked." if late else ""
+    return {
+        **_frame(
+            "staleness_histogram",
+            "bars",
+            "Tokens by staleness",
+            "The share of the tokens in the batches, by their staleness. 0 is on-policy." + masked,
+            "staleness, training steps",
+            "share of the tokens",
+        ),
+        "labels": [str(versions) for versions in range(len(tokens))],
+        "values": [count / total for count in tokens.tolist()],
+        "counts": tokens.tolist(),
+        "unit": "tokens",
+    }
+
+
+def length_chart(columns: Columns) -> dict[str, Any]:
+    """Return the histogram of response lengths, of all trajectories."""
+    edges, counts = histogram(columns.sampled)
+    total = max(1, int(counts.sum()))
+    labels = [
+        f"{low}" if high - low == 1 else f"{low}–{high - 1}"
+        for low, high in zip(edges.tolist(), edges[1:].tolist())
+    ]
+    return {
+        **_frame(
+            "length_histogram",
+            "bars",
+            "Trajectories by response length",
+            "A long tail on the right is what makes synchronous generation wait.",
+            "sampled tokens",
+            "share of the trajectories",
+        ),
+        "labels": labels,
+        "values": [count / total for count in counts.tolist()],
+        "counts": counts.tolist(),
+        "unit": "trajectories",
+    }
+
+
+def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[dict[str, Any]]:
+    """Return throughput and requests in flight over time; `edges` are wall-clock seconds."""
+    middle = (edges[:-1] + edges[1:]) / 2 - edges[0]
+    generated = _series("generated", middle, tokens_per_s(columns, edges), thin=False)
+    ends = np.array([m["logged_at"] for m in metrics]) - edges[0]
+    tokens = np.array([m["tokens"] or 0 for m in metrics], np.float64)
+    trained = smooth(tokens) / np.maximum(smooth(np.diff(ends, prepend=0.0)), 1e-3)
+    speed = _frame(
+        "throughput",
+        "line",
+        "Throughput",
+        "Tokens per second that the servers sampled, and that training steps used. When the two "
+        "agree, neither waits for the other.",
+        _SECONDS,
+        "tokens per second",
+    )
+    flight = _frame(
+        "in_flight",
+        "line",
+        "Trajectories in flight",
+        "How many trajectories each server worked on. A fall to zero before each step is what "
+        "asynchronous generation avoids.",
+        _SECONDS,
+        "trajectories",
+    )
+    open_ = requests_open(columns, edges)
+    return [
+        {**speed, "series": [generated, _series("trained on", ends, trained)]},
+        {
+            **flight,
+            "series": [_series(name, middle, mean, thin=False) for name, mean in open_.items()],
+        },
+    ]
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return at most POINTS points: each is the mean of equally many neighbors."""
+    size = -(-len(x) // POINTS) or 1
+    starts = np.arange(0, len(x), size)
+    counts = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+
+
+def _series(
+    name: str, x: np.ndarray, y: np.ndarray, style: str = "line", thin: bool = True
+) -> dict[str, Any]:
+    if thin and len(x):
+        x, y = thinned(x, y)
+    numbers = [[float(f"{v:.6g}") for v in values.tolist()] for values in (x, y)]
+    return {"name": name, "style": style, "x": numbers[0], "y": numbers[1]}
+
+
+def _accuracies(evals: Metrics) -> list[dict[str, Any]]:
+    """Return the accuracies of the held-out problems, and the greedy one of each set, as points."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for line in evals:
+        scored = {(line.get("name", ""), kind): line.get(kind) for kind in ("greedy", "sampled")}
+        scored |= {(name, "greedy"): of.get("greedy") for name, of in line.get("sets", {}).items()}
+        for key, value in scored.items():
+            if value is not None and math.isfinite(value):
+                points.setdefault(key, []).append((line["version"], value))
+    several = len({name for name, _ in points}) > 1
+    series = []
+    for (name, kind), values in points.items():
+        x, y = zip(*values)
+        label = f"accuracy, {kind}" + (f" ({name})" if several else "")
+        series.append({"name": label, "style": "points", "x": list(x), "y": list(y)})
+    return series
+
+
+def _frame(id: str, kind: str, title: str, note: str, x: str, y: str) -> dict[str, Any]:
+    return {"id": id, "kind": kind, "title": title, "note": note, "x": x, "y": y}

@@ -1,0 +1,288 @@
+"""Prometheus metrics of runs.
+
+    python -m areal_lite.tools.report.exporter RUN_DIR … [--host 127.0.0.1] [--port 9108]
+
+/metrics has gauges with the label `run`, the directory as it was given:
+
+* areal_lite_<key>: each number in the newest complete line of metrics.jsonl. Null and lists are
+  left out.
+* areal_lite_eval_<key>: each number in the newest complete line of evals.jsonl.
+* areal_lite_run_<fact>: the state of the run, see FACTS.
+
+/servers lists the announced servers of runs with server.args.enable_metrics=true, for Prometheus'
+http_sd_configs. It contains no keys, because SGLang's /metrics asks for none.
+
+What cannot be read is left out, counted (areal_lite_run_malformed) and logged once. A connection
+ends after some seconds, and there are only so many at a time.
+
+The exporter reads the run directories at each request and writes nothing. It may start before a
+run, outlive it, and end at any time. A directory that does not exist yet has no metrics. There is
+no password, so the exporter binds to loopback unless another host is named.
+"""
+
+import argparse
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from omegaconf import DictConfig, OmegaConf
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from areal_lite.run_dir.metric_table import MEANINGS
+from areal_lite.run_dir.metrics import newest_event
+from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
+from areal_lite.servers.registry import announced_servers, announcements
+from areal_lite.system.network import LOOPBACK, NODE, listen_address
+
+FACTS = {
+    "seconds_since_step": "seconds since the newest training step was logged",
+    "steps_planned": "trainer.steps",
+    "ended": "1 if summary.json exists, otherwise 0",
+    "servers": "number of announced servers",
+    "malformed": "number of files that cannot be read",
+}
+
+
+_MAX_CONNECTIONS = 32
+_MAX_CONNECTION_S = 10.0
+
+T = TypeVar("T")
+
+
+class RunCollector(Collector):
+    """The gauges of several runs."""
+
+    def __init__(self, run_dirs: Iterable[Path], clock: Callable[[], float] = time.time):
+        """Remember the directories. `clock` returns seconds since 1970, like `logged_at`."""
+        self._run_dirs = list(run_dirs)
+        self._clock = clock
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Read all run directories that exist."""
+        families: dict[str, GaugeMetricFamily] = {}
+        for run_dir in filter(Path.is_dir, self._run_dirs):
+            for name, (value, text) in _gauges(run_dir, self._clock()).items():
+                family = families.setdefault(name, GaugeMetricFamily(name, text, labels=["run"]))
+                family.add_metric([_printable(str(run_dir))], value)
+        yield from families.values()
+
+
+def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
+    """Return name -> (value, description).
+
+    Two keys can yield the same name. The first one counts: Prometheus would refuse both.
+    """
+    step = _readable(run_dir, _newest_step)
+    evaluation = _readable(run_dir, _newest_evaluation)
+    settings = _readable(run_dir, _settings)
+    servers = announced_servers(run_dir)
+    facts = {
+        "seconds_since_step": now - step["logged_at"] if step else None,
+        "steps_planned": settings and settings["trainer.steps"],
+        "ended": (run_dir / SUMMARY_FILE).exists(),
+        "servers": len(servers),
+        "malformed": [step, evaluation, settings].count(None)
+        + max(0, len(announcements(run_dir)) - len(servers)),
+    }
+    sources: list[tuple[str, dict[str, Any] | None, dict[str, str]]] = [
+        ("run_", facts, FACTS),
+        ("", step, MEANINGS),
+        ("eval_", evaluation, {}),
+    ]
+    gauges: dict[str, tuple[float, str]] = {}
+    for prefix, values, texts in sources:
+        for key, value in (values or {}).items():
+            with suppress(OverflowError):  # an integer that no float can hold
+                if isinstance(value, (int, float)):
+                    name = metric_name(prefix + key)
+                    gauges.setdefault(name, (float(value), _printable(texts.get(key, key))))
+    return gauges
+
+
+def _newest_step(run_dir: Path) -> dict[str, Any]:
+    step = _newest(run_dir, "metrics")
+    if step and not isinstance(step.get("logged_at"), (int, float)):
+        raise ValueError("the newest step lacks logged_at")
+    return step
+
+
+def _newest_evaluation(run_dir: Path) -> dict[str, Any]:
+    return _newest(run_dir, "evals")
+
+
+def _newest(run_dir: Path, name: str) -> dict[str, Any]:
+    event = newest_event(run_dir, name)
+    if not isinstance(event, dict | None):
+        raise ValueError(f"the newest line of {name}.jsonl is not an object")
+    return event or {}
+
+
+def _settings(run_dir: Path) -> dict[str, Any]:
+    """Return the settings that the exporter uses, None where they are not set."""
+    path = run_dir / CONFIG_FILE
+    config = OmegaConf.load(path) if path.exists() else OmegaConf.create()
+    if not isinstance(config, DictConfig):
+        raise ValueError(f"{CONFIG_FILE} is not a mapping")
+    keys = ("trainer.steps", "server.args.enable_metrics")
+    return {key: OmegaConf.select(config, key) for key in keys}
+
+
+def _readable(run_dir: Path, read: Callable[[Path], T]) -> T | None:
+    """Return `read(run_dir)`, or None if it raises, which is logged once for each error."""
+    try:
+        return read(run_dir)
+    except Exception as error:  # files may hold anything, and YAML alone raises many classes
+        _log_once(run_dir, " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _log_once(run_dir: Path, error: str) -> None:
+    print(f"{_printable(str(run_dir))}: left out: {_printable(error)}", file=sys.stderr)
+
+
+def _printable(text: str) -> str:
+    """Replace half surrogate pairs, which have no encoding."""
+    return text.encode(errors="replace").decode()
+
+
+def metric_name(key: str) -> str:
+    """Return a Prometheus name for a key of a step.
+
+    Keys can hold any character: those of filters end with a reason that a user wrote.
+    """
+    return "areal_lite_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
+
+
+def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
+    """List the servers that have metrics: [{targets: [host:port], labels: {run, server}}]."""
+    return [
+        {
+            "targets": [urlsplit(server.url).netloc],
+            "labels": {"run": _printable(str(run_dir)), "server": server.name},
+        }
+        for run_dir in run_dirs
+        if (settings := _readable(run_dir, _settings)) and settings["server.args.enable_metrics"]
+        for server in announced_servers(run_dir)
+    ]
+
+
+def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
+    """Return a listening server; call its `serve_forever`.
+
+    Raises OSError when it cannot listen.
+
+    Args:
+        run_dirs: the run directories; they may appear later.
+        host: an address, or NODE for the address of this machine.
+        port: a port; 0 picks a free one, which is the server's `server_port`.
+    """
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run_dirs))
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != "/servers":
+            return metrics(environ, start_response)
+        body = json.dumps(targets(run_dirs)).encode()
+        start_response("200 OK", [("Content-Type", "application/json")])
+        return [body]
+
+    return make_server(listen_address(host), port, app, _Server, _Quiet)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread; their number and their time are limited."""
+
+    # An open connection of a client must not keep the process alive.
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *args: Any):
+        self._opened_at: dict[Any, float] = {}
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._opened_at) >= _MAX_CONNECTIONS:
+            self.shutdown_request(request)
+            return
+        self._opened_at[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._opened_at.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that are open for too long. `serve_forever` calls it all the time."""
+        for request, opened_at in list(self._opened_at.items()):
+            if time.monotonic() - opened_at > _MAX_CONNECTION_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing about a client that went away."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: a scrape comes every few seconds. Errors are still printed."""
+
+
+def main() -> int:
+    """Serve until interrupted and return the exit status."""
+    args = _arguments()
+    run_dirs = list(dict.fromkeys(args.run_dirs))
+    try:
+        server = exporter(run_dirs, args.host, args.port)
+    except OSError as error:
+        print(
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}): "
+            "choose another --host or --port",
+            file=sys.stderr,
+        )
+        return 1
+    names = [f"{folder}{'' if folder.is_dir() else ' (not there yet)'}" for folder in run_dirs]
+    url = f"http://{server.server_address[0]}:{server.server_port}/metrics"
+    print(f"{url}: {', '.join(names)}", file=sys.stderr)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_lite.tools.report.exporter",
+        description="Metrics of runs, for Prometheus.",
+    )
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="may be made later"
+    )
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK[0],
+        help=f"an address, or `{NODE}` for this machine's own; there is no password "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--port", type=int, default=9108, help="default: %(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A server for the page of one run, on this machine only; see docs/report.md.
+
+It answers GET / and nothing else, and only requests whose Host header names the loopback address:
+a page of another site that resolves its own name to this machine gets nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
+from areal_lite.system.network import LOOPBACK
+from areal_lite.tools.report.page_build import run_page
+
+_WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")
+# A page is built again at most so often: seconds, and a multiple of the time that it takes.
+_LEAST_S = 2.0
+_PATIENCE = 4.0
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class _PageServer(ThreadingHTTPServer):
+    daemon_threads = True  # an open connection must not keep the process alive
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of a request, unless the browser has left: it reloads or is closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class LivePage:
+    """The page of a run, built again when the run's files have changed."""
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._seen: list[tuple[int, int] | None] = []
+        self._next_at = 0.0
+        self._page = b""
+        self.tag = ""
+
+    def read(self) -> tuple[bytes, str]:
+        """Return the page and its entity tag. Raises ValueError if that is no run."""
+        with self._lock:
+            now = time.monotonic()
+            seen = [_stamp(self._run_dir / name) for name in _WATCHED]
+            if not self._page or (seen != self._seen and now >= self._next_at):
+                self._page = run_page(self._run_dir, follow=True).encode()
+                self.tag = f'"{hashlib.sha256(self._page).hexdigest()[:32]}"'
+                self._seen = seen
+                done = time.monotonic()
+                self._next_at = done + max(_LEAST_S, _PATIENCE * (done - now))
+            return self._page, self.tag
+
+
+def page_server(run_dir: Path, port: int) -> ThreadingHTTPServer:
+    """Return a listening server of the page; call its `serve_forever`.
+
+    Raises OSError if it cannot listen on `port` (0: any), and ValueError if `run_dir` has no run.
+    """
+    page = LivePage(run_dir)
+    page.read()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if not is_loopback(self.headers.get("Host", ""), server.server_port):
+                self.send_error(HTTPStatus.FORBIDDEN, "open this page by its loopback address")
+            elif self.path != "/":
+                self.send_error(HTTPStatus.NOT_FOUND)
+            else:
+                self._answer(*page.read())
+
+        def _answer(self, body: bytes, tag: str) -> None:
+            fresh = self.headers.get("If-None-Match") == tag
+            self.send_response(HTTPStatus.NOT_MODIFIED if fresh else HTTPStatus.OK)
+            self.send_header("ETag", tag)
+            for name, value in _HEADERS.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(0 if fresh else len(body)))
+            self.end_headers()
+            if not fresh:
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing: the page asks every few seconds."""
+
+    server = _PageServer((LOOPBACK[0], port), Handler)
+    return server
+
+
+def is_loopback(host: str, port: int) -> bool:
+    """Return whether a Host header names this machine's loopback address and `port`."""
+    return host in {f"{'[' + name + ']' if ':' in name else name}:{port}" for name in LOOPBACK}
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return modification time and size of a file; None without it."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,177 @@
+"""The rollout browser: which groups a page has, and their tokens, as far as the store keeps them.
+
+A page has at most MAX_GROUPS groups and MAX_TOKENS tokens: groups that are spread over the training
+steps, and of each step the worst, the best and one with known importance weights.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_lite.run_dir.store_rows import decoded
+from areal_lite.run_dir.store_schema import TOKENS, WITH_TOKENS
+from areal_lite.tools.report.columns import Columns, open_store
+from areal_lite.tools.report.pieces import token_texts
+from areal_lite.trajectory import trace_name
+
+MAX_GROUPS = 45
+MAX_TOKENS = 150_000
+# Trajectories of a group, and tokens of a trajectory.
+_MEMBERS = 8
+_LONGEST = 6000
+CHOICE = (
+    "The groups are chosen from up to 15 steps that are evenly spaced over the run: the group "
+    "with the lowest mean reward, the one with the highest, and the one whose importance weights "
+    "were recorded. The page has at most "
+    f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples of a group and {_LONGEST:,} tokens of a sample. "
+    "Sample 3.1 is trace 1 of the episode whose trace 0 is sample 3."
+)
+
+
+def group_rewards(columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return id, step and mean reward of each used group with its tokens, in the order of ids.
+
+    Samples without a reward are left out of the mean.
+    """
+    used = (columns.step >= 0) & ~np.isnan(columns.reward) & columns.kept
+    ids, first, inverse = np.unique(columns.group[used], return_index=True, return_inverse=True)
+    sums = np.bincount(inverse, columns.reward[used], len(ids))
+    return ids, columns.step[used][first], sums / np.bincount(inverse, minlength=len(ids))
+
+
+def choose_groups(columns: Columns, recorded: Mapping[int, int]) -> list[int]:
+    """Choose the groups of a page, in the order of steps; see CHOICE.
+
+    `recorded` is, by step from 0, the group with known importance weights.
+    """
+    ids, steps, rewards = group_rewards(columns)
+    present = np.unique(steps)
+    at = np.linspace(0, len(present) - 1, min(MAX_GROUPS // 3, len(present))).astype(int)
+    per_step = []
+    for step in present[at].tolist():
+        here = np.flatnonzero(steps == step)
+        wanted = [int(ids[here[pick(rewards[here])]]) for pick in (np.argmin, np.argmax)]
+        if recorded.get(step) in ids[here]:
+            wanted = [recorded[step], *wanted]
+        per_step.append(list(dict.fromkeys(wanted)))
+    return _within_budget(columns, per_step)
+
+
+def _within_budget(columns: Columns, per_step: list[list[int]]) -> list[int]:
+    """Keep groups up to MAX_TOKENS: first the first of every step, then the second, …"""
+    left, kept = MAX_TOKENS, set()
+    for rank in range(max(map(len, per_step), default=0)):
+        for groups in (g for g in per_step if len(g) > rank):
+            first = int(np.searchsorted(columns.group, groups[rank]))
+            last = int(np.searchsorted(columns.group, groups[rank], "right"))
+            cost = int(np.minimum(columns.tokens[first:last], _LONGEST)[:_MEMBERS].sum())
+            if cost <= left:
+                left -= cost
+                kept.add(groups[rank])
+    return [group for groups in per_step for group in groups if group in kept]
+
+
+def read_groups(
+    store: Path,
+    groups: Sequence[int],
+    prox: Mapping[int, Mapping[str, list[float | None]]],
+    decode: Callable[[Sequence[int]], str],
+    max_staleness: int | None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the chosen groups with their tokens.
+
+    Args:
+        store: the store.
+        groups: group ids.
+        prox: by group and trace, the proximal log-probs of the sampled tokens.
+        decode: see `token_texts`.
+        max_staleness: tokens that are staler are masked; None for no bound.
+    """
+    with open_store(store) as db:
+        for group in groups:
+            prompt_id, state, step = db.execute(
+                "SELECT prompt_id, state, step FROM groups WHERE group_id = ?", (group,)
+            ).fetchone()
+            samples = [
+                _sample(row, prox.get(group, {}), decode, step, max_staleness)
+                for row in _rows(db, group)
+            ]
+            if not samples:
+                continue  # the run has removed its tokens meanwhile
+            known = [s["reward"] for s in samples if s["reward"] is not None]
+            yield {
+                "group": group,
+                "prompt": prompt_id,
+                "state": state,
+                "step": None if step is None else step + 1,
+                "reward": sum(known) / len(known) if known else None,
+                "samples": samples,
+            }
+
+
+def _rows(db: sqlite3.Connection, group: int) -> Iterator[dict[str, Any]]:
+    """Yield the first trajectories of a group that have their tokens, as `decoded` rows."""
+    cursor = db.execute(
+        f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} "
+        "WHERE group_id = ? AND tokens IS NOT NULL ORDER BY sample_index, trace_index LIMIT ?",
+        (group, _MEMBERS),
+    )
+    names = [column[0] for column in cursor.description]
+    for values in cursor:
+        yield decoded(dict(zip(names, values)))
+
+
+def _sample(
+    row: Mapping[str, Any],
+    prox: Mapping[str, list[float | None]],
+    decode: Callable[[Sequence[int]], str],
+    step: int | None,
+    max_staleness: int | None,
+) -> dict[str, Any]:
+    ids, logprobs, versions = (row[key][:_LONGEST] for key in ("tokens", "logprobs", "versions"))
+    name = trace_name(row["sample_index"], row["trace_index"])
+    weights = _weights(prox.get(name), logprobs, versions)
+    overdue = [
+        v >= 0 and step is not None and max_staleness is not None and step - v > max_staleness
+        for v in versions.tolist()
+    ]
+    return {
+        "sample": name,
+        "reward": row["reward"],
+        "finish": row["finish_reason"],
+        "server": row["server"],
+        "seconds": round(row["finished_at"] - row["started_at"], 3),
+        "segments": row["segments"],
+        "cut": row["n_tokens"] > _LONGEST,
+        "texts": token_texts(ids.tolist(), decode),
+        "logprobs": [_rounded(x) if v >= 0 else None for x, v in zip(logprobs, versions)],
+        "weights": weights,
+        "overdue": [i for i, late in enumerate(overdue) if late],
+    }
+
+
+def _weights(
+    prox: Sequence[float | None] | None, logprobs: np.ndarray, versions: np.ndarray
+) -> list[float | None] | None:
+    """Return exp(proximal - behavior) of each token, None where it was not sampled or is unknown.
+
+    The whole is None when the log-probs are not of this trajectory: a resumed run sampled it again.
+    """
+    sampled = np.flatnonzero(versions >= 0)
+    if prox is None or len(prox) < len(sampled):
+        return None
+    weights: list[float | None] = [None] * len(versions)
+    for index, value in zip(sampled.tolist(), prox):
+        if value is not None:
+            weights[index] = _rounded(math.exp(min(50.0, value - float(logprobs[index]))))
+    return weights
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -1,0 +1,263 @@
+"""A modelled server: continuous batching with a KV cache, advanced from event to event.
+
+    add -> waiting -> (prompt is computed) -> running -> finished
+              ^------- preempted, retracted ----'
+
+* All running sequences get a token in each decoding step; `speed.py` has the time of a step.
+* A prompt is computed before the next decoding step, which waits for it. The host's work for a
+  request is done then, too.
+* A request starts when a slot is free and the cache has room for it. A share of the cache stays
+  free at the start of a request, since running requests grow.
+* When the cache is full, the youngest request is preempted. It loses its cache and waits first.
+* A pause stops everything. What a push does to running requests is an InterruptMode.
+
+No clock and no I/O: `advance` is given the time.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import deque
+from dataclasses import astuple, dataclass, field
+
+from areal_lite.tools.simulate.speed import ServerSpeed
+from areal_lite.trajectory import InterruptMode
+
+# Share of the KV cache up to which requests are started.
+_START_BELOW = 0.9
+
+# Slack of sums of floating-point numbers, in steps and in seconds.
+_EPSILON = 1e-6
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """One request on a server.
+
+    Args:
+        context: tokens that it came with.
+        target: tokens to generate.
+        prefill: tokens of its context to compute, those not cached.
+        done: tokens generated so far, exact when it does not run.
+        spans: (version, number of tokens), in order, as far as `done`.
+        begun_at: the server's count of steps when it began to run.
+    """
+
+    context: int
+    target: int
+    prefill: float
+    done: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    begun_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Sums since the start: seconds by what the server did, tokens, and preemptions.
+
+    `sequence_s` is the integral of the running sequences over the time of decoding.
+    """
+
+    decoding_s: float = 0.0
+    prefill_s: float = 0.0
+    paused_s: float = 0.0
+    idle_s: float = 0.0
+    sequence_s: float = 0.0
+    tokens: float = 0.0
+    preempted: int = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def since(self, before: "Usage") -> "Usage":
+        """Return what was added after `before`."""
+        return Usage(*(a - b for a, b in zip(astuple(self), astuple(before))))
+
+
+class DecodingServer:
+    """A server at `version`. Call `advance` before anything else that happens at a later time."""
+
+    def __init__(self, speed: ServerSpeed, version: int = 0, now: float = 0.0):
+        self.speed = speed
+        self.version = version
+        self.now = now
+        self.paused = False
+        self.usage = Usage()
+        self.waiting: deque[Generation] = deque()
+        # In the order in which they began.
+        self.running: dict[Generation, None] = {}
+        # Tokens in the cache, of running requests.
+        self.context = 0.0
+        self._steps = 0.0
+        # (step at which it ends, number, request); entries of requests that left are skipped.
+        self._ends: list[tuple[float, int, Generation]] = []
+        self._begun = 0
+        self._prefill_s = 0.0
+        # The count of steps at each push, and the version from then on.
+        self._push_steps: list[float] = [-1.0]
+        self._push_versions: list[int] = [version]
+
+    def add(self, request: Generation) -> None:
+        """Queue a request, and start it if there is room."""
+        if request.context + request.target > self.speed.kv_tokens:
+            raise ValueError(
+                f"a sequence of {request.context + request.target} tokens does not fit a KV cache "
+                f"of {self.speed.kv_tokens:.0f}: use more tensor parallelism, or shorter sequences"
+            )
+        self.waiting.append(request)
+        self._start()
+
+    def remove(self, request: Generation) -> None:
+        """Take a request off the server, with the tokens that it has."""
+        if request in self.running:
+            self._leave(request)
+            self._start()
+        else:
+            self.waiting.remove(request)
+
+    def advance(self, now: float) -> list[Generation]:
+        """Pass the time until `now`; return the requests that finish, in order."""
+        finished: list[Generation] = []
+        while True:
+            finished += self._finish()
+            left = now - self.now
+            if left <= 0:
+                return finished
+            if self.paused or not self.running:
+                kind = "paused_s" if self.paused else "idle_s"
+                setattr(self.usage, kind, getattr(self.usage, kind) + left)
+                self.now = now
+            elif self._prefill_s > 0:
+                self._prefill(min(left, self._prefill_s))
+            else:
+                self._decode(left, now)
+
+    def next_event(self) -> float | None:
+        """Return when a request finishes or is preempted; None if nothing is going on."""
+        if self.paused or not self.running:
+            return None
+        seconds = self.speed.steps_s(self._steps_to_event(), len(self.running), self.context)
+        return self.now + self._prefill_s + seconds
+
+    def pause(self, mode: str) -> list[Generation]:
+        """Stop for a push; return the requests that it ends, which are those of mode `abort`."""
+        self.paused = True
+        ended: list[Generation] = []
+        if mode == InterruptMode.RETRACT:
+            for request in reversed(list(self.running)):
+                self._retract(request)
+        elif mode == InterruptMode.ABORT:
+            ended = [*self.running, *self.waiting]
+            for request in list(self.running):
+                self._leave(request)
+            self.waiting.clear()
+        return ended
+
+    def resume(self, version: int) -> None:
+        """Continue with the weights of `version`."""
+        self.paused = False
+        self.version = version
+        self._push_steps.append(self._steps)
+        self._push_versions.append(version)
+        self._start()
+
+    @property
+    def cache_used(self) -> float:
+        """Return the used share of the KV cache."""
+        return self.context / self.speed.kv_tokens
+
+    def _prefill(self, seconds: float) -> None:
+        self._prefill_s -= seconds
+        self.usage.prefill_s += seconds
+        self.now += seconds
+
+    def _decode(self, left: float, now: float) -> None:
+        """Decode until the next event, or until `now`, which is `left` seconds away."""
+        sequences = len(self.running)
+        steps = self._steps_to_event()
+        seconds = self.speed.steps_s(steps, sequences, self.context)
+        end = self.now + seconds
+        if seconds > left + _EPSILON:
+            steps = self.speed.steps_within(left, sequences, self.context)
+            seconds, end = left, now
+        self._steps += steps
+        self.context += sequences * steps
+        self.usage.decoding_s += seconds
+        self.usage.sequence_s += sequences * seconds
+        self.usage.tokens += sequences * steps
+        self.now = min(end, now)
+        if self.context >= self.speed.kv_tokens - _EPSILON and self._steps_to_end() > _EPSILON:
+            self.usage.preempted += 1
+            self._retract(next(reversed(self.running)))
+
+    def _steps_to_event(self) -> float:
+        """Return the steps until a request ends or the cache is full."""
+        room = (self.speed.kv_tokens - self.context) / len(self.running)
+        return min(self._steps_to_end(), room)
+
+    def _steps_to_end(self) -> float:
+        """Return the steps until the first running request ends."""
+        while self._ends[0][2] not in self.running or self._stale(self._ends[0]):
+            heapq.heappop(self._ends)
+        return max(0.0, self._ends[0][0] - self._steps)
+
+    def _stale(self, entry: tuple[float, int, Generation]) -> bool:
+        """Return whether a request was preempted, and runs again, since `entry` was made."""
+        end, _, request = entry
+        return end != request.begun_at + request.target - request.done
+
+    def _finish(self) -> list[Generation]:
+        """Take the requests that have all their tokens off the server."""
+        finished = []
+        while self.running and self._steps_to_end() <= _EPSILON:
+            request = heapq.heappop(self._ends)[2]
+            self._leave(request)
+            finished.append(request)
+        if finished:
+            self._start()
+        return finished
+
+    def _start(self) -> None:
+        """Start waiting requests while there is room."""
+        speed = self.speed
+        while self.waiting and not self.paused and len(self.running) < speed.max_running:
+            request = self.waiting[0]
+            held = request.context + request.done
+            full = self.context + held > _START_BELOW * speed.kv_tokens
+            if full and self.running:
+                return
+            self.waiting.popleft()
+            self._prefill_s += speed.request_s + request.prefill * speed.prefill_s
+            request.begun_at = self._steps
+            self.running[request] = None
+            self.context += held
+            self._begun += 1
+            end = request.begun_at + request.target - request.done
+            heapq.heappush(self._ends, (end, self._begun, request))
+
+    def _leave(self, request: Generation) -> None:
+        """Take a running request off the batch, and record the tokens that it got."""
+        ran = self._steps - request.begun_at
+        left = request.target - request.done
+        tokens = left if ran >= left - _EPSILON else int(ran + _EPSILON)
+        self.context -= request.context + request.done + ran
+        del self.running[request]
+        if not self.running:
+            self.context = self._prefill_s = 0.0
+        self._record(request, tokens)
+        request.done += tokens
+
+    def _record(self, request: Generation, tokens: int) -> None:
+        """Record which versions sampled the `tokens` that a request got since it began."""
+        first = bisect_right(self._push_steps, request.begun_at)
+        ends = [int(s - request.begun_at + _EPSILON) for s in self._push_steps[first:]]
+        recorded = 0
+        for version, end in zip(self._push_versions[first - 1 :], [*ends, tokens], strict=True):
+            if (count := min(end, tokens) - recorded) > 0:
+                request.spans.append((version, count))
+                recorded += count
+
+    def _retract(self, request: Generation) -> None:
+        """Move a running request to the front of the queue, without its cache."""
+        self._leave(request)
+        request.prefill = request.context + request.done
+        self.waiting.appendleft(request)

@@ -1,0 +1,165 @@
+"""Speeds of servers and trainer from the data sheets of GPUs and the shape of a model.
+
+A decoding step reads the weights once and the KV cache of every sequence, and computes 2 N
+operations for each sequence of a model with N parameters. Training computes 6 N operations for a
+token, 2 N more when whole layers are recomputed, and 2 N more where the proximal policy has a
+forward pass of its own (`AlgoConfig.prox_pass`). Attention adds 4 operations for each layer, hidden
+unit and earlier token to a forward pass, and twice that to a backward pass.
+`simulate.bandwidth_share` and `simulate.arithmetic_share` are what is reached in practice.
+Communication between the GPUs of a server or of a rank is not modelled.
+
+Bandwidth (bytes/s), dense bfloat16 arithmetic (operations/s) and memory (bytes) are from NVIDIA's
+data sheets of the SXM modules. An H800 is an H100 with less NVLink.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_lite.config import SimulateConfig
+from areal_lite.data.model_folder import num_experts
+from areal_lite.tools.simulate.speed import ServerSpeed
+from areal_lite.tools.simulate.trainer import TrainerSpeed
+
+_BYTES = 2  # of a parameter and of an entry of the KV cache
+_MEMORY_SHARE = 0.88  # of the memory, for weights and KV cache
+_PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: bytes/s, operations/s and bytes."""
+
+    bandwidth: float
+    arithmetic: float
+    memory: float
+
+
+GPUS = {
+    "a100": Gpu(2.039e12, 312e12, 80e9),
+    "h100": Gpu(3.35e12, 989e12, 80e9),
+    "h800": Gpu(3.35e12, 989e12, 80e9),
+    "h200": Gpu(4.8e12, 989e12, 141e9),
+    "b200": Gpu(8.0e12, 2250e12, 180e9),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The shape of a decoder.
+
+    Args:
+        parameters: all of them. active: those that a token uses.
+        layers, hidden: as in its config.json.
+        kv_size: heads of keys and values times their size.
+        window: tokens that most layers attend to; None: all.
+        full_layers: share of the layers that attend to all tokens.
+    """
+
+    parameters: float
+    active: float
+    layers: int
+    hidden: int
+    kv_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of a token in the KV cache."""
+        return 2 * _BYTES * self.layers * self.kv_size
+
+
+def _dense(parameters: float, layers: int, hidden: int, kv_size: int) -> Shape:
+    return Shape(
+        parameters=parameters, active=parameters, layers=layers, hidden=hidden, kv_size=kv_size
+    )
+
+
+# From the config.json of the models. The windows of Olmo 3 are not modelled: at 14,600 tokens its
+# layers hold about 0.45 of what full attention would, and `kv_size` is that share of 4096.
+SHAPES = {
+    "qwen2.5-1.5b": _dense(1.54e9, 28, 1536, 256),
+    "qwen2.5-7b": _dense(7.62e9, 28, 3584, 512),
+    "qwen2.5-14b": _dense(14.77e9, 48, 5120, 1024),
+    "qwen2.5-32b": _dense(32.76e9, 64, 5120, 1024),
+    "olmo3-7b": _dense(7.3e9, 32, 4096, 1843),
+}
+
+
+def read_shape(folder: Path) -> Shape:
+    """Return the shape of the model in `folder`. Raises ValueError for a file that has none."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text())
+        hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+        heads = values["num_attention_heads"]
+        kv_heads = values.get("num_key_value_heads") or heads
+        head_dim = values.get("head_dim") or hidden // heads
+        experts = num_experts(values) or 1
+        used = values.get("num_experts_per_tok") or 1
+        mlp = values.get("moe_intermediate_size") or values["intermediate_size"]
+        embeddings = values["vocab_size"] * hidden
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not describe a model: {error!r}; set simulate.shape"
+        ) from None
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    expert = 3 * hidden * mlp
+    embeddings *= 1 if values.get("tie_word_embeddings") else 2
+    return Shape(
+        parameters=embeddings + layers * (attention + experts * expert),
+        active=embeddings + layers * (attention + used * expert),
+        layers=layers,
+        hidden=hidden,
+        kv_size=kv_heads * head_dim,
+    )
+
+
+def chosen_shape(config: SimulateConfig) -> Shape:
+    """Return the shape that the settings name."""
+    if config.model is None:
+        return SHAPES[config.simulate.shape]
+    return read_shape(Path(config.model))
+
+
+def server_speed(config: SimulateConfig) -> ServerSpeed:
+    """Return the speed of a server. Raises ValueError if the weights do not fit its GPUs."""
+    gpu, shape, simulation = GPUS[config.simulate.gpu], chosen_shape(config), config.simulate
+    gpus = config.server.tensor_parallel
+    bandwidth = gpus * gpu.bandwidth * simulation.bandwidth_share
+    arithmetic = gpus * gpu.arithmetic * simulation.arithmetic_share
+    share = config.server.mem_fraction or _MEMORY_SHARE
+    free = gpus * gpu.memory * share - _BYTES * shape.parameters
+    if free <= 0:
+        raise ValueError(
+            f"server.tensor_parallel={gpus}: {_BYTES * shape.parameters / 1e9:.0f} GB of weights "
+            f"do not fit {gpus} x {simulation.gpu}: raise it"
+        )
+    return ServerSpeed(
+        step_s=simulation.host_ms / 1e3 + _BYTES * shape.active / bandwidth,
+        per_sequence_s=2 * shape.active / arithmetic,
+        per_context_s=shape.kv_bytes / bandwidth,
+        prefill_s=_PREFILL_PASSES * shape.active / arithmetic,
+        kv_tokens=config.server.max_total_tokens or free / shape.kv_bytes,
+        max_running=config.server.max_running_requests or 2**31,
+    )
+
+
+def trainer_speed(config: SimulateConfig) -> TrainerSpeed:
+    """Return the speed of a data-parallel rank, which has several GPUs."""
+    gpu, shape, simulation = GPUS[config.simulate.gpu], chosen_shape(config), config.simulate
+    trainer = config.trainer
+    gpus = trainer.world_size // trainer.data_parallel
+    arithmetic = gpus * gpu.arithmetic * simulation.arithmetic_share
+    # Frozen weights have no gradient, which would cost as much as a forward pass.
+    forwards = 3 - (trainer.lora.rank > 0)
+    forwards += trainer.recompute == "full"
+    proximal = {"all": 1.0, "rest": 1 - 1 / trainer.minibatches, "none": 0.0}
+    forwards += proximal[config.algo.prox_pass]
+    push_s = _BYTES * shape.parameters / (1e9 * simulation.push_gb_s)
+    return TrainerSpeed(
+        fixed_s=simulation.step_fixed_s,
+        per_token_s=2 * shape.active * forwards / arithmetic,
+        # Each of n tokens attends to n / 2 on average.
+        per_square_s=4 * shape.layers * shape.hidden * forwards / 2 / arithmetic,
+        pause_s=simulation.push_fixed_s + push_s,
+    )

@@ -1,0 +1,184 @@
+"""The kernels for machines without a GPU agree with torch in float64, gradients included."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
+from areal_lite.cpu.kernels import norms
+from areal_lite.cpu.kernels.products import linear
+from areal_lite.megatron.attention import PackedSequences, _KernelAttention, rotate
+from areal_lite.megatron.context_parallel import LocalTokens
+from areal_lite.megatron.layers import RMSNorm
+
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 8, 34, 128]))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+def norm_of(weight: torch.Tensor, eps: float) -> RMSNorm:
+    norm = RMSNorm.__new__(RMSNorm)
+    torch.nn.Module.__init__(norm)
+    norm.eps, norm.weight = eps, torch.nn.Parameter(weight)
+    return norm
+
+
+def rotate_plainly(x, cos, sin):
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def assert_same_with_gradients(function, reference, inputs, tolerance=3e-6):
+    """Compare results and gradients with those of `reference` in float64."""
+    plain = [x.detach().double().requires_grad_() for x in inputs]
+    expected, got = reference(*plain), function(*inputs)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), plain)
+    found = torch.autograd.grad((got * weights.float()).sum(), inputs)
+    for a, b in zip((got, *found), (expected, *wanted), strict=True):
+        scale = b.detach().abs().max().clamp(min=1).item()
+        torch.testing.assert_close(a.double(), b, atol=tolerance * scale, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, scale=st.sampled_from([1e-2, 1.0, 1e3]), seed=st.integers(0, 2**31))
+def test_rms_norm_and_its_gradients(shape, scale, seed):
+    torch.manual_seed(seed)
+    x, weight = torch.randn(shape).requires_grad_(), torch.randn(shape[-1]).requires_grad_()
+    norm = norm_of(weight, eps=1e-6)
+
+    def plain(x, weight):
+        x = scale * x
+        return weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    def fused(x, weight):
+        return torch.func.functional_call(norm, {"weight": weight}, (scale * x,))
+
+    assert norms.fits(x)
+    assert_same_with_gradients(fused, plain, [x, weight])
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 2**31))
+def test_rotation_and_its_gradient(shape, seed):
+    torch.manual_seed(seed)
+    x = torch.randn(shape).requires_grad_()
+    angles = 6 * torch.rand(shape[0], 1, shape[-1] // 2)
+    cos, sin = (f(torch.cat((angles, angles), -1)) for f in (torch.cos, torch.sin))
+    assert_same_with_gradients(
+        lambda x: rotate(x, cos, sin),
+        lambda x: rotate_plainly(x, cos.double(), sin.double()),
+        [x],
+    )
+
+
+def test_a_strided_input_and_a_strided_gradient(monkeypatch):
+    torch.manual_seed(0)
+    whole = torch.randn(6, 2, 16).requires_grad_()
+    angles = torch.randn(6, 1, 4).repeat(1, 1, 2)
+    norm = norm_of(torch.randn(8), 1e-6)
+
+    def result_and_gradient():
+        result = rotate(norm(whole[..., 4:12]), angles.cos(), angles.sin()).transpose(0, 1)
+        return result, torch.autograd.grad(result.square().sum(), [whole])[0]
+
+    fused = result_and_gradient()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch.testing.assert_close(fused, result_and_gradient())
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 2**31))
+def test_a_sum_is_normed_and_kept(shape, seed):
+    torch.manual_seed(seed)
+    rows, n = shape[0] * shape[1], shape[2]
+    x, added, weight = torch.randn(rows, n), torch.randn(rows + 2, n), torch.randn(n)
+    total = x.double() + added[:rows].double()
+    out = torch.zeros(rows + 2, n)
+    arrays = (y.numpy() for y in (x, added, weight))
+    norms.add_and_norm(*arrays, np.float32(1e-6), out.numpy())
+    torch.testing.assert_close(x.double(), total, atol=1e-6, rtol=0)
+    expected = weight.double() * total / (total.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(out[:rows].double(), expected, atol=3e-6, rtol=3e-6)
+    assert not out[rows:].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (3, 3)]),
+    dim=st.sampled_from([16, 32, 80]),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
+    torch.manual_seed(seed)
+    tensors = [scale * torch.randn(sum(lengths), n, dim) for n in (heads[0], heads[1], heads[1])]
+    # A part of wider rows, as Megatron's projections give it. The gradient is not contiguous.
+    query, key, value = (torch.cat([x, x], -1)[..., :dim].requires_grad_() for x in tensors)
+
+    def packed(*inputs):
+        bounds = np.cumsum([0, *lengths])
+        return _KernelAttention.apply(*inputs, bounds).transpose(0, 1)
+
+    def plain(query, key, value):
+        parts = [x.split(lengths) for x in (query, key, value)]
+        attended = [
+            torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in part), is_causal=True, enable_gqa=True
+            )
+            for part in zip(*parts, strict=True)
+        ]
+        return torch.cat(attended, 1)
+
+    # The gradient of a query is a sum of differences between numbers of about scale², times scale.
+    tolerance = 5e-6 * max(1, scale) ** 3
+    assert_same_with_gradients(packed, plain, [query, key, value], tolerance)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"dim": 24}, False),
+        ({"dtype": torch.bfloat16}, False),
+        ({"length": 2000}, False),
+    ],
+)
+def test_packed_attention_is_used_where_it_fits(changed, fits):
+    case = {"dim": 32, "dtype": torch.float32, "length": 50} | changed
+    index = torch.arange(case["length"])
+    local = LocalTokens(
+        tokens=index,
+        position_ids=index,
+        following=index,
+        cu_seqlens=torch.tensor([0, case["length"]], dtype=torch.int32),
+        gathered_index=index,
+    )
+    packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
+    assert (packed.bounds is not None) == fits and (packed.blocks is None) == fits
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(3, True), (700, True), (700, False)])
+def test_products_by_both_libraries(rows, bias):
+    x, weight = torch.randn(rows, 64), torch.randn(128, 64)
+    added = torch.randn(128) if bias else None
+    expected = torch.nn.functional.linear(
+        x.double(), weight.double(), added.double() if added is not None else None
+    )
+    strided = weight.t().contiguous().t()
+    for form in (weight, strided):
+        found = linear(x, form, added).double()
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_other_types_and_more_threads_are_left_to_torch(monkeypatch):
+    assert not norms.fits(torch.zeros(2, dtype=torch.bfloat16))
+    assert norms.fits(torch.zeros(2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not norms.fits(torch.zeros(2))

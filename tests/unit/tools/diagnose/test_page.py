@@ -1,0 +1,53 @@
+"""The page about findings says what the code does."""
+
+import re
+from pathlib import Path
+
+from areal_lite.run_dir.metric_table import GROUPS, HEALTHY, MEANINGS, STEP_KEYS
+from areal_lite.run_dir.metrics import read_metrics
+from areal_lite.tools.diagnose import guide, learning, operation, options
+from areal_lite.tools.diagnose.guide import GUIDE
+from areal_lite.tools.diagnose.limits import LIMITS
+from areal_lite.tools.diagnose.page import page
+from areal_lite.tools.report import demo
+
+# Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
+# The run is also older than some metrics.
+CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "average_kl", "server_lag"}
+CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_changed"}
+CONDITIONAL |= {"adapter_share", "drain_s"}
+CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
+CONDITIONAL |= {"critic_loss", "critic_grad_norm", "critic_lr", "critic_skipped"}
+CONDITIONAL |= {"store_mib", "store_bytes_per_token", "traces_mean", "epochs", "resting_prompts"}
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs/diagnose.md").read_text() == page(), (
+        "write it again: python -m areal_lite.tools.diagnose.page > docs/diagnose.md"
+    )
+
+
+def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
+    known = MEANINGS.keys()
+    assert sum(map(len, GROUPS.values())) == len(known) and known >= set(STEP_KEYS)
+    logged = {key for line in read_metrics(demo.unpack("demo", tmp_path)) for key in line}
+    assert logged <= known <= logged | CONDITIONAL
+    used = {key for advice in GUIDE for key in advice.metrics}
+    assert used | HEALTHY.keys() <= known
+
+
+def test_every_threshold_is_used_and_every_explanation_exists() -> None:
+    source = "".join(
+        Path(str(module.__file__)).with_name(name).read_text()
+        for module, name in (
+            (learning, "learning.py"),
+            (operation, "operation.py"),
+            (options, "options.py"),
+            (guide, "history.py"),
+        )
+    )
+    assert set(re.findall(r'limit\("(\w+)"\)', source)) == LIMITS.keys()
+    names = [advice.name for advice in GUIDE]
+    assert len(set(names)) == len(names)
+    assert {name for advice in GUIDE for name in advice.unless} <= set(names)

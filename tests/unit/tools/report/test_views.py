@@ -1,0 +1,221 @@
+"""The other ways to see a run: following it, comparing, the terminal, a trace, the demo."""
+
+import http.client
+import io
+import json
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_lite.cli import main
+from areal_lite.config.report import InspectConfig
+from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.store import Store
+from areal_lite.tools.report import demo
+from areal_lite.tools.report.compare import compare_page, config_differences, run_names
+from areal_lite.tools.report.facts import FACTS
+from areal_lite.tools.report.follow import LivePage, is_loopback, page_server
+from areal_lite.tools.report.inspection import matching, show_matching
+from areal_lite.tools.report.run_data import read_run
+from areal_lite.tools.report.trace import trace_events, write_trace
+from tests.unit.tools.report.browser import BROWSER, Session, browse
+from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, step_record
+from tests.unit.tools.report.test_page import Page, hostile_run
+
+
+@contextmanager
+def serving(run_dir: Path):
+    server = page_server(run_dir, 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def get(path: str = "/", **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse()
+
+    try:
+        yield server, get
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_follow_server_answers_this_machine_only(tmp_path: Path) -> None:
+    hand_made(tmp_path)
+    with serving(tmp_path) as (server, get):
+        assert server.server_address[0] == "127.0.0.1"
+        answer = get()
+        assert answer.status == 200 and answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert "data-follow" in answer.read().decode()
+        assert get(**{"If-None-Match": answer.headers["ETag"]}).status == 304
+        port = server.server_port
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1",
+            f"127.0.0.1.nip.io:{port}",
+        ):
+            assert get(Host=host).status == 403, host
+        assert get("/config.yaml").status == 404 and get("/../config.yaml").status == 404
+    assert is_loopback("localhost:80", 80) and is_loopback("[::1]:80", 80)
+    assert not is_loopback("localhost:81", 80) and not is_loopback("", 80)
+
+
+def test_a_browser_that_leaves_is_no_error(tmp_path: Path, capfd) -> None:
+    hand_made(tmp_path)
+    with serving(tmp_path) as (server, _):
+        for error in (BrokenPipeError("gone"), ValueError("a defect")):
+            try:
+                raise error
+            except Exception:
+                server.handle_error(None, ("127.0.0.1", 1))
+    text = capfd.readouterr().err
+    assert "a defect" in text and "gone" not in text
+
+
+def test_a_followed_page_has_the_steps_that_were_added(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("areal_lite.tools.report.follow._LEAST_S", 0.0)
+    monkeypatch.setattr("areal_lite.tools.report.follow._PATIENCE", 0.0)
+    hand_made(tmp_path)
+    live = LivePage(tmp_path)
+    before, tag = live.read()
+    assert live.read() == (before, tag), "nothing changed"
+    append_event(tmp_path, "metrics", {**step_record(2), "logged_at": T0 + 30, "step": 3})
+    after, new_tag = live.read()
+    assert new_tag != tag and b"3 of 2 training steps" in after
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_an_open_page_shows_new_steps_by_itself(tmp_path: Path) -> None:
+    hand_made(tmp_path)
+    with serving(tmp_path / ".") as (server, _):
+
+        async def use(session: Session) -> None:
+            rows = "document.querySelectorAll('#steps-table tbody tr').length"
+            assert await session.value(rows) == 2
+            await session.value("document.querySelector('.groups button:last-child').click()")
+            chosen = "document.querySelector('.groups [aria-current=true]').textContent"
+            before = await session.value(chosen)
+            line = {**step_record(2), "logged_at": T0 + 30, "step": 3}
+            append_event(tmp_path, "metrics", line)
+            await session.until(f"{rows} === 3")
+            assert "3 of 2" in await session.value(
+                "document.querySelector('.headline').textContent"
+            )
+            assert await session.value(chosen) == before
+
+        browse(f"http://127.0.0.1:{server.server_port}/", tmp_path / "profile", use)
+
+
+def test_a_comparison_subtracts_and_names_what_differs(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for steps, folder in zip((6, 8), folders):
+        folder.mkdir()
+        simulate(folder, steps=steps, max_staleness=steps)
+    page = Page(text := compare_page(folders))
+    charts = json.loads(page.raw["data"])["charts"]
+    assert [series["name"] for series in charts["staleness"]["series"]] == ["a", "b"]
+    assert charts["staleness_histogram"]["kind"] == "line"
+    for word in ("buffer.max_staleness", "trainer.steps", "+2", "b − a"):
+        assert word in text
+    a, b = (read_run(folder).facts() for folder in folders)
+    assert set(a) == {fact.key for fact in FACTS} and b["steps"] - a["steps"] == 2
+    with pytest.raises(ValueError, match="name at least two run directories"):
+        compare_page(folders[:1])
+
+
+def test_settings_differ_where_any_run_differs() -> None:
+    one = {"a": {"b": 1, "c": 2}, "run_dir": "x", "only": None}
+    other = {"a": {"b": 1, "c": 3}, "run_dir": "y"}
+    assert config_differences([one, other]) == [["a.c", "2", "3"], ["only", "null", "–"]]
+    assert config_differences([one, one]) == []
+    assert run_names([Path("/x/a"), Path("/y/a")]) == ["x/a", "y/a"]
+    assert run_names([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
+    assert run_names([Path("/x/a"), Path("/x/a")]) == ["a (1)", "a (2)"]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    (
+        {"group": 3},
+        {"step": 2},
+        {"version": 4},
+        {"reward_min": 0.5},
+        {"reward_max": 0.5},
+        {"step": 3, "version": 0, "reward_min": 1.0},
+        {},
+    ),
+)
+def test_filters_choose_what_a_plain_loop_chooses(tmp_path: Path, filters: dict) -> None:
+    simulate(tmp_path, steps=6)
+    config = InspectConfig(**filters, limit=10_000)
+    store = Store(tmp_path / "trajectories.sqlite", read_only=True)
+    expected = [
+        (row["group_id"], row["sample_index"])
+        for row in store.trajectories()
+        if config.group in (None, row["group_id"])
+        and (config.step is None or row["step"] == config.step - 1)
+        and (config.version is None or config.version in row["versions"])
+        and (config.reward_min is None or row["reward"] >= config.reward_min)
+        and (config.reward_max is None or row["reward"] <= config.reward_max)
+    ]
+    store.close()
+    count, rows = matching(tmp_path, config)
+    assert [(row["group_id"], row["sample_index"]) for row in rows] == expected
+    assert count == len(expected) > 0
+    config.limit = 1
+    assert [r["group_id"] for r in matching(tmp_path, config)[1]] == [expected[0][0]]
+
+
+def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+    hostile_run(tmp_path)
+    stream = io.StringIO()
+    console = Console(file=stream, width=200)
+    for part in show_matching(tmp_path, InspectConfig(group=3)):
+        console.print(part)
+    text = stream.getvalue()
+    assert "1 trajectory matches" in text and "[version 1, 30 tokens, mean log-prob -1]" in text
+    assert "\x00" not in text and "\\x00" in text
+
+
+def test_a_trace_has_every_request_step_and_push(tmp_path: Path) -> None:
+    simulate(tmp_path, steps=6)
+    run = read_run(tmp_path)
+    timed = [{**m, "train_s": 0.5, "wait_s": 1.0, "push_s": 0.1} for m in run.metrics]
+    events = list(trace_events(run.columns, timed))
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert sum(name.startswith("group ") for name in names) == len(run.columns)
+    assert names.count("trains") == names.count("pushes weights") == 6
+    assert sum(event["ph"] == "i" for event in events) == 6
+    # Slices of a thread nest: a slice ends before the next one at its level begins.
+    open_until: dict[tuple[int, int], int] = {}
+    for event in events:
+        if event["name"].startswith("group "):
+            key = (event["pid"], event["tid"])
+            assert event["ts"] >= open_until.get(key, -(10**9))
+            open_until[key] = event["ts"] + event["dur"]
+    path = tmp_path / "trace.json"
+    assert write_trace(tmp_path, path) == len(json.loads(path.read_text())["traceEvents"])
+
+
+def test_the_demo_works_in_every_command(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sum(file.stat().st_size for file in demo._FOLDER.iterdir()) < 300_000
+    for command in ("report", "compare", "inspect", "trace"):
+        assert main([command, "demo=true"]) == 0, capsys.readouterr().err
+    for file in ("report.html", "report.png", "trace.json"):
+        assert (tmp_path / "runs/demo" / file).stat().st_size > 10_000
+    assert "demo-sync" in (tmp_path / "compare.html").read_text()
+    assert "trajectories match; the first 3 follow" in capsys.readouterr().out
+
+
+def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
+    assert main(["report"]) == 1
+    assert "run_dir is not set: name a run directory, or add --demo" in capsys.readouterr().err
+    assert main(["trace", "run_dir=nowhere"]) == 1
+    assert "nowhere: there is no such folder" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""`areal-lite simulate`: its tables, its advice, its files, and what it refuses."""
+
+import json
+
+import pytest
+
+from areal_lite.cli import checked_config, main
+from areal_lite.config.simulate import COMPARISONS
+from areal_lite.tools.simulate.advice import advise, conclude
+from areal_lite.tools.simulate.comparisons import (
+    QUESTIONS,
+    Variant,
+    compare,
+    divided,
+    num_gpus,
+    simulated,
+)
+
+SMALL = [
+    "server.count=6",
+    "trainer.data_parallel=2",
+    "trainer.batch_groups=8",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=1024",
+    "rollout.max_concurrent=96",
+    "simulate.length_mean=300",
+    "simulate.steps=3",
+    "simulate.warm_up=2",
+]
+
+
+@pytest.fixture(scope="module")
+def config():
+    return checked_config("simulate", SMALL)
+
+
+def test_it_prints_a_table_and_writes_its_files(tmp_path, capsys) -> None:
+    out = tmp_path / "results" / "small.json"
+    assert main(["simulate", *SMALL, "simulate.compare=[schedules]", f"simulate.out={out}"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "8: 6 generate, 2 train",
+        "trained tokens a second",
+        "by Little's law",
+        "one_step",
+    ):
+        assert text in printed
+    record = json.loads(out.read_text())
+    names = [row["name"] for row in record["comparisons"]["schedules"]]
+    assert names == ["sync", "one_step", "async"] and record["run"]["tokens_per_s"] > 0
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("question", COMPARISONS)
+def test_every_question_has_variants_and_a_conclusion(question: str, config) -> None:
+    config.simulate.gpus = [8, 16]
+    variants = list(compare(question, config))
+    assert len(variants) > 1 and QUESTIONS[question]
+    assert len({v.name for v in variants}) == len(variants)
+    assert conclude(question, variants).endswith(".")
+    if question == "servers":
+        assert {v.gpus for v in variants} == {8}
+
+
+def test_gpus_are_divided_as_ranks_and_servers_can_use_them(config) -> None:
+    config = checked_config("simulate", [*SMALL, "trainer.tensor_parallel=2"])
+    for gpus in (16, 100, 512):
+        variant = divided(config, gpus, 0.25)
+        assert num_gpus(variant) == gpus
+        assert 8 % variant.trainer.data_parallel == 0
+        assert variant.rollout.max_concurrent == 16 * variant.server.count
+
+
+@pytest.mark.parametrize(
+    "overrides, advice",
+    [
+        (["simulate.step_fixed_s=100"], "more trainer GPUs"),
+        (["server.count=1", "simulate.step_fixed_s=0"], "more servers"),
+        (["buffer.max_staleness=0", "rollout.interrupt=none"], "wait for each other"),
+        (["simulate.push_fixed_s=20", "simulate.step_fixed_s=0"], "push less often"),
+    ],
+)
+def test_the_advice_names_the_bottleneck(overrides: list[str], advice: str) -> None:
+    config = checked_config("simulate", [*SMALL, "simulate.warm_up=8", *overrides])
+    assert advice in " ".join(advise(config, simulated(config)))
+
+
+def test_the_conclusion_about_gpus_says_where_it_ends(config) -> None:
+    summary = simulated(config)
+    variants = [Variant(str(n), divided(config, n, 0.25), summary) for n in (8, 16)]
+    assert conclude("scale", variants).startswith("Beyond 8 GPUs")
+
+
+@pytest.mark.parametrize(
+    "override, reason",
+    [
+        ("trainer.data_parallel=3", "cannot be dealt equally to trainer.data_parallel=3"),
+        ("simulate.lost_servers=6", "leaves none of server.count=6"),
+        ("simulate.length_mean=2000", "must be below rollout.max_new_tokens=1024"),
+        ("simulate.measured_run=/nowhere", "config.yaml cannot be read"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(override: str, reason: str, capsys) -> None:
+    assert main(["simulate", *SMALL, override]) != 0
+    error = capsys.readouterr().err
+    assert reason in error and error.count("\n") == 1

@@ -1,0 +1,81 @@
+"""Speeds from data sheets: shapes of real models, and what does not fit."""
+
+import json
+
+import pytest
+
+from areal_lite.cli import checked_config
+from areal_lite.tools.simulate.hardware import SHAPES, read_shape, server_speed, trainer_speed
+
+QWEN_7B = dict(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+    tie_word_embeddings=False,
+)
+
+
+def test_a_config_file_gives_the_shape_of_the_table(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    shape, known = read_shape(tmp_path), SHAPES["qwen2.5-7b"]
+    assert shape.parameters == pytest.approx(known.parameters, rel=0.01)
+    assert (shape.layers, shape.hidden, shape.kv_bytes) == (28, 3584, known.kv_bytes)
+
+
+def test_a_mixture_of_experts_reads_what_a_token_uses(tmp_path) -> None:
+    experts = dict(num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | experts))
+    shape = read_shape(tmp_path)
+    assert shape.parameters - shape.active == 28 * 56 * 3 * 3584 * 768
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="config.json does not describe a model"):
+        read_shape(tmp_path)
+
+
+def test_a_step_reads_the_weights_and_the_cache() -> None:
+    config = checked_config("simulate", ["simulate.bandwidth_share=1", "simulate.host_ms=0"])
+    speed = server_speed(config)
+    assert speed.step_s == pytest.approx(2 * 7.62e9 / 3.35e12)
+    assert speed.per_context_s == pytest.approx(2 * 2 * 28 * 512 / 3.35e12)
+    two = server_speed(
+        checked_config(
+            "simulate",
+            ["simulate.bandwidth_share=1", "simulate.host_ms=0", "server.tensor_parallel=2"],
+        )
+    )
+    assert two.step_s == pytest.approx(speed.step_s / 2) and two.kv_tokens > 2 * speed.kv_tokens
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    config = checked_config("simulate", ["simulate.shape=qwen2.5-32b", "simulate.gpu=a100"])
+    assert server_speed(config).kv_tokens > 0
+    config.server.mem_fraction = 0.5
+    with pytest.raises(ValueError, match="66 GB of weights do not fit 1 x a100"):
+        server_speed(config)
+
+
+def test_recomputing_costs_a_forward_pass_each() -> None:
+    reuse = ["algo.prox=reuse", "simulate.step_fixed_s=0"]
+    plain = trainer_speed(checked_config("simulate", reuse))
+    full = trainer_speed(checked_config("simulate", [*reuse, "trainer.recompute=full"]))
+    assert plain.per_token_s == pytest.approx(6 * 7.62e9 / (0.4 * 989e12))
+    assert full.per_token_s == pytest.approx(plain.per_token_s * 8 / 6)
+
+
+@pytest.mark.parametrize(
+    "overrides, passes",
+    [
+        (["trainer.minibatches=1"], 0),
+        (["trainer.minibatches=4"], 3 / 4),
+        (["trainer.minibatches=4", "algo.correct_mismatch=false"], 1),
+        (["trainer.minibatches=4", "algo.prox=loglinear"], 0),
+    ],
+)
+def test_the_proximal_policy_costs_a_pass_over_later_minibatches(overrides, passes) -> None:
+    speed = trainer_speed(checked_config("simulate", ["simulate.step_fixed_s=0", *overrides]))
+    assert speed.per_token_s == pytest.approx((6 + 2 * passes) * 7.62e9 / (0.4 * 989e12))

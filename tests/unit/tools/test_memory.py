@@ -1,0 +1,308 @@
+"""The plan of a run: parameters against transformers, memory by hand, `--dry-run` end to end."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areal_lite import cli
+from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.megatron.architectures import ARCHITECTURES
+from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.tools import dry_run, memory
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+def hf_config(architecture: str, **fields):
+    return AutoConfig.for_model(
+        architecture, **(SIZES | (EXPERTS if "moe" in architecture else {}) | fields)
+    )
+
+
+@pytest.mark.parametrize("tied", (True, False))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parameters_are_those_of_transformers(architecture, tied):
+    hf = hf_config(architecture, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf)
+    assert memory.num_parameters(hf) == sum(p.numel() for p in model.parameters())
+
+
+def test_parameters_of_published_models():
+    """As their safetensors indices count them."""
+    llama = dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    assert (
+        memory.num_parameters(AutoConfig.for_model("llama", tie_word_embeddings=False, **llama))
+        == 8_030_261_248
+    )
+    qwen = dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
+    assert (
+        memory.num_parameters(AutoConfig.for_model("qwen2", tie_word_embeddings=False, **qwen))
+        == 7_615_616_512
+    )
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+        {"pipeline_parallel": 4},
+    ],
+)
+def test_stages_add_up_to_the_model(layout):
+    hf = hf_config("qwen3_moe", tie_word_embeddings=False)
+    trainer = TrainerConfig(**layout)
+    stages = [
+        sum(memory.rank_parameters(hf, trainer, stage))
+        for stage in range(trainer.pipeline_parallel)
+    ]
+    assert sum(stages) == memory.num_parameters(hf)
+
+
+def test_a_rank_has_its_share():
+    hf = hf_config("qwen3_moe", tie_word_embeddings=False)
+    whole = memory.rank_parameters(hf, TrainerConfig(), 0)
+    # Whole on every rank.
+    norms = (1 + 2 * 4) * 64 + 2 * 4 * memory.head_dim(hf)
+    routers = 4 * 4 * 64
+    dense, experts = memory.rank_parameters(
+        hf, TrainerConfig(tensor_parallel=2, data_parallel=2, expert_parallel=2), 0
+    )
+    # A rank has 49 rows of embedding and output layer, which have 97 rows each.
+    assert dense == (whole[0] - norms - routers + 2 * 64) // 2 + norms + routers
+    assert experts == whole[1] // 4
+
+
+def test_states_of_a_rank():
+    hf = hf_config("qwen3")
+    n = memory.num_parameters(hf)
+    half = memory.rank_memory(hf, TrainerConfig(data_parallel=4), 2, 0)
+    assert (half.weights, half.gradients, half.masters, half.moments) == (
+        2 * n,
+        4 * n,
+        4 * (n // 4),
+        8 * (n // 4),
+    )
+    full = memory.rank_memory(hf, TrainerConfig(), 4, 0)
+    assert (full.weights, full.gradients, full.masters, full.moments) == (4 * n, 4 * n, 0, 8 * n)
+    assert full.total == 16 * n + full.activations + full.head
+
+
+def test_sgd_has_no_moments_and_all_its_masters():
+    hf = hf_config("qwen3")
+    n = memory.num_parameters(hf)
+    trainer = TrainerConfig(optimizer="sgd", data_parallel=4)
+    half, full = (memory.rank_memory(hf, trainer, itemsize, 0) for itemsize in (2, 4))
+    assert (half.gradients, half.masters, half.moments) == (4 * n, 4 * n, 0)
+    assert (full.gradients, full.masters, full.moments) == (4 * n, 0, 0)
+
+
+def test_recomputing_and_more_ranks_need_less():
+    hf = hf_config("qwen3")
+
+    def activations(**layout):
+        return memory.rank_memory(hf, TrainerConfig(**layout), 2, 0).activations
+
+    assert activations(recompute="full") < activations() / 2
+    assert activations(context_parallel=2) == activations() / 2
+    assert activations() / 2 < activations(tensor_parallel=2) < activations()
+    assert activations(tensor_parallel=2, sequence_parallel=True) == activations() / 2
+    assert activations(tokens_per_microbatch=2048) == activations() / 4
+    assert activations(pipeline_parallel=2) == activations()  # half of the layers, two microbatches
+
+
+def test_a_key_and_a_value_in_each_layer_of_each_head():
+    hf = hf_config("qwen3")
+    assert memory.kv_bytes_per_token(hf, 2, 1) == 2 * 4 * 2 * memory.head_dim(hf) * 2
+    assert memory.kv_bytes_per_token(hf, 2, 2) == memory.kv_bytes_per_token(hf, 2, 1) / 2
+    assert memory.kv_bytes_per_token(hf, 2, 4) == memory.kv_bytes_per_token(hf, 2, 2)
+
+
+def test_buckets_of_a_push():
+    hf = hf_config("qwen3_moe")
+    whole = memory.num_parameters(hf) * 4
+    assert memory.push_buckets(hf, TrainerConfig(), 4, 2**30) == [whole]
+    buckets = memory.push_buckets(hf, TrainerConfig(), 4, 40_000)
+    assert sum(buckets) == whole
+    assert max(buckets) <= 40_000
+    assert all(a + b > 40_000 for a, b in zip(buckets, buckets[1:]))
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    hf_config("qwen3").save_pretrained(folder)
+    build_char_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_memory_of_adapters_by_hand():
+    """Rank 4 on the output of attention, 64 x 64, and on the fused gate and up, 192 x 64."""
+    hf = hf_config("qwen2")
+    lora = LoraConfig(rank=4, targets=["proj", "fc1"])
+    trained = 4 * (4 * (64 + 64) + 4 * (192 + 64))
+    whole = memory.rank_memory(hf, TrainerConfig(lora=lora, data_parallel=2), 2, 0)
+    assert memory.adapter_parameters(hf, TrainerConfig(lora=lora)) == trained
+    assert whole.weights == 2 * (memory.num_parameters(hf) + trained)
+    assert whole.gradients == 4 * trained
+    assert (whole.masters, whole.moments) == (4 * trained // 2, 8 * trained // 2)
+    split = TrainerConfig(lora=lora, tensor_parallel=2, pipeline_parallel=2)
+    each = 2 * (4 * (64 + 32) + 4 * (64 + 96))
+    assert memory.rank_memory(hf, split, 2, 0).gradients == 4 * each
+
+
+def test_a_dry_run_counts_adapters_and_no_memory_for_their_base(
+    model, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "algo.kl.coef=0.1"]
+    base = ["algo.reference=${model}", "trainer.lora.rank=2", "trainer.lora.targets=[proj]"]
+    assert cli.main(["train", "--dry-run", *where, *base]) == 0
+    shown = capsys.readouterr().out
+    trained = memory.adapter_parameters(
+        hf_config("qwen3"), TrainerConfig(lora=LoraConfig(rank=2, targets=["proj"]))
+    )
+    assert f"adapters of rank 2 on proj: only their {trained:,} parameters are trained" in shown
+    (gradients,) = [line for line in shown.splitlines() if line.startswith("  gradients")]
+    assert dry_run._size(4 * trained) in gradients
+    assert "  reference" not in shown
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    overrides = [
+        "trainer.data_parallel=2",
+        "trainer.minibatches=2",
+        "trainer.steps=10",
+        "trainer.batch_groups=8",
+        "trainer.dtype=bfloat16",
+    ]
+    assert (
+        cli.main(
+            ["train", "--dry-run", f"model={model}", f"run_dir={tmp_path / 'run'}", *overrides]
+        )
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert f"{memory.num_parameters(hf_config('qwen3')):,} parameters" in shown
+    assert "trainer: 2 ranks" in shown and "1 reward worker," in shown and " 1 buckets" not in shown
+    assert "objective: ppo, decoupled, advantages grpo" in shown
+    assert "reward: areal_lite.quickstart.reward:addition_reward" in shown
+    assert "workflow: areal_lite.rollout.workflows.single_turn:single_turn" in shown
+    assert "8 groups x 8 = 64 sequences" in shown
+    assert "10 steps: 20 updates, 640 sequences" in shown
+    saving = 36 * memory.num_parameters(hf_config("qwen3"))
+    (line,) = [line for line in shown.splitlines() if line.startswith("  saving")]
+    assert dry_run._size(saving) in line and "host memory" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["prox=average", "kl={coef: 0.1, to: average}"])
+def test_a_dry_run_counts_the_average_of_the_weights(model, tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    totals = {}
+    for setting in ("prox=recompute", kind):
+        where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "trainer.data_parallel=2"]
+        assert cli.main(["train", "--dry-run", *where, f"algo.{setting}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        totals[setting] = [line.split()[2:4] for line in lines if line.startswith("  in all")]
+        (*average,) = [line.split()[1:3] for line in lines if line.startswith("  average")]
+    size = 4 * memory.num_parameters(hf_config("qwen3"))
+    assert average == [dry_run._size(size).split()]
+    plain, more = ([mib(*one) for one in totals[s]] for s in ("prox=recompute", kind))
+    assert more[0] - plain[0] == pytest.approx(size / 2**20, abs=0.06)  # four digits
+
+
+def mib(number: str, unit: str) -> float:
+    return float(number) / {"KiB": 1024, "MiB": 1}[unit]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "algo.eps_low and algo.eps_high never act"),
+        (["algo.prox=reuse"], "algo.eps_low and algo.eps_high never act"),
+        (["trainer.minibatches=2"], None),
+        (["algo.decoupled=false", "schedule=one_step"], None),
+        (
+            ["algo=olmorl", "trainer.minibatches=2", "buffer.max_staleness=16"],
+            "staleness=16 is more",
+        ),
+        (["algo=m2po", "buffer.max_staleness=31"], None),
+        (["algo=m2po", "buffer.max_staleness=200"], "trainer.lr=0.0001 is too large"),
+        (["algo=stale", "buffer.max_staleness=31", "trainer.minibatches=4"], None),
+        (
+            ["algo=stale", "buffer.max_staleness=32", "trainer.minibatches=2"],
+            "trainer.lr=0.0001 is too large",
+        ),
+        (["algo.prox=average"], None),
+        (["algo.prox=average", "algo.decoupled=false", "schedule=one_step"], "with algo.decoupled"),
+        (["algo=pipelinerl", "algo.prox=average"], "with algo.loss=reinforce the loss has no"),
+        (
+            ["algo=pipelinerl", "algo.prox=average", "algo.kl={coef: 0.1, to: proximal}"],
+            None,
+        ),
+        (
+            ["algo=m2po", "algo.kl={coef: 0.1, to: proximal}"],
+            "algo.kl.to=proximal changes nothing",
+        ),
+        (
+            ["algo=m2po", "algo.correct_mismatch=false", "buffer.fixed_lag=true"],
+            "algo.correct_mismatch=false changes nothing",
+        ),
+    ],
+)
+def test_a_dry_run_cautions_against_settings_that_cannot_work(
+    model, tmp_path, capsys, monkeypatch, overrides, message
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", "--dry-run", *where, *overrides]) == 0
+    _, found, cautions = capsys.readouterr().out.partition("\n\ncautions\n")
+    assert bool(found) == bool(message)
+    assert (message or "") in cautions and cautions.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "message"),
+    [
+        ("trainer.minibatches=5", 2, "trainer.minibatches=5"),
+        ("trainer.lr_decay_steps=1000", 2, "trainer.lr_decay_steps=1000"),
+        ("trainer.pipeline_parallel=3", 1, "4 layers cannot be split"),
+        ("trainer.tensor_parallel=4", 1, "num_key_value_heads=2"),
+        ("trainer.device=cuda", 2, "trainer.device=cuda"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(model, capsys, monkeypatch, override, status, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["train", "--dry-run", f"model={model}", override]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_only_a_training_run_has_a_plan(capsys):
+    assert cli.main(["eval", "--dry-run"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
