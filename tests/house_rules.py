@@ -70,7 +70,8 @@ def rooms(package: list[Path]) -> Iterator[str]:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = " | ".join(next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers"))
     layered = {name.removeprefix("areal_lite.") for name in re.findall(r"[\w.]+", layers)}
-    for room in sorted({name.removesuffix(".py") for name in sizes} - layered - {"__init__"} - parts):
+    named = {name.removesuffix(".py") for name in sizes}
+    for room in sorted(named - layered - parts - {"__init__"}):
         yield f"areal_lite/{room}: not in the layers of [tool.importlinter] in pyproject.toml"
 
 
