@@ -6,10 +6,40 @@ The core names a group and an entry, never a module, so it runs without `areal_l
 
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Protocol
 
 COMMANDS = "areal_lite.commands"
 """Commands of `areal-lite`, besides those of the core."""
+DEVICES = "areal_lite.devices"
+"""Devices without CUDA. The entry `cpu` is a `Device`."""
+
+
+class Device(Protocol):
+    """What a device without CUDA brings. A module with these functions is one."""
+
+    def rank_environment(self) -> dict[str, str]:
+        """Return the environment of a trainer rank."""
+        ...
+
+    def server_flags(self) -> dict[str, Any]:
+        """Return the options of an SGLang server, by the names of its ServerArgs."""
+        ...
+
+    def server_environment(self, threads: int) -> dict[str, str]:
+        """Return the environment of an SGLang server."""
+        ...
+
+    def prepare_server(self) -> None:
+        """Prepare a server's process, before SGLang is imported."""
+        ...
+
+    def megatron_substitutions(self) -> tuple[Any, ...]:
+        """Return the substitutions in Megatron-core's source (megatron/patches.py)."""
+        ...
+
+    def install_kernels(self, kernels: Any) -> None:
+        """Replace operators of the trainer (megatron/kernels.py)."""
+        ...
 
 
 @cache
@@ -23,3 +53,14 @@ def load(group: str, name: str) -> Any:
     """Import an entry and return its object; None if no installed package has it."""
     found = [entry for entry in entry_points(group=group) if entry.name == name]
     return found[0].load() if found else None
+
+
+def cpu_device() -> Device:
+    """Return the device `cpu`. Raises ValueError if no installed package has it."""
+    device = load(DEVICES, "cpu")
+    if device is None:
+        raise ValueError(
+            "nothing here computes without a GPU: install the part that does "
+            "(pip install 'areal-lite[cpu]'), or use a machine with a GPU"
+        )
+    return device

@@ -20,16 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainerConfig
+from areal_lite.extensions import cpu_device
 from areal_lite.run_dir.paths import HEARTBEATS_DIR, LOGS_DIR
 from areal_lite.system.gpus import gpu_environment
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
-from areal_lite.system.processes import HUGE_PAGES, dying_with_me
+from areal_lite.system.processes import dying_with_me
 
-# Without a GPU each number of tokens has about ten oneDNN primitives of its own, of 0.4 MB each.
-# oneDNN and torch both cache 1,024 of them. A step needs few of those of the step before, and their
-# small blocks between large tensors keep the heap from shrinking.
-ONEDNN_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 _GRACE_S = 10.0
 _SHOWN_LINES = 20
 _MAX_OUTPUT_BYTES = 65536
@@ -133,11 +130,7 @@ class Roles:
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {
             "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(config.threads),
-            "TORCHDYNAMO_DISABLE": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            **ONEDNN_CACHES,
-            **({} if gpus else HUGE_PAGES),
+            **rank_environment(config.threads, on_gpu=bool(gpus)),
             **gpu_environment(gpus),
         }
         world = config.world_size
@@ -206,6 +199,17 @@ class Roles:
             signal_group(role, signal.SIGKILL)
             role.process.wait()
         self.roles.clear()
+
+
+def rank_environment(threads: int, *, on_gpu: bool) -> dict[str, str]:
+    """Return what every trainer rank has in its environment, on any machine.
+
+    Megatron-core overlaps its collectives with computation only if kernels start in the order of
+    their launch, so a GPU gets one connection.
+    """
+    if on_gpu:
+        return {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {"OMP_NUM_THREADS": str(threads), **cpu_device().rank_environment()}
 
 
 def signal_group(role: Role, number: int) -> None:

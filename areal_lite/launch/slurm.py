@@ -25,6 +25,7 @@ from typing import Any
 
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
+from areal_lite.launch.roles import rank_environment
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, SLURM_JOB_FILE
 from areal_lite.run_dir.resume import lock_run_dir
 
@@ -193,7 +194,9 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "python": shlex.quote(python),
         "run_dir": run_dir,
         "work_dir": work_dir,
-        "threads": config.trainer.threads,
+        "rank_environment": _assignments(
+            rank_environment(config.trainer.threads, on_gpu=cluster.gpus_per_node > 0)
+        ),
         "checkpoints": CHECKPOINTS_DIR,
         "marker": CHECKPOINT_MARKER,
         "complete_status": COMPLETE,
@@ -206,6 +209,10 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
 
 def _visible_gpus(first: int, end: int) -> str:
     return f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, end)))} "
+
+
+def _assignments(environment: dict[str, str]) -> str:
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
 
 
 def _options(cluster: ClusterConfig, run_dir: Path) -> list[str]:

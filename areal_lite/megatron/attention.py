@@ -3,10 +3,9 @@
 `PackedSequences` is built once per microbatch and carries what every layer needs. Attention is
 computed in one of three ways:
 
-* On a GPU in half precision: variable-length attention over the packed tokens, by flash-attn where
-  it is installed, else by PyTorch's copy of it (or FlashAttention 4, see flash4.py).
-* Without a GPU, in float32 with one thread: a kernel over the packed tokens, if none of the
-  sequences is long (areal_lite/cpu/kernels/packed_attention.py).
+* In half precision: variable-length attention over the packed tokens, by flash-attn where it is
+  installed, else by PyTorch's copy of it (or FlashAttention 4, see flash4.py).
+* By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
   mask is needed. The output and the gradient of padding are dropped.
@@ -27,13 +26,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu.kernels import norms
-from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
-from areal_lite.cpu.kernels.vectors import SIZE
 from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.flash4 import causal_varlen, use_flash4
+from areal_lite.megatron.kernels import kernels
 from areal_lite.megatron.packing import to_device
 
 try:
@@ -43,11 +39,6 @@ except ImportError:
 
 # A sequence joins a block if it fills at least this share of the block's length.
 MIN_FILL = 0.85
-
-# Longest sequence, in tokens, for which the kernel is faster than torch. With heads of 32 it takes
-# 0.2 to 0.4 of its time for up to 180 tokens, with heads of 64 two thirds for 512, and 1.3 times as
-# long for 2,048.
-MAX_KERNEL_LENGTH = 1024
 
 
 @dataclass(kw_only=True)
@@ -141,20 +132,20 @@ class PackedSequences(PackedSeqParams):
     def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:
         """Describe `local`, in CPU memory, on the device of `inv_freq`, float32 [head_dim / 2].
 
-        dtype: of the activations. Without a GPU it is also that of `cos` and `sin`, as in SGLang,
-            which rotates in float32 on a GPU only.
+        dtype: of the activations.
         """
         device = inv_freq.device
         angles = local.position_ids[:, None].to(device).float() * inv_freq
         angles = torch.cat((angles, angles), -1)[:, None]
-        rotation = torch.float32 if device.type == "cuda" else dtype
+        rotation = torch.float32 if kernels.exact_rotation else dtype
         cu_seqlens_q = local.cu_seqlens
         cu_seqlens_k = cu_seqlens_q if local.cu_seqlens_k is None else local.cu_seqlens_k
         key_index, blocks, bounds = local.key_index, None, None
         longest = int(cu_seqlens_q.diff().max())
-        if _kernel_fits(inv_freq, dtype, longest) and key_index is None:
+        kernel, head_dim = kernels.packed_attention, 2 * len(inv_freq)
+        if kernel and key_index is None and kernel.fits(inv_freq, dtype, head_dim, longest):
             bounds = cu_seqlens_q.long().numpy()
-        elif device.type != "cuda" or dtype == torch.float32:
+        elif not kernels.varlen or dtype == torch.float32:
             blocks = PaddedBlocks.build(cu_seqlens_q, cu_seqlens_k, masked=key_index is not None)
             if key_index is not None:
                 key_index = key_index[blocks.key_index]
@@ -172,13 +163,6 @@ class PackedSequences(PackedSeqParams):
             blocks=blocks,
             bounds=bounds,
         )
-
-
-def _kernel_fits(inv_freq: Tensor, dtype: torch.dtype, longest: int) -> bool:
-    """Return whether the kernel for machines without a GPU is the fastest way."""
-    whole_vectors = 2 * len(inv_freq) % SIZE == 0
-    plain = norms.fits(inv_freq) and dtype == torch.float32
-    return plain and whole_vectors and longest <= MAX_KERNEL_LENGTH
 
 
 class _TokensToSlots(torch.autograd.Function):
@@ -209,43 +193,6 @@ class _SlotsToTokens(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to x [t, heads, dim] (Su et al., 2021, arXiv:2104.09864).
-
-    The two coordinates of a rotation stand in the two halves of dim. It is computed in the dtype of
-    `cos` and `sin` and rounded once to that of x.
-    """
-    if norms.fits(x):
-        return _FusedRotation.apply(x, cos, sin)  # pyright: ignore[reportReturnType]
-    half = x.shape[-1] // 2
-    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
-
-
-class _FusedRotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        return _rotated(grads[0], cos, sin, -1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty(x.shape)
-    norms.rotate(
-        norms.array(x, *x.shape),
-        cos[:, 0].numpy(),
-        sin[:, 0].numpy(),
-        np.float32(sign),
-        out.numpy(),
-    )
-    return out
-
-
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence.
 
@@ -267,8 +214,8 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         packed = packed_seq_params
         assert packed is not None
-        query = rotate(query, packed.cos, packed.sin)
-        key = rotate(key, packed.cos, packed.sin)
+        query = kernels.rotate(query, packed.cos, packed.sin)
+        key = kernels.rotate(key, packed.cos, packed.sin)
         if packed.key_index is not None:
             group = parallel_state.get_context_parallel_group()
             gathered = gather_from_sequence_parallel_region(
@@ -277,9 +224,8 @@ class PackedAttention(MegatronModule):
             key, value = gathered.index_select(0, packed.key_index).chunk(2, -1)
         blocks = packed.blocks
         if packed.bounds is not None:
-            out = _KernelAttention.apply(query, key, value, packed.bounds)
-            assert isinstance(out, Tensor)
-            return out.flatten(1)
+            assert kernels.packed_attention is not None
+            return kernels.packed_attention(query, key, value, packed.bounds).flatten(1)
         if blocks is None:
             return _varlen(query, key, value, packed).flatten(1)
         query = _TokensToSlots.apply(query, blocks.token_index, blocks.slot_index)
@@ -287,29 +233,6 @@ class PackedAttention(MegatronModule):
             key = _TokensToSlots.apply(key, blocks.token_index, blocks.slot_index)
             value = _TokensToSlots.apply(value, blocks.token_index, blocks.slot_index)
         return _SlotsToTokens.apply(_in_blocks(query, key, value, blocks), blocks.slot_index)
-
-
-class _KernelAttention(torch.autograd.Function):
-    """Attend over packed tokens: [t, heads, dim]."""
-
-    @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
-        q, k, v = (x.contiguous() for x in (query, key, value))
-        out, log_sums = torch.empty_like(q), torch.empty(q.shape[:2])
-        ctx.bounds, ctx.scale = bounds, np.float32(q.shape[2] ** -0.5)
-        arrays = (x.numpy() for x in (q, k, v))
-        attend(*arrays, bounds, ctx.scale, out.numpy(), log_sums.numpy())  # pyright: ignore[reportCallIssue]
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, log_sums = (x.numpy() for x in ctx.saved_tensors)
-        gradients = np.empty_like(q), np.empty_like(k), np.empty_like(v)
-        grad = grads[0].contiguous().numpy()
-        attend_backward(q, k, v, ctx.bounds, ctx.scale, (out, log_sums), grad, gradients)
-        return *map(torch.from_numpy, gradients), None
 
 
 def _in_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: PaddedBlocks) -> Tensor:

@@ -17,8 +17,8 @@ Backward:
     Step 4. For each chunk take the kept logits or compute them again; turn them into the gradient.
     Step 5. All-reduce the gradient of the hidden states over the slices.
 
-At most `KEPT` logits are kept, so memory does not grow with tokens x vocabulary. On a GPU it is as
-many as its free memory allows, because computing them again costs more there than keeping them.
+The number of logits that are kept is bounded, so memory does not grow with tokens x vocabulary. A
+GPU keeps as many as its free memory allows: computing them again costs more than keeping them.
 """
 
 import math
@@ -29,11 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu.kernels.products import linear
+from areal_lite.megatron.kernels import kernels
 
 CHUNK = 1024  # tokens
-KEPT = 1 << 25  # logits kept for backward: 128 MiB in float32
-KEPT_ON_GPU = 1 << 31  # 8 GiB
 
 
 class Products(NamedTuple):
@@ -48,25 +46,16 @@ class Products(NamedTuple):
     wide: bool
 
 
-def choose_products(device: str, weight: torch.dtype, fp32: bool) -> Products:
-    """Choose the products for a weight of this dtype on a device of this type.
+def choose_products(weight: torch.dtype, fp32: bool) -> Products:
+    """Choose the products for a weight of this dtype.
 
     A GPU multiplies half-precision matrices as they are and adds in float32, at full speed. SGLang
     does the same for its float32 output layer. On a CPU, torch must convert the matrices.
     """
     exact = torch.promote_types(weight, torch.float32)
-    wide = device == "cuda" and weight != exact
+    wide = kernels.wide_products and weight != exact
     logits = exact if fp32 else weight
     return Products(weight if wide else logits, logits, wide)
-
-
-def logits_to_keep(free: int, chunk_logits: int) -> int:
-    """Return how many float32 logits may stay in `free` bytes of a GPU until backward.
-
-    Four chunks of logits are left for the computation itself, and half of the rest for others.
-    """
-    left = (free - 16 * chunk_logits) // 2
-    return max(min(left // 4, KEPT_ON_GPU), 0)
 
 
 class _Options(NamedTuple):
@@ -111,10 +100,9 @@ def lm_logprobs(
     chunk = max(min(chunk, len(hidden)), 1)
     keep = 0
     if torch.is_grad_enabled():
-        device = weight.device
-        kept = logits_to_keep(_free(device), chunk * width) if device.type == "cuda" else KEPT
+        kept = kernels.logits_to_keep(weight.device, chunk * width)
         keep = kept // max(chunk * width, 1)
-    products = choose_products(weight.device.type, weight.dtype, fp32)
+    products = choose_products(weight.dtype, fp32)
     options = _Options(temperature, group, width, products, chunk, keep)
     return _LmLogProbs.apply(hidden, weight, targets - first, options)
 
@@ -188,7 +176,7 @@ class _LmLogProbs(torch.autograd.Function):
                 del p
             slope.scatter_add_(-1, column[rows, None], grad_target[rows, None])
             slope = slope.to(head.dtype)
-            grad_hidden[rows] = linear(slope, head.t())
+            grad_hidden[rows] = kernels.linear(slope, head.t())
             if grad_weight is not None:
                 product = slope.t(), hidden[rows].to(head.dtype)
                 _add_product(grad_weight[: options.width], *product, options.products.wide)
@@ -214,7 +202,7 @@ def _head(weight: Tensor, options: _Options) -> Tensor:
 def _logits(hidden: Tensor, head: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     hidden = hidden.to(head.dtype)
     if options.products.logits == head.dtype:
-        x = linear(hidden, head).to(dtype)
+        x = kernels.linear(hidden, head).to(dtype)
     else:
         x = torch.mm(hidden, head.t(), out_dtype=dtype)
     return x if options.temperature == 1.0 else x.div_(options.temperature)
@@ -271,11 +259,3 @@ def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     zero = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
-
-
-def _free(device: torch.device) -> int:
-    """Return the bytes of a GPU that this process can still get, with those that torch holds."""
-    free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device)
-    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(min(free, limit - held), 0) + held - torch.cuda.memory_allocated(device)

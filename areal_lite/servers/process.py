@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import ServerConfig
-from areal_lite.cpu.sglang import PLATFORM
+from areal_lite.extensions import cpu_device
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.serve import ENV_API_KEY
+from areal_lite.servers.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import nccl_environment, resolve_device
 from areal_lite.system.network import require_free_port
-from areal_lite.system.processes import HUGE_PAGES, dying_with_me, tail
+from areal_lite.system.processes import dying_with_me, tail
 
 _HEALTH_TIMEOUT_S = 5.0
 _SGLANG_ENVIRONMENT = {
@@ -81,8 +81,9 @@ def server_command(
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
     if device == "cpu":
-        flags |= _cpu_flags(config)
-        environment |= _cpu_environment(config)
+        given = {name: value for name, value in flags.items() if value is not None}
+        flags = cpu_device().server_flags() | given
+        environment |= cpu_device().server_environment(config.threads) | {ENV_DEVICE: device}
     else:
         flags |= _gpu_flags(config)
         environment |= nccl_environment()
@@ -96,45 +97,6 @@ def _gpu_flags(config: ServerConfig) -> dict[str, Any]:
     # SGLang would capture CUDA graphs of at most 256 requests (512 with tensor parallelism of 4 or
     # more). It decodes larger batches without, which takes several times as long.
     return {"cuda_graph_max_bs_decode": min(config.max_running_requests, _MOST_GRAPHS)}
-
-
-def _cpu_flags(config: ServerConfig) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        # The backend of areal_lite/cpu/sglang has this name there: see cpu/platform.py.
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "cuda_graph_backend_decode": "disabled",
-        "cuda_graph_backend_prefill": "disabled",
-        "page_size": 16,  # that of the kernel (areal_lite/cpu/kernels/paged_attention.py)
-        # SGLang's default would take 2 GB.
-        "max_total_tokens": config.max_total_tokens or 65536,
-        # An idle scheduler would spin on one core.
-        "sleep_on_idle": True,
-        # Without a GPU nothing overlaps.
-        "disable_overlap_schedule": True,
-        # SGLang would stop decoding for each new group of requests. A prefill without a GPU takes
-        # as long for a few requests as for many, so it waits for some decode steps.
-        "prefill_decode_interval": 4,
-    }
-
-
-def _cpu_environment(config: ServerConfig) -> dict[str, str]:
-    threads = str(config.threads)
-    return {
-        "SGLANG_PLATFORM": PLATFORM,
-        "CUDA_VISIBLE_DEVICES": "",  # `server.device=cpu` holds on a machine with GPUs too
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        # With more threads than free cores, waiting threads would spin and take cores away from
-        # working ones. A few turns, some microseconds, bridge the time between two operators.
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "2000",
-        # Products of each number of rows have a oneDNN primitive of 0.4 MB. 1,024 would be kept.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
-        "LRU_CACHE_CAPACITY": "256",
-        **HUGE_PAGES,
-    }
 
 
 def _arguments(flags: dict[str, Any]) -> list[str]:

@@ -11,12 +11,13 @@ import logging
 import os
 import sys
 
-from areal_lite.cpu.sglang.stand_ins import install_stand_ins
+from areal_lite.extensions import cpu_device
 from areal_lite.servers import push_plugin
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
+ENV_DEVICE = "AREAL_LITE_SERVER_DEVICE"  # cpu, or unset where there is a GPU
 
 
 def main(argv: list[str]) -> None:
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> None:
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
             lambda record: _hide_key(key, record)
         )
-    install_stand_ins()  # before the first import of SGLang
+    if os.environ.get(ENV_DEVICE) == "cpu":
+        cpu_device().prepare_server()  # before the first import of SGLang
 
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

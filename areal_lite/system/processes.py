@@ -8,11 +8,6 @@ import sys
 from pathlib import Path
 
 ENV_DIE_WITH_PARENT = "AREAL_LITE_DIE_WITH_PARENT"
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""Environment for torch without a GPU: large tensors on huge pages.
-
-Attention reads single slots all over the KV cache, and a step of training writes to memory that the
-system has just given it. With pages of 4 KiB both take longer."""
 _PR_SET_PDEATHSIG = 1
 
 

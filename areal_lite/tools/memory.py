@@ -24,8 +24,9 @@ from dataclasses import dataclass, fields, replace
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.cpu.device import KEPT_LOGITS
 from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
-from areal_lite.megatron.logprobs import CHUNK, KEPT
+from areal_lite.megatron.logprobs import CHUNK
 from areal_lite.megatron.model import check_layout
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
@@ -172,7 +173,7 @@ def rank_memory(
     width = padded_vocab(hf, trainer.tensor_parallel) // trainer.tensor_parallel
     per_token = activation_bytes_per_token(hf, trainer, itemsize, stage, gpu=gpu)
     # Backward needs logits, their log-probs and their gradient.
-    logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT))
+    logits = 3 * min(tokens, CHUNK) * width + (0 if gpu else min(tokens * width, KEPT_LOGITS))
     return RankMemory(
         weights=itemsize * held,
         gradients=4 * trained,

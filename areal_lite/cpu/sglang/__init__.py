@@ -16,14 +16,12 @@ SGLang itself is not edited. It has extension points for hardware that it does n
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
-With a GPU nothing of this is active: `activate` returns None, and `areal_lite.servers.process`
-passes no flag that refers to it.
+With a GPU nothing of this is active: `activate` returns None, and a server gets no flag that refers
+to it (cpu/device.py).
 """
 
 from collections.abc import Callable
 from typing import Any
-
-PLATFORM = "areal_lite_cpu"
 
 
 def activate() -> str | None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import linear
-from areal_lite.megatron.attention import PackedSequences, _KernelAttention, rotate
+from areal_lite.cpu.trainer import PackedAttention, rotate
+from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.layers import RMSNorm
 
@@ -124,7 +125,7 @@ def test_packed_attention_and_its_gradients(lengths, heads, dim, scale, seed):
 
     def packed(*inputs):
         bounds = np.cumsum([0, *lengths])
-        return _KernelAttention.apply(*inputs, bounds).transpose(0, 1)
+        return PackedAttention()(*inputs, bounds).transpose(0, 1)
 
     def plain(query, key, value):
         parts = [x.split(lengths) for x in (query, key, value)]

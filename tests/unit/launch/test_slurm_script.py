@@ -118,7 +118,12 @@ def test_one_node_shares_its_gpus():
     assert "env CUDA_VISIBLE_DEVICES=2,3,4,5,6,7 bash" in text
     assert "env CUDA_VISIBLE_DEVICES=0,1 python3" in text
     servers, _, trainer = text.partition("start controller")
-    assert "TORCHDYNAMO_DISABLE=1" in trainer and "TORCHDYNAMO_DISABLE" not in servers
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in trainer and "MAX_CONNECTIONS" not in servers
+    assert "TORCHDYNAMO_DISABLE" not in text
+    without_gpus = render(config(1, 2, 3, 2, gpus_per_node=0), RUN, WORK).partition(
+        "start controller"
+    )[2]
+    assert "TORCHDYNAMO_DISABLE=1" in without_gpus and "MAX_CONNECTIONS" not in without_gpus
     assert "CUDA_VISIBLE_DEVICES" not in render(config(2, 8, 8), RUN, WORK)
 
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen, rotate
+from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen
 from areal_lite.megatron.context_parallel import local_length, local_tokens
+from areal_lite.megatron.kernels import rotate
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.routes import is_recorded
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.attention import rotate
+from areal_lite.megatron.kernels import rotate
 from areal_lite.megatron.layers import RMSNorm, swiglu
 
 

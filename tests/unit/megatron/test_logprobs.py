@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.megatron import logprobs as module
+from areal_lite.megatron.kernels import free_memory, kernels, logits_that_fit
 from areal_lite.megatron.logprobs import lm_logprobs
 
 WIDTH, VOCAB = 8, 41
@@ -87,20 +88,21 @@ class Example:
 def test_values_and_gradients_match_float64(tokens, vocab, padding, temperature, kept, data):
     """Any tokens and chunk, with and without padded vocabulary, logits kept or computed again."""
     chunk = data.draw(st.integers(1, tokens + 1))
-    kept_before = module.KEPT
+    kept_before = kernels.logits_to_keep
     if not kept:
-        module.KEPT = data.draw(st.integers(0, tokens * vocab))
+        kept = data.draw(st.integers(0, tokens * vocab))
+        kernels.logits_to_keep = lambda *_: kept
     try:
         Example(tokens, vocab, padding=padding, seed=data.draw(st.integers(0, 99))).compare(
             1e-5, 3e-5, temperature, chunk=chunk
         )
     finally:
-        module.KEPT = kept_before
+        kernels.logits_to_keep = kept_before
 
 
 @pytest.mark.parametrize("kept", (0, 1 << 20))
 def test_gradients_match_finite_differences(monkeypatch, kept):
-    monkeypatch.setattr(module, "KEPT", kept)
+    monkeypatch.setattr(kernels, "logits_to_keep", lambda *_: kept)
     x = Example(7, 9, torch.float64, padding=2)
     assert torch.autograd.gradcheck(
         lambda h, w: lm_logprobs(h, w, x.targets, 0.7, vocab_size=x.vocab, chunk=3),
@@ -184,7 +186,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 
 def test_nothing_as_large_as_all_logits_outlives_the_forward(monkeypatch):
-    monkeypatch.setattr(module, "KEPT", 3 * 4 * VOCAB)
+    monkeypatch.setattr(kernels, "logits_to_keep", lambda *_: 3 * 4 * VOCAB)
     x = Example(23)
     logprobs, _ = lm_logprobs(x.hidden, x.weight, x.targets, chunk=4)
     node = logprobs.grad_fn
@@ -202,19 +204,20 @@ def test_backward_may_run_twice():
 
 
 @pytest.mark.parametrize(
-    ("device", "weight", "fp32", "inputs", "logits", "wide"),
+    ("gpu", "weight", "fp32", "inputs", "logits", "wide"),
     [
-        ("cuda", torch.bfloat16, True, torch.bfloat16, torch.float32, True),
-        ("cuda", torch.bfloat16, False, torch.bfloat16, torch.bfloat16, True),
-        ("cuda", torch.float32, True, torch.float32, torch.float32, False),
-        ("cpu", torch.bfloat16, True, torch.float32, torch.float32, False),
-        ("cpu", torch.bfloat16, False, torch.bfloat16, torch.bfloat16, False),
-        ("cpu", torch.float32, False, torch.float32, torch.float32, False),
-        ("cpu", torch.float64, True, torch.float64, torch.float64, False),
+        (True, torch.bfloat16, True, torch.bfloat16, torch.float32, True),
+        (True, torch.bfloat16, False, torch.bfloat16, torch.bfloat16, True),
+        (True, torch.float32, True, torch.float32, torch.float32, False),
+        (False, torch.bfloat16, True, torch.float32, torch.float32, False),
+        (False, torch.bfloat16, False, torch.bfloat16, torch.bfloat16, False),
+        (False, torch.float32, False, torch.float32, torch.float32, False),
+        (False, torch.float64, True, torch.float64, torch.float64, False),
     ],
 )
-def test_products_by_device_and_dtype(device, weight, fp32, inputs, logits, wide):
-    assert module.choose_products(device, weight, fp32) == (inputs, logits, wide)
+def test_products_by_device_and_dtype(monkeypatch, gpu, weight, fp32, inputs, logits, wide):
+    monkeypatch.setattr(kernels, "wide_products", gpu)
+    assert module.choose_products(weight, fp32) == (inputs, logits, wide)
 
 
 @pytest.fixture
@@ -227,8 +230,7 @@ def like_a_gpu(monkeypatch):
     def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
         return out.copy_(beta * total + alpha * mm(a, b, out_dtype))
 
-    choose = module.choose_products
-    monkeypatch.setattr(module, "choose_products", lambda device, *rest: choose("cuda", *rest))
+    monkeypatch.setattr(kernels, "wide_products", True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("mm.dtype", mm, "CPU")
         library.impl("addmm.dtype_out", addmm, "CPU")
@@ -240,7 +242,7 @@ def like_a_gpu(monkeypatch):
 def test_a_float32_head_on_a_gpu_is_exact_for_bfloat16_inputs(
     like_a_gpu, monkeypatch, kept, temperature
 ):
-    monkeypatch.setattr(module, "KEPT", kept)
+    monkeypatch.setattr(kernels, "logits_to_keep", lambda *_: kept)
     x = Example(23, dtype=torch.bfloat16, padding=3)
     x.compare(5e-6, 0.05, temperature, fp32=True, chunk=5)
 
@@ -264,10 +266,10 @@ def test_the_gradient_of_a_weight_on_a_gpu_is_added_in_float32(like_a_gpu, monke
 
 def test_logits_are_kept_where_a_gpu_has_memory_for_them():
     chunk = 1024 * 151936
-    assert module.logits_to_keep(0, chunk) == 0
-    assert module.logits_to_keep(16 * chunk, chunk) == 0
-    assert module.logits_to_keep(16 * chunk + 2**33, chunk) == 2**30
-    assert module.logits_to_keep(100 * 2**30, chunk) == 2**31
+    assert logits_that_fit(0, chunk) == 0
+    assert logits_that_fit(16 * chunk, chunk) == 0
+    assert logits_that_fit(16 * chunk + 2**33, chunk) == 2**30
+    assert logits_that_fit(100 * 2**30, chunk) == 2**31
 
 
 @pytest.mark.parametrize(
@@ -280,4 +282,4 @@ def test_free_memory_is_what_this_process_may_still_use(monkeypatch, free, fract
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 22)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
-    assert module._free(torch.device("cuda", 0)) == expected
+    assert free_memory(torch.device("cuda", 0)) == expected

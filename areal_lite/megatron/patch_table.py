@@ -3,7 +3,7 @@
 Each table says when it applies, what Megatron-core does wrong, where, and when to remove it.
 """
 
-from areal_lite.megatron.patches.substitution import Substitution
+from areal_lite.megatron.patches import Substitution
 
 # Applies without Transformer Engine and Apex: Megatron-core then uses torch.optim.AdamW, which
 # keeps one `step` tensor for each parameter instead of one number for each parameter group.

@@ -1,0 +1,95 @@
+"""The operators that a device may compute in its own way. The defaults are torch's, for GPUs.
+
+A device without a GPU replaces some of them before a model is built (extensions.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_KEPT = 1 << 31
+"""Logits that are kept for backward at most: 8 GiB in float32."""
+
+
+class PackedKernel(Protocol):
+    """Causal attention within packed sequences, as one kernel."""
+
+    def fits(self, like: Tensor, dtype: torch.dtype, head_dim: int, longest: int) -> bool:
+        """Return whether the kernel computes with these tensors, and faster than torch."""
+        ...
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bounds: np.ndarray) -> Tensor:
+        """Attend over tokens [t, heads, dim]; `bounds` is int64 [n + 1]. Carries gradients."""
+        ...
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute x / rms(x) * weight over the last dimension, in float32, rounded once."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to x [t, heads, dim] (Su et al., 2021, arXiv:2104.09864).
+
+    The two coordinates of a rotation stand in the two halves of dim. The result is computed in the
+    dtype of `cos` and `sin`, both [t, 1, dim], and rounded once to the dtype of x.
+    """
+    half = x.shape[-1] // 2
+    return (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin).to(x.dtype)
+
+
+def logits_to_keep(device: torch.device, chunk_logits: int) -> int:
+    """Return how many float32 logits may stay in the free memory of a GPU until backward."""
+    return logits_that_fit(free_memory(device), chunk_logits)
+
+
+def logits_that_fit(free: int, chunk_logits: int) -> int:
+    """Return how many float32 logits may stay in `free` bytes until backward.
+
+    Four chunks of `chunk_logits` are left for the computation itself, and half of the rest for
+    others.
+    """
+    left = (free - 16 * chunk_logits) // 2
+    return max(min(left // 4, MAX_KEPT), 0)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process may still use."""
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(min(free, limit - held), 0) + held - torch.cuda.memory_allocated(device)
+
+
+@dataclass
+class Kernels:
+    """The operators of this process.
+
+    Args:
+        rms_norm: (x, weight, eps) -> as x.
+        rotate: (x, cos, sin) -> as x.
+        linear: (x, weight) -> x Wᵀ, without a gradient.
+        packed_attention: a kernel for float32; None where there is none.
+        varlen: whether half precision attends over packed tokens by FlashAttention.
+        exact_rotation: whether the rotary embedding is computed in float32, as the server does.
+        wide_products: whether products of half-precision matrices are added up in float32.
+        logits_to_keep: (device, logits of a chunk) -> logits that are kept for backward.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
+    packed_attention: PackedKernel | None = None
+    varlen: bool = True
+    exact_rotation: bool = True
+    wide_products: bool = True
+    logits_to_keep: Callable[[torch.device, int], int] = logits_to_keep
+
+
+kernels = Kernels()
+"""The operators that every module of this package uses."""

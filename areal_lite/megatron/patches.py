@@ -1,0 +1,132 @@
+"""Adapt Megatron-core 0.16.1 to this machine, by an import hook.
+
+Megatron-core names CUDA devices in its source and has defects that no setting avoids. `install`
+puts a finder in front of `megatron.core` that compiles the affected modules from adapted source.
+Neither `torch` nor any installed file is touched. The tables (patch_table.py) and when they apply:
+
+| table                  | applies                                                     |
+|------------------------|-------------------------------------------------------------|
+| of the device          | without CUDA (extensions.py)                                |
+| `TORCH_ADAMW_FIXES`    | without Transformer Engine and Apex, with or without CUDA   |
+| `ROUTER_FIXES`         | without Transformer Engine, with or without CUDA            |
+| `IMPORT_FIXES`         | with CUDA                                                   |
+| `CHECKPOINT_FIXES`     | always                                                      |
+| `GATHER_FIXES`         | always                                                      |
+
+Invariant: every substitution matches exactly as often as its table says. Another release of
+Megatron-core raises ImportError instead of running with half of the changes.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Substitution:
+    """Replace the regular expression `pattern` by `replacement`.
+
+    counts: module below megatron.core -> number of matches that its source must have.
+    """
+
+    name: str
+    pattern: str
+    replacement: str
+    counts: dict[str, int]
+
+
+def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
+    """Apply `table` to the source of `module`, named from below megatron.core.
+
+    Raises ImportError when a pattern matches another number of times than its table says.
+    """
+    for substitution in table:
+        expected = substitution.counts.get(module, 0)
+        if not expected:
+            continue
+        source, count = re.subn(substitution.pattern, substitution.replacement, source)
+        if count != expected:
+            raise ImportError(
+                f"megatron.core.{module}: '{substitution.name}' matches {count} times, not"
+                f" {expected}: areal_lite.megatron needs megatron-core 0.16.1"
+            )
+    return source
+
+
+def substitutions(
+    device: tuple[Substitution, ...] | None, *, transformer_engine: bool, apex: bool
+) -> tuple[Substitution, ...]:
+    """Select the substitutions for a machine with, or without, these packages.
+
+    `device`: the table of a device without CUDA, None with CUDA.
+    """
+    from areal_lite.megatron import patch_table as fixes
+
+    table = fixes.IMPORT_FIXES if device is None else device
+    if not transformer_engine:
+        table += fixes.ROUTER_FIXES + (() if apex else fixes.TORCH_ADAMW_FIXES)
+    return table + fixes.CHECKPOINT_FIXES + fixes.GATHER_FIXES
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compile a module from its adapted source, past any cached bytecode."""
+
+    table: tuple[Substitution, ...] = ()
+
+    def get_code(self, fullname: str):
+        path = self.get_filename(fullname)
+        source = importlib.util.decode_source(self.get_data(path))
+        adapted = adapt(fullname.removeprefix("megatron.core."), source, self.table)
+        return compile(adapted, path, "exec", dont_inherit=True)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Find modules of `table` where Python would, and give them the adapting loader."""
+
+    def __init__(self, table: tuple[Substitution, ...]):
+        self.table = table
+        self.modules = {f"megatron.core.{module}" for one in table for module in one.counts}
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in self.modules:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            assert isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+            spec.loader.table = self.table
+        return spec
+
+
+def untested(transformer_engine: bool, apex: bool) -> str:
+    """Describe the installed packages with which Megatron-core uses other code paths."""
+    found = {"transformer_engine": transformer_engine, "apex": apex}
+    names = " and ".join(name for name, installed in found.items() if installed)
+    return names and f"Megatron-core uses {names} here, with which areal_lite was not tested"
+
+
+def install(device: tuple[Substitution, ...] | None) -> None:
+    """Put the import hook in place, once. Warns of packages that change what Megatron-core does.
+
+    `device` is as in `substitutions`. Raises ImportError when megatron.core is already imported and
+    can no longer be adapted.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise ImportError(
+            "megatron.core was imported before areal_lite.megatron:"
+            " import areal_lite.megatron first"
+        )
+    packages = {name: _installed(name) for name in ("transformer_engine", "apex")}
+    sys.meta_path.insert(0, _Finder(substitutions(device, **packages)))
+    if text := untested(**packages):
+        warnings.warn(text, stacklevel=2)
