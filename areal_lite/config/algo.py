@@ -133,9 +133,8 @@ class KLConfig:
     )
     to: str = setting(
         "reference",
-        "The other policy: that of algo.reference, the proximal one, the one that sampled, or "
-        "the average of algo.average_decay.",
-        choices=("reference", "proximal", "behavior", "average"),
+        "The other policy: that of algo.reference, the proximal one, or the one that sampled.",
+        choices=("reference", "proximal", "behavior"),
     )
 
 
@@ -171,17 +170,8 @@ class AlgoConfig:
         "recompute",
         "Log-probs of the proximal policy. recompute: an extra forward pass for what the first "
         "update does not run on. reuse: those of the update, exact with one minibatch. loglinear: "
-        "interpolated between versions. average: of the average of algo.average_decay, with a "
-        "forward pass of its own.",
-        choices=("recompute", "reuse", "loglinear", "average"),
-    )
-    average_decay: float = setting(
-        0.9,
-        "prox=average, kl.to=average: decay per update of the average of the weights. Their "
-        "mean age is decay / (1 - decay) updates. The average takes 4 bytes a parameter on every "
-        "rank, not divided by trainer.data_parallel.",
-        minimum=0,
-        below=1,
+        "interpolated between versions.",
+        choices=("recompute", "reuse", "loglinear"),
     )
     eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0, maximum=1)
     eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0, maximum=1e6)
@@ -254,8 +244,3 @@ class AlgoConfig:
         if self.loss == "tb" or for_targets or for_totals or not self.correct_mismatch:
             return "all"
         return "rest"
-
-    @property
-    def needs_average(self) -> bool:
-        """Return whether the trainer keeps an average of its weights."""
-        return self.prox == "average" or (self.kl.coef > 0 and self.kl.to == "average")

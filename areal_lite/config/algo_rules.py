@@ -42,11 +42,8 @@ def _proximal_policy(config: TrainConfig) -> None:
             f"algo.prox={algo.prox}: algo.correct_mismatch=false needs the log-probs before the "
             "update, use recompute"
         )
-    if algo.prox == "average" and algo.loss == "tb":
-        raise ValueError("algo.prox=average: algo.loss=tb has no proximal policy, use recompute")
     before_loss = algo.kl.coef and algo.kl.into != "loss"
-    before_update = algo.prox in ("recompute", "average")
-    if not before_update and (before_loss or algo.loss == "tb"):
+    if algo.prox != "recompute" and (before_loss or algo.loss == "tb"):
         cause = f"algo.kl.into={algo.kl.into}" if before_loss else "algo.loss=tb"
         raise ValueError(
             f"algo.prox={algo.prox}: {cause} needs the log-probs before the update, use recompute"
@@ -174,7 +171,7 @@ def _batch_rejection(algo: AlgoConfig) -> None:
             f"above only: use by=square, k3 or tv instead of {rejection.by}, above > 0, and "
             "below=null"
         )
-    if algo.prox not in ("recompute", "average"):
+    if algo.prox != "recompute":
         raise ValueError(
             f"algo.prox={algo.prox}: algo.rejection.level=batch needs the log-probs before the "
             "update, use recompute"

@@ -29,7 +29,6 @@ def cautions(config: TrainConfig) -> list[str]:
     found = [
         _idle_clip(config),
         _idle_penalty(config),
-        _idle_average(config.algo),
         _idle_mismatch(config),
         _too_stale(config),
         _fresh_learning_rate(config),
@@ -44,7 +43,7 @@ def clip_is_idle(config: TrainConfig) -> bool:
     return (
         algo.loss in CLIPPED_LOSSES
         and algo.decoupled
-        and algo.prox not in ("loglinear", "average")
+        and algo.prox != "loglinear"
         and config.trainer.minibatches == 1
     )
 
@@ -94,24 +93,11 @@ def _idle_penalty(config: TrainConfig) -> str | None:
     algo = config.algo
     if not algo.kl.coef or algo.kl.to != "proximal" or config.trainer.minibatches > 1:
         return None
-    if algo.prox in ("loglinear", "average"):
+    if algo.prox == "loglinear":
         return None
     return (
         "algo.kl.to=proximal changes nothing: trainer.minibatches=1 makes one update a batch, and "
         "before it the policy is the proximal one. Set trainer.minibatches=2 or algo.kl.to=behavior"
-    )
-
-
-def _idle_average(algo: AlgoConfig) -> str | None:
-    anchored = algo.loss in CLIPPED_LOSSES and algo.decoupled
-    penalized = algo.kl.coef > 0 and algo.kl.to in ("proximal", "average")
-    used = anchored or penalized or algo.rejection.by or algo.scale_lr_by_ess
-    if algo.prox != "average" or used:
-        return None
-    cause = "algo.decoupled=false" if algo.loss in CLIPPED_LOSSES else f"algo.loss={algo.loss}"
-    return (
-        f"algo.prox=average changes metrics only: with {cause} the loss has no proximal policy. "
-        "Set algo.decoupled=true with algo.loss=ppo, or algo.kl.to=average with algo.kl.coef"
     )
 
 

@@ -1,9 +1,8 @@
 """The trainer's checkpoints, in Megatron's distributed format `fully_reshardable`.
 
 Any parallel sizes can load one. It holds, for each of its parts (the policy, and the critic if
-there is one), the parameters that are trained, float32 master weights, Adam moments, the average of
-the weights if there is one, and the positions of optimizer and schedule; and torch's random state
-and the caller's `extra`. Invariants:
+there is one), the parameters that are trained, float32 master weights, Adam moments, and the
+positions of optimizer and schedule; and torch's random state and the caller's `extra`. Invariants:
 
 * A folder has its final name only when every rank's part is in it and on disk. An interrupted save
   leaves a hidden folder, never a bad checkpoint.
@@ -218,9 +217,8 @@ def weights_dtype(folder: Path, part: str) -> torch.dtype:
     """
     with _opened(folder):
         for name, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items():
-            others = (f"{part}.optimizer.", f"{part}.average.")
-            of_model = name.startswith(f"{part}.") and not name.startswith(others)
-            if of_model and isinstance(tensor, ShardedTensor):
+            optimizer = name.startswith(f"{part}.optimizer.")
+            if name.startswith(f"{part}.") and not optimizer and isinstance(tensor, ShardedTensor):
                 return tensor.dtype
     raise ValueError(f"{folder}: this checkpoint holds no {part}")
 

@@ -13,7 +13,6 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from areal_lite.config import LoraConfig, TrainerConfig
-from areal_lite.megatron.average import WeightAverage
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
 
@@ -27,7 +26,6 @@ class Part(Protocol):
     model: Chunks
     optimizer: Any
     scheduler: Any
-    average: WeightAverage | None
 
 
 def format_metadata() -> dict[str, Any]:
@@ -53,8 +51,6 @@ def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]
             "lora": asdict(part.config.lora) if part.config.lora.rank else None,
             "scheduler": part.scheduler.state_dict(),
         }
-        if part.average:
-            state[name]["average"] = part.average.sharded_state(model)
         add_prefix_for_sharding(state[name], f"{name}.")
     return state
 
@@ -73,8 +69,8 @@ def _make_moments(optimizer: Any) -> None:
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:
     """Check a checkpoint against the parts that are to be restored.
 
-    Raises ValueError if it lacks a part or its average, if another optimizer wrote it, or if its
-    adapters are others.
+    Raises ValueError if it lacks a part, if another optimizer wrote it, or if its adapters are
+    others.
 
     Args:
         folder: the checkpoint.
@@ -92,12 +88,6 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part])
                 "checkpoint's weights (areal-lite export)"
             )
         _check_adapters(folder, common[name].get("lora"), part.config.lora)
-        if part.average and "average" not in common[name]:
-            raise ValueError(
-                f"{folder}: this checkpoint holds no average of the weights, which "
-                "algo.prox=average and algo.kl.to=average need: continue without them, or start a "
-                "new run from the checkpoint's weights (areal-lite export)"
-            )
 
 
 def _check_adapters(folder: Path, wrote: dict[str, Any] | None, own: LoraConfig) -> None:
@@ -116,8 +106,6 @@ def restore(part: Part, state: dict[str, Any]) -> None:
     _load_optimizer(part.optimizer, state["optimizer"])
     part.scheduler.num_steps = 0  # loading adds the position to it
     part.scheduler.load_state_dict(state["scheduler"])
-    if part.average:
-        part.average.restore(state["average"])
 
 
 def live_storages(parts: Mapping[str, Part]) -> set[int]:
@@ -132,7 +120,6 @@ def live_storages(parts: Mapping[str, Part]) -> set[int]:
             part.model.parameters(),
             part.model.buffers(),
             *(one.get_parameters() for one in part.optimizer.chained_optimizers),
-            part.average.tensors if part.average else (),
         )
     }
 

@@ -39,10 +39,9 @@ class Policy(TrainableModel):
         config: TrainerConfig,
         model_path: str | Path,
         seed: int,
-        average_decay: float | None = None,
         routing_replay: bool = False,
     ):
-        super().__init__(config, model_path, seed, average_decay=average_decay)
+        super().__init__(config, model_path, seed)
         self.replays_routes = routing_replay
         if routing_replay:
             for chunk in self.chunks:
@@ -78,14 +77,6 @@ class Policy(TrainableModel):
     def adapter_share(self) -> float:
         """Return the size of what the adapters add to the weights; see `added_share`."""
         return added_share(self.chunks)
-
-    def average_logprobs(
-        self, microbatches: Sequence[Microbatch], temperature: float = 1.0
-    ) -> Tensor:
-        """Compute what `logprobs` would under the average of the weights."""
-        assert self.average is not None, "this policy keeps no average"
-        with self.average.as_weights():
-            return self.logprobs(microbatches, temperature)
 
     def update(
         self,

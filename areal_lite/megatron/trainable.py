@@ -14,7 +14,6 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.average import WeightAverage
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
 from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.head import Head
@@ -34,10 +33,7 @@ LrFactor = Callable[[dict[str, float]], float]
 
 
 class TrainableModel(ParallelModel):
-    """A model that trains. Every rank calls every method; see ParallelModel for the arguments.
-
-    average_decay: of an average of the weights (average.py); None: there is none.
-    """
+    """A model that trains. Every rank calls every method; see ParallelModel for the arguments."""
 
     part = "policy"  # its name in a checkpoint
 
@@ -47,7 +43,6 @@ class TrainableModel(ParallelModel):
         model_path: str | Path,
         seed: int,
         with_values: bool = False,
-        average_decay: float | None = None,
     ):
         super().__init__(config, model_path, seed, with_values)
         ddp_config = DistributedDataParallelConfig(
@@ -60,10 +55,6 @@ class TrainableModel(ParallelModel):
         self.optimizer = build_optimizer(config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
         self.cosine = GradientCosine(self.optimizer) if config.gradient_cosine else None
-        self.average: WeightAverage | None = None
-        if average_decay is not None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            self.average = WeightAverage(trained, average_decay)
 
     def step(
         self,
@@ -115,8 +106,6 @@ class TrainableModel(ParallelModel):
         applied = apply_gradients(
             self.optimizer, self.config.clip_grad, loss, lr_factor, self.cosine
         )
-        if self.average and not applied["skipped"]:
-            self.average.update()
         return applied
 
     def offload(self) -> None:
@@ -125,14 +114,10 @@ class TrainableModel(ParallelModel):
         See `optimizer.offload`.
         """
         offload(self.optimizer, self.ddps)
-        if self.average:
-            self.average.to(torch.device("cpu"))
 
     def onload(self) -> None:
         """Undo `offload`."""
         onload(self.optimizer, self.ddps, self.device)
-        if self.average:
-            self.average.to(self.device)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write the training state and `extra` (plain data); any parallel sizes can load it."""

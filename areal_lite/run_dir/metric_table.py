@@ -61,8 +61,6 @@ GROUPS = {
         "grad_cosine": "cosine of the gradients of consecutive updates, with "
         "trainer.gradient_cosine: near 0 for fresh batches, near 1 if stale ones move the "
         "weights the same way",
-        "average_kl": "estimated KL(policy in training || averaged policy) per trained token, in "
-        "nats, with `algo.prox=average` or `algo.kl.to=average`",
         "adapter_share": "size of what the adapters add, as a share of the weights that they adapt "
         "(Frobenius norms of s B A and of W), with `trainer.lora`",
         "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "

@@ -238,7 +238,6 @@ def trainer_lines(
     ]
     worst = max(stages, key=lambda stage: stage.total)
     critic = worst.states if config.algo.advantage.estimator == "gae" else 0
-    average = memory.average_bytes(worst) if config.algo.needs_average else 0
     estimate = (
         f"estimated, trainer.recompute={trainer.recompute}, "
         f"{trainer.tokens_per_microbatch:,} tokens a microbatch"
@@ -249,8 +248,6 @@ def trainer_lines(
     ]
     if critic:
         lines.append(_line("critic", critic, "weights, gradients and moments of its own"))
-    if average:
-        lines.append(_line("average", average, "of the policy's weights, in float32"))
     for folder in sorted(set(filter(None, reference_folders(config).values()))):
         if not config.is_base(folder):
             own = folder == config.model
@@ -259,11 +256,11 @@ def trainer_lines(
             note = f"{folder}, on a GPU only during its forward pass, without activations"
             lines.append(_line("reference", size, note))
     stage = f" of pipeline stage {stages.index(worst)}" if len(stages) > 1 else ""
-    lines.append(_line("in all", worst.total + critic + average, f"on each rank{stage}"))
-    copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1) + average
+    lines.append(_line("in all", worst.total + critic, f"on each rank{stage}"))
+    copies = memory.SAVING_BYTES * worst.gradients // 4 * (2 if critic else 1)
     lines.append(_line("saving", copies, "estimated, host memory while a checkpoint is copied"))
     if trainer.offload:
-        moved = worst.gradients + worst.moments + average
+        moved = worst.gradients + worst.moments
         lines.append(_line("offloaded", moved, "between steps, from a GPU"))
     return lines
 

@@ -87,10 +87,9 @@ def trainer_bytes(config: TrainConfig, hf: PretrainedConfig) -> int:
     trainer = replace(config.trainer, tokens_per_microbatch=tokens)
     rank = memory.rank_memory(hf, trainer, 2, 0, gpu=True)
     critic = rank.states if config.algo.advantage.estimator == "gae" else 0
-    average = memory.average_bytes(rank) if config.algo.needs_average else 0
     working = int(tokens * memory.layer_activations(hf, trainer, 2, gpu=True))
     # The head is done when the layers begin.
-    peak = rank.total - rank.head + max(rank.head, working) + critic + average
+    peak = rank.total - rank.head + max(rank.head, working) + critic
     return int(peak * (1 + _ROUNDING)) + _LIBRARIES
 
 

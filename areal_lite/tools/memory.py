@@ -197,11 +197,6 @@ def reference_bytes(hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int)
     )
 
 
-def average_bytes(rank: RankMemory) -> int:
-    """Count the bytes of an average of the weights, which is float32 as the gradients are."""
-    return rank.gradients
-
-
 def activation_bytes_per_token(
     hf: PretrainedConfig, trainer: TrainerConfig, itemsize: int, stage: int, *, gpu: bool = False
 ) -> float:

@@ -61,12 +61,10 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     The critic starts from the policy's weights; its learning-rate schedule has the policy's shape.
     """
     trainer, algo = config.trainer, config.algo
-    decay = algo.average_decay if objective.needs_average else None
     policy = Policy(
         trainer,
         Path(config.model),
         config.seed,
-        average_decay=decay,
         routing_replay=algo.routing_replay,
     )
     models = Models(policy, offload=trainer.offload)

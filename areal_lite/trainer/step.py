@@ -190,8 +190,6 @@ def _run_update(
         # Before the first update the policy is the proximal one.
         return flat.prox if update.first else policy.logprobs(update.microbatches, temperature)
 
-    if objective.needs_average:
-        flat.average = policy.average_logprobs(update.microbatches, temperature)
     minibatch = objective.minibatch(flat, update.token_index, current_logprobs, data_parallel_sum)
 
     idle = [update.idle_index] if len(update.idle_index) else []

@@ -22,7 +22,6 @@ ARMS = {
     "sequence": ("#999933", "one weight per trajectory, optimal baseline"),
     "product": ("#882255", "one weight per trajectory, up to 2"),
     "settled": ("#44aa99", "the same, learning rate falls at the end"),
-    "averaged": ("#117733", "clip around the averaged policy"),
     "penalty": ("#222222", "penalty on the divergence"),
     "decoupled_sgd": ("#0072b2", "decoupled, weighted, without Adam"),
     "behavior_sgd": ("#d55e00", "clip around the behavior policy, without Adam"),

@@ -42,7 +42,6 @@ ARMS = {
     ),
     "product": _PRODUCT,
     "settled": f"{_PRODUCT} trainer.lr_schedule=wsd trainer.lr_decay_steps=176",
-    "averaged": f"{_DECOUPLED} algo.prox=average",
     "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
     "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
     "behavior_sgd": f"{_BEHAVIOR} trainer.optimizer=sgd",
@@ -55,9 +54,8 @@ size. moment, variation, range: rejection of tokens by the second moment of the 
 variation, or by the ratio. product: one weight per trajectory, capped at 2. settled: the same, with
 a learning rate that falls to zero in the last fifth of the steps. sequence: a weight per trajectory
 capped at 8, and the baseline of least variance. decay: moment with a learning rate that falls to
-zero. penalty: the divergence from the behavior policy in the loss. averaged: the proximal policy is
-the average of the last policies. decoupled_sgd, behavior_sgd: an optimizer that does not rescale
-gradients."""
+zero. penalty: the divergence from the behavior policy in the loss. decoupled_sgd, behavior_sgd: an
+optimizer that does not rescale gradients."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ CLIPS = ("decoupled", "behavior", "unweighted")
 CURES = (
     *CLIPS,
     *("sequence", "product", "settled", "ess", "moment", "decay"),
-    *("variation", "range", "averaged", "penalty"),
+    *("variation", "range", "penalty"),
 )
 LRS = (3e-5, 1e-4, 3e-4)
 CURE_LRS = (3e-5, 6e-5, 1e-4, 1.5e-4)

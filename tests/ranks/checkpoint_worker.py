@@ -44,41 +44,26 @@ Writer = filesystem_async.FileSystemWriterAsync
 class Story:
     """Training, saving and loading on this rank. Every method is a story."""
 
-    def __init__(
-        self,
-        layout: dict,
-        model: str,
-        seed: int = 1,
-        average_decay: float | None = None,
-        **overrides,
-    ):
+    def __init__(self, layout: dict, model: str, seed: int = 1, **overrides):
         settings = TrainerConfig(**(SETTINGS | layout | overrides))
-        self.engine = Policy(settings, model, seed, average_decay)
+        self.engine = Policy(settings, model, seed)
 
     def train(self, steps: range, poison: bool = False) -> list[dict[str, float]]:
         """Update once per step. `poison`: the loss of the last data-parallel rank is NaN."""
         return [self._update(step, poison) for step in steps]
 
     def _update(self, step: int, poison: bool) -> dict[str, float]:
-        """Update on the batch of `step`, distributed to the data-parallel ranks in turns.
-
-        With an average of the weights the loss has a penalty on the distance from it.
-        """
+        """Update on the batch of `step`, distributed to the data-parallel ranks in turns."""
         whole = random_batch(12, 98, seed=step)
         rank, size = self.engine.dp_group.rank(), self.engine.dp_group.size()
         batch = whole.select(range(rank, whole.num_sequences, size))
         weights = torch.from_numpy(batch.rewards[batch.sequence_ids])
-        microbatches, anchor = make_microbatches(batch, 128), None
-        if self.engine.average:
-            anchor = self.engine.average_logprobs(microbatches)
+        microbatches = make_microbatches(batch, 128)
 
         def loss(logprobs, entropy, microbatch):
             share = -(
                 (weights[microbatch.token_index] * logprobs).sum() + 0.1 * entropy.sum()
             ) / len(whole.tokens)
-            if anchor is not None:
-                distance = logprobs - anchor[microbatch.token_index]
-                share = share + distance.square().sum() / len(whole.tokens)
             return share * (float("nan") if poison and rank == size - 1 else 1.0), {}
 
         return self.engine.update(microbatches, loss)

@@ -225,8 +225,6 @@ OBJECTIVES = {
     "kl in reward": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
     ),
-    "average": AlgoConfig(prox="average"),
-    "average and kl": AlgoConfig(prox="average", kl=KLConfig(0.1, "k2", "loss", "average")),
     "critic": AlgoConfig(
         advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
     ),
@@ -339,42 +337,6 @@ def steps(model: Path, data: TrainBatch, algo: AlgoConfig = AlgoConfig(), **trai
         for bucket in models.policy.hf_weights(2**30)
         for name, tensor in bucket
     }
-
-
-def test_the_proximal_policy_is_the_average_of_the_weights_so_far(model):
-    """Two steps of two updates; each clips around the average of the weights before it."""
-    algo = AlgoConfig(prox="average", average_decay=0.7, kl=KLConfig(0.1, "k2", "loss", "average"))
-    trainer = TrainerConfig(steps=10, lr=1e-2, adam_eps=1e-5, minibatches=2)
-    config = TrainConfig(model=str(model), algo=algo, trainer=trainer)
-    objective = build_objective(config)
-    models = build_models(config, objective)
-    policy, average = models.policy, models.policy.average
-    assert average is not None
-    seen = [flat_weights(policy)]
-    update = average.update
-
-    def recorded() -> None:
-        seen.append(flat_weights(policy))
-        update()
-
-    average.update = recorded
-    metrics = [policy_step(models, objective, batch(), config, v).metrics for v in (3, 4)]
-    assert len(seen) == 5
-    shares = torch.tensor([0.7 ** (4 - i) for i in range(5)], dtype=torch.float64)
-    expected = (shares[:, None] * torch.stack(seen)).sum(0) / shares.sum()
-    found = torch.cat([tensor.flatten().double() for tensor in average.tensors])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    # In the second step the weights before an update are no longer the average.
-    assert metrics[1]["ratio_chi2"] > 1e-4 and metrics[1]["average_kl"] > 1e-5
-    microbatches = policy.microbatches(batch())
-    got, present = policy.average_logprobs(microbatches), policy.logprobs(microbatches)
-    averaged = Policy(trainer, model, 1)
-    with torch.no_grad():
-        for parameter, tensor in zip(averaged.model.parameters(), average.tensors):
-            parameter.copy_(tensor)
-    assert torch.equal(got, averaged.logprobs(microbatches))
-    assert (got - present).abs().max() > 1e-3
-    assert torch.equal(flat_weights(policy), seen[-1])
 
 
 def test_both_passes_of_a_step_replay_the_routes_of_its_batch(tmp_path):
@@ -492,10 +454,6 @@ def test_each_source_learns_from_a_teacher_of_its_own(model, tmp_path):
             logprobs = (scorers[name](tokens[None]).logits[0] / 0.7).log_softmax(-1)
         expected = logprobs[:-1].gather(-1, tokens[1:, None])[:, 0].float()
         torch.testing.assert_close(result[own][1:], expected, atol=2e-5, rtol=1e-5)
-
-
-def flat_weights(policy: Policy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().double() for p in policy.model.parameters()])
 
 
 def test_a_critic_learns_the_reward(model):

@@ -41,7 +41,6 @@ OBJECTIVES = {
     "staleness alone": AlgoConfig(
         rejection=RejectionConfig(by="k3", level="batch", above=0.01), correct_mismatch=False
     ),
-    "average": AlgoConfig(prox="average", kl=KLConfig(0.1, "k2", "loss", "average")),
     "returns": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
     ),

@@ -35,7 +35,6 @@ class BalanceObjective:
     beta_steps: int
 
     needs_reference = True
-    needs_average = False
     needs_critic = False
 
     @property
@@ -108,7 +107,7 @@ class BalanceObjective:
         metrics = {
             **output.metrics,
             **mismatch(tokens.prox, tokens.behavior, tokens.mask),
-            **token_metrics(tokens, logprobs, entropy, to=("reference",)),
+            **token_metrics(tokens, logprobs, entropy, to_reference=True),
         }
         return LossOutput(output.loss, metrics)
 

@@ -39,7 +39,7 @@ ProxPass = Literal["all", "rest", "none"]
 
 _PER_TOKEN = {
     *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox", "entropy"),
-    *("reference", "average", "values", "advantages", "returns"),
+    *("reference", "values", "advantages", "returns"),
 }
 
 
@@ -47,8 +47,8 @@ _PER_TOKEN = {
 class FlatBatch:
     """The whole groups of one rank as flat tensors on its device.
 
-    The step fills in `reference`, `average`, `values`, `advantages` and `returns` only for an
-    objective that uses them. `prox_pass` of the objective says when `prox` and `entropy` are
+    The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
+    uses them. `prox_pass` of the objective says when `prox` and `entropy` are
     filled in.
     """
 
@@ -70,8 +70,6 @@ class FlatBatch:
     """float32 [T]: entropies under the weights before the step."""
     reference: Tensor = field(init=False)
     """float32 [T]: log-probs under the reference policy."""
-    average: Tensor = field(init=False)
-    """float32 [T]: log-probs under the average of the weights, at the tokens of the update."""
     values: Tensor = field(init=False)
     """float32 [T]: the critic's values before the step, of the state before each token. The entry
     of a sequence's first token is the value of the state after its last token."""
@@ -132,11 +130,6 @@ class Objective(Protocol):
     @property
     def needs_reference(self) -> bool:
         """Return whether the step computes log-probs under a reference policy."""
-        ...
-
-    @property
-    def needs_average(self) -> bool:
-        """Return whether the step computes log-probs under the average of the weights."""
         ...
 
     @property

@@ -1,7 +1,5 @@
 """Metrics of a flat batch; algo/metrics.py has their formulas."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -12,22 +10,22 @@ from areal_lite.algo.objectives.base import FlatBatch, Reduce
 
 @torch.no_grad()
 def token_metrics(
-    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, to: Sequence[str]
+    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, to_reference: bool
 ) -> dict[str, Tensor]:
     """Sum, over a microbatch's unmasked tokens, what every objective reports.
 
     Args:
         tokens: of the microbatch
         logprobs, entropy: float [t], under the weights being trained
-        to: the policies, `reference` or `average`, from which the divergence is measured
+        to_reference: measure the divergence from the reference policy
     """
     metrics = {
         "entropy": entropy_sum(entropy, tokens.mask).float(),
         "trained_tokens": tokens.mask.sum().float(),
     }
-    for policy in to:
-        divergence = kl_estimate(logprobs, getattr(tokens, policy), tokens.mask, estimator="k3")
-        metrics[f"{policy}_kl"] = divergence.sum().float()
+    if to_reference:
+        divergence = kl_estimate(logprobs, tokens.reference, tokens.mask, estimator="k3")
+        metrics["reference_kl"] = divergence.sum().float()
     return metrics
 
 

@@ -50,7 +50,7 @@ class RatioObjective:
     kl: KLTerm
     entropy_coef: float
     prox: str
-    """The source of the log-probs: `recompute`, `reuse`, `loglinear` or `average`."""
+    """The source of the log-probs: `recompute`, `reuse` or `loglinear`."""
     prox_pass: ProxPass
     correct_mismatch: bool = True
     """False: the log-ratio is that of staleness, without the mismatch of server and trainer."""
@@ -64,10 +64,6 @@ class RatioObjective:
     @property
     def needs_reference(self) -> bool:
         return self.kl.needs_reference
-
-    @property
-    def needs_average(self) -> bool:
-        return self.prox == "average" or (self.kl.in_loss and self.kl.to == "average")
 
     @property
     def needs_critic(self) -> bool:
@@ -115,7 +111,7 @@ class RatioObjective:
         current_logprobs: Callable[[], Tensor],
         reduce: Reduce,
     ) -> Minibatch:
-        tokens, share = self._at(batch, token_index), None
+        tokens, share = batch.at(token_index), None
         if not self.correct_mismatch:
             share = staleness_share(
                 tokens.prox - tokens.behavior,
@@ -143,7 +139,7 @@ class RatioObjective:
         entropy: Tensor,
     ) -> LossOutput:
         self._set_prox(batch, token_index, logprobs)
-        tokens = _without_mismatch(self._at(batch, token_index), minibatch.staleness_share)
+        tokens = _without_mismatch(batch.at(token_index), minibatch.staleness_share)
         accepted_tokens = self._accepted(tokens, minibatch)
         corrected = self._behavior_weight(tokens, accepted_tokens) if self.kl.in_loss else None
         weights = reduction_weights(
@@ -172,19 +168,10 @@ class RatioObjective:
             loss = loss + self._kl_loss(tokens, logprobs, weights, corrected)
         if self.entropy_coef:
             loss = loss + self.entropy_coef * entropy_loss(entropy, tokens.mask, weights)
-        measured = {"reference": self.needs_reference, "average": self.needs_average}
-        to = [policy for policy, needed in measured.items() if needed]
-        metrics = token_metrics(tokens, logprobs, entropy, to=to)
+        metrics = token_metrics(tokens, logprobs, entropy, to_reference=self.needs_reference)
         if self.scale_lr_by_ess:
             metrics |= self._sample_sums(tokens, accepted_tokens)
         return LossOutput(loss, output.metrics | metrics)
-
-    def _at(self, batch: FlatBatch, token_index: Tensor) -> FlatBatch:
-        """Select tokens, with the log-probs of the proximal policy that the loss uses."""
-        tokens = batch.at(token_index)
-        if self.prox == "average":
-            tokens.prox = tokens.average
-        return tokens
 
     def _squared_norms(self, batch: FlatBatch) -> Tensor:
         """Sum the squared factors of a sequence's token gradients, without A: float [n]."""

@@ -47,7 +47,7 @@ class KLTerm:
     into: str = "loss"
     """`loss`, `reward` or `advantage`."""
     to: str = "reference"
-    """The other policy: `reference`, `proximal`, `behavior` or `average`."""
+    """The other policy: `reference`, `proximal` or `behavior`."""
 
     @property
     def in_loss(self) -> bool:

@@ -96,7 +96,7 @@ LINES = (
         "reference_kl",
         "Distance from the reference policy",
         "KL, nats per token",
-        (("reference_kl", "reference policy"), ("average_kl", "average of the weights")),
+        (("reference_kl", "reference policy"),),
         "How far the policy in training is from the policy of the KL term. It falls towards a "
         "teacher, and rises from the initial policy; a steep rise is a warning.",
         optional=True,

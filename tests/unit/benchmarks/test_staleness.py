@@ -72,7 +72,6 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "sequence": {"correction", "advantage"},
         "product": {"correction"},
         "settled": {"correction", "lr_schedule", "lr_decay_steps"},
-        "averaged": {"prox"},
         "penalty": {"kl"},
         "decoupled_sgd": {"optimizer"},
         "behavior_sgd": {"decoupled", "optimizer"},

@@ -197,10 +197,6 @@ def test_the_proximal_policy_must_suit_the_updates(model, tmp_path, capsys):
     assert "algo.prox=reuse is exact with one minibatch only" in line
     line = complaint(capsys, "train", *where, "algo=tba", "algo.prox=loglinear")
     assert "algo.prox=loglinear: algo.loss=tb needs the log-probs before the update" in line
-    line = complaint(capsys, "train", *where, "algo=tba", "algo.prox=average")
-    assert "algo.loss=tb has no proximal policy" in line
-    line = complaint(capsys, "train", *where, "algo.kl={coef: 1, to: average, into: reward}")
-    assert "algo.kl.to=average is a penalty on the update" in line
 
 
 @pytest.mark.parametrize(

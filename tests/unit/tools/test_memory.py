@@ -221,26 +221,6 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("kind", ["prox=average", "kl={coef: 0.1, to: average}"])
-def test_a_dry_run_counts_the_average_of_the_weights(model, tmp_path, capsys, monkeypatch, kind):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    totals = {}
-    for setting in ("prox=recompute", kind):
-        where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "trainer.data_parallel=2"]
-        assert cli.main(["train", "--dry-run", *where, f"algo.{setting}"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        totals[setting] = [line.split()[2:4] for line in lines if line.startswith("  in all")]
-        (*average,) = [line.split()[1:3] for line in lines if line.startswith("  average")]
-    size = 4 * memory.num_parameters(hf_config("qwen3"))
-    assert average == [dry_run._size(size).split()]
-    plain, more = ([mib(*one) for one in totals[s]] for s in ("prox=recompute", kind))
-    assert more[0] - plain[0] == pytest.approx(size / 2**20, abs=0.06)  # four digits
-
-
-def mib(number: str, unit: str) -> float:
-    return float(number) / {"KiB": 1024, "MiB": 1}[unit]
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -258,13 +238,6 @@ def mib(number: str, unit: str) -> float:
         (
             ["algo=stale", "buffer.max_staleness=32", "trainer.minibatches=2"],
             "trainer.lr=0.0001 is too large",
-        ),
-        (["algo.prox=average"], None),
-        (["algo.prox=average", "algo.decoupled=false", "schedule=one_step"], "with algo.decoupled"),
-        (["algo=pipelinerl", "algo.prox=average"], "with algo.loss=reinforce the loss has no"),
-        (
-            ["algo=pipelinerl", "algo.prox=average", "algo.kl={coef: 0.1, to: proximal}"],
-            None,
         ),
         (
             ["algo=m2po", "algo.kl={coef: 0.1, to: proximal}"],

@@ -101,7 +101,6 @@ def tensors_of(
 
     t.prox = near(t.behavior)
     t.reference = near(t.behavior)
-    t.average = near(t.behavior)
     t.values = near(torch.zeros_like(t.behavior))
     return t, near(t.prox).requires_grad_(), near(torch.ones_like(t.behavior)).abs()
 
@@ -167,13 +166,12 @@ def plain_loss(t: FlatBatch, logprobs, entropy, algo: AlgoConfig, max_new_tokens
     for i, s in enumerate(t.sequence_ids.tolist()):
         if t.mask[i]:
             sequences.setdefault(s, []).append(i)
-    proximal = t.average if algo.prox == "average" else t.prox
-    lp, prox, behave, ref, adv, average = (
-        x.tolist() for x in (logprobs, proximal, t.behavior, t.reference, t.advantages, t.average)
+    lp, prox, behave, ref, adv = (
+        x.tolist() for x in (logprobs, t.prox, t.behavior, t.reference, t.advantages)
     )
     correction, total = algo.correction, 0.0
-    rejected = plain_rejected(t, proximal, algo.rejection)
-    other = {"reference": ref, "proximal": prox, "behavior": behave, "average": average}
+    rejected = plain_rejected(t, t.prox, algo.rejection)
+    other = {"reference": ref, "proximal": prox, "behavior": behave}
     tokens = sum(map(len, sequences.values()))
     episode = dict(enumerate(t.episode_ids.tolist()))
     written = Counter(episode[s] for s, places in sequences.items() for _ in places)
@@ -251,17 +249,15 @@ REJECTIONS = [
     coef=st.sampled_from([0.0, 0.1]),
     budget=st.integers(3, 40),
     rejection=st.sampled_from(REJECTIONS),
-    to=st.sampled_from(["reference", "proximal", "behavior", "average"]),
-    prox=st.sampled_from(["recompute", "average"]),
+    to=st.sampled_from(["reference", "proximal", "behavior"]),
 )
 def test_every_loss_against_loops(
-    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget, rejection, to, prox
+    seed, loss, reduction, mode, level, estimator, decoupled, coef, budget, rejection, to
 ):
     correction = CorrectionConfig(mode, level, cap=1.5)
     algo = AlgoConfig(
         loss=loss,
         decoupled=decoupled,
-        prox=prox,
         reduction=reduction,
         correction=correction,
         eps_high=0.3,
@@ -635,15 +631,13 @@ def test_the_kl_term_shares_the_weight_of_a_decoupled_loss(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("prox", ["recompute", "reuse", "average"])
+@pytest.mark.parametrize("prox", ["recompute", "reuse"])
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-@pytest.mark.parametrize("to", ["reference", "proximal", "behavior", "average"])
+@pytest.mark.parametrize("to", ["reference", "proximal", "behavior"])
 def test_models_are_there_only_if_something_needs_them(to, coef, prox):
     algo = AlgoConfig(prox=prox, kl=KLConfig(coef, "k2", "loss", to))
     objective = build_objective(TrainConfig(model="", algo=algo))
     assert objective.needs_reference == bool(coef and to == "reference")
-    assert objective.needs_average == bool(prox == "average" or (coef and to == "average"))
-    assert algo.needs_average == objective.needs_average
     assert objective.prox_pass == algo.prox_pass == "rest"
 
 
