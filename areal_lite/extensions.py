@@ -13,6 +13,9 @@ COMMANDS = "areal_lite.commands"
 DEVICES = "areal_lite.devices"
 """Devices without CUDA. The entry `cpu` is a `Device`."""
 
+OBSERVERS = "areal_lite.observers"
+"""What a person sees of a run. The entry `console` is an `Observer` (launch/observer.py)."""
+
 
 class Device(Protocol):
     """What a device without CUDA brings. A module with these functions is one."""

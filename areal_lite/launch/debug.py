@@ -12,16 +12,13 @@ from pathlib import Path
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
+from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
-from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import train_pool
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.panel import View
-from areal_lite.tools.report.progress import Progress
-from areal_lite.tools.report.train_view import eta
 
 _POLL_INTERVAL_S = 0.5
 
@@ -40,24 +37,15 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
         store = Store(run_dir / STORE_FILE, read_only=True)
-        started_at = time.monotonic()
 
-        def view() -> View:
-            done = store.counts()["finished"]
-            pace_s = [(time.monotonic() - started_at) / done] if done else []
-            return View(
-                title=f"rollouts · {run_dir}",
-                unit="group",
-                done=done,
-                total=groups,
-                eta_s=eta(pace_s, groups - done, 0.0),
-            )
+        def done() -> int:
+            return store.counts()["finished"]
 
-        with Progress(view) as progress:
-            while store.counts()["finished"] < groups:
+        with observer().count(f"rollouts · {run_dir}", "group", groups, done) as show:
+            while done() < groups:
                 roles.check()
                 pool.check()
-                progress.poll()
+                show()
                 time.sleep(_POLL_INTERVAL_S)
         store.close()
         write_json(run_dir / TOTALS_FILE, client.finish())
@@ -78,10 +66,10 @@ def train_only(
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-        with Progress(RunWatch(config, run_dir).view) as progress:
+        with observer().watch(config, run_dir) as show:
 
             def watch() -> None:
-                progress.poll()
+                show()
                 report_steps()
 
             roles.wait([*ranks, controller], watch=watch)

@@ -18,15 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.debug import rollout_only, train_only
+from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
-from areal_lite.launch.run_watch import RunWatch
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.launch.watchdog import Watchdog
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
@@ -42,10 +40,6 @@ from areal_lite.run_dir.resume import (
     stop_requested,
 )
 from areal_lite.system.files import write_json
-from areal_lite.tools.diagnose.diagnosis import alarm_line
-from areal_lite.tools.report.progress import Progress
-from areal_lite.tools.report.summary import build_summary
-from areal_lite.tools.report.summary_table import summary_table
 
 CONTROLLER = "areal_lite.controller.service"
 OnStep = Callable[[dict[str, Any]], object]
@@ -180,12 +174,12 @@ def _run_roles(
     """
     steps = config.trainer.steps
     report_steps = _step_reporter(run_dir, on_step)
-    with Roles(run_dir) as roles, Progress(RunWatch(config, run_dir).view) as progress:
+    with Roles(run_dir) as roles, observer().watch(config, run_dir) as show:
         controller = roles.start_module("controller", CONTROLLER)
         watchdog = Watchdog(roles, config.restart.hang_timeout_s)
 
         def watch_start() -> None:
-            progress.poll()
+            show()
             roles.check()
             watchdog.check()
 
@@ -196,7 +190,7 @@ def _run_roles(
         )
 
         def watch() -> None:
-            progress.poll()
+            show()
             report_steps()
             check_servers(pool, run_dir, steps)
             watchdog.check()
@@ -246,19 +240,10 @@ def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
 
 
 def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
-    """Write summary.json, report.png and report.html, and print the summary.
+    """Write summary.json and the report, and print the summary.
 
     `started_at`: wall-clock seconds at which the run started.
     """
-    from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
-    from areal_lite.tools.report.page_build import write_page
-
-    summary = build_summary(run_dir, config, started_at, time.time())
-    summary["report"] = str(write_report(run_dir))
+    summary = observer().summarize(config, run_dir, started_at, time.time())
     write_json(run_dir / SUMMARY_FILE, summary)
-    console = Console(stderr=True)
-    console.print(summary_table(summary))
-    paths = f"run directory: {run_dir}\nreport: {summary['report']}, {write_page(run_dir)}"
-    console.print(paths, highlight=False, soft_wrap=True)
-    if line := alarm_line(run_dir):
-        console.print(line, highlight=False, soft_wrap=True)
+    observer().report(run_dir, summary)

@@ -16,7 +16,6 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from areal_lite.config import load_config
-from areal_lite.launch.run_watch import finding_notices
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.run_dir.metrics import forget_after, read_events, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
@@ -25,6 +24,7 @@ from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.panel import View, ViewPanel
+from areal_lite.tools.report.run_watch import finding_notices
 from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, train_view
 
 STEP = 15

@@ -15,7 +15,7 @@ def replay(tmp_path, steps: int) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "tests.unit.launch.replayed_run",
+        "tests.unit.tools.report.replayed_run",
         f"{tmp_path / 'run'}",
         f"{steps}",
     ]

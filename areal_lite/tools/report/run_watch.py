@@ -1,4 +1,7 @@
-"""A training run as its panel shows it, read from what its processes write to its directory."""
+"""A training run as its panel shows it, read from what its processes write to its directory.
+
+`CONSOLE` is the observer of `areal-lite train` (launch/observer.py).
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,26 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import read_status
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.threads import start_daemon
-from areal_lite.tools.diagnose.diagnosis import Finding, diagnose
+from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report.panel import Notice, View
-from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, train_view
+from areal_lite.tools.report.progress import Progress
+from areal_lite.tools.report.summary import build_summary
+from areal_lite.tools.report.summary_table import summary_table
+from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, eta, train_view
 
 # A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
 # one core, and is not repeated before so many seconds.
@@ -144,3 +154,46 @@ class _Warnings:
             complete = log.read().rpartition(b"\n")[0]
         self._read[path] = start + len(complete)
         return complete.decode(errors="replace").splitlines()
+
+
+class ConsoleObserver:
+    """The panel during a run; report.png, report.html and a table at its end."""
+
+    @contextmanager
+    def watch(self, config: TrainConfig, run_dir: Path) -> Iterator[Callable[[], None]]:
+        with Progress(RunWatch(config, run_dir).view) as progress:
+            yield progress.poll
+
+    @contextmanager
+    def count(
+        self, title: str, unit: str, total: int, done: Callable[[], int]
+    ) -> Iterator[Callable[[], None]]:
+        started_at = time.monotonic()
+
+        def view() -> View:
+            count = done()
+            pace_s = [(time.monotonic() - started_at) / count] if count else []
+            left = eta(pace_s, total - count, 0.0)
+            return View(title=title, unit=unit, done=count, total=total, eta_s=left)
+
+        with Progress(view) as progress:
+            yield progress.poll
+
+    def summarize(
+        self, config: TrainConfig, run_dir: Path, started_at: float, finished_at: float
+    ) -> dict[str, Any]:
+        return build_summary(run_dir, config, started_at, finished_at)
+
+    def report(self, run_dir: Path, summary: dict[str, Any]) -> None:
+        from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
+        from areal_lite.tools.report.page_build import write_page
+
+        console = Console(stderr=True)
+        console.print(summary_table(summary))
+        paths = f"run directory: {run_dir}\nreport: {write_report(run_dir)}, {write_page(run_dir)}"
+        console.print(paths, highlight=False, soft_wrap=True)
+        if line := alarm_line(run_dir):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+CONSOLE = ConsoleObserver()

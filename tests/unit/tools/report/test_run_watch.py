@@ -5,13 +5,13 @@ import time
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.launch import run_watch
-from areal_lite.launch.run_watch import RunWatch
 from areal_lite.run_dir.controller_status import write_status
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.metrics import append_event
+from areal_lite.tools.report import run_watch
 from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.panel import Notice
+from areal_lite.tools.report.run_watch import RunWatch
 from tests.unit.run_dir.sample_status import STATUS
 
 LINE = "2026-01-02 03:04:05,678 {} {}: {}\n"
