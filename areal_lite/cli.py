@@ -65,16 +65,16 @@ _COMMANDS = {
         "areal_lite.tools.export:run", "write a run's checkpoint as a Hugging Face folder"
     ),
     "report": Command(
-        "areal_lite.tools.report.commands:report", "write one page about a run, for a browser"
+        "areal_lite.tools.report.command:report", "write one page about a run, for a browser"
     ),
     "compare": Command(
-        "areal_lite.tools.report.commands:compare", "write one page about two or more runs"
+        "areal_lite.tools.report.command:compare", "write one page about two or more runs"
     ),
     "inspect": Command(
-        "areal_lite.tools.report.commands:inspect", "print trajectories in the terminal"
+        "areal_lite.tools.report.command:inspect", "print trajectories in the terminal"
     ),
     "trace": Command(
-        "areal_lite.tools.report.commands:trace", "write a run as a trace for Perfetto"
+        "areal_lite.tools.report.command:trace", "write a run as a trace for Perfetto"
     ),
     "diagnose": Command(
         "areal_lite.tools.diagnose.command:run",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_COLUMNS = 100
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 45
 MAX_ROOM_SHARE = 0.18
 # Parts of the package that plug into the core, which no layer of it may import.

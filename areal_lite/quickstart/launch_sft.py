@@ -16,10 +16,8 @@ from areal_lite.run_dir.resume import (
     lock_run_dir,
     stop_requested,
 )
-from areal_lite.tools.report.panel import Row, Section, View, sparkline
-from areal_lite.tools.report.progress import Progress
-from areal_lite.tools.report.text import short
-from areal_lite.tools.report.train_view import eta
+from areal_lite.tools.formatting import short
+from areal_lite.tools.report.panel import Progress, Row, Section, View, eta, sparkline
 
 # The steps whose mean pace is shown.
 _RECENT_STEPS = 50

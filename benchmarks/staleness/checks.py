@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_lite.tools.diagnose import harness
-from areal_lite.tools.report.columns import read_columns
+from areal_lite.tools.report.run_data import read_columns
 
 
 def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:

@@ -23,9 +23,8 @@ from areal_lite.run_dir.resume import lock_run_dir
 from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report.demo import unpack
-from areal_lite.tools.report.panel import View, ViewPanel
+from areal_lite.tools.report.panel import RECENT_STEPS, RunState, View, ViewPanel, train_view
 from areal_lite.tools.report.run_watch import finding_notices
-from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, train_view
 
 STEP = 15
 COLUMNS = 84

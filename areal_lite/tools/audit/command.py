@@ -4,7 +4,7 @@ from pathlib import Path
 
 from areal_lite.config.report import AuditConfig
 from areal_lite.tools.audit.audit import audit, audit_text
-from areal_lite.tools.report.commands import chosen_run
+from areal_lite.tools.report.command import chosen_run
 
 
 def run(config: AuditConfig) -> int:

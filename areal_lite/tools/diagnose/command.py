@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_lite.config.report import DiagnoseConfig
 from areal_lite.tools.diagnose.diagnosis import diagnosis_text
 from areal_lite.tools.diagnose.history import read_history
-from areal_lite.tools.report.commands import chosen_run
+from areal_lite.tools.report.command import chosen_run
 
 
 def run(config: DiagnoseConfig) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from areal_lite.run_dir.store_packing import unpack
-from areal_lite.tools.report.columns import Columns, open_store
+from areal_lite.tools.report.run_data import Columns, open_store
 
 _BATCHES = 5
 _GROUPS = 100

@@ -17,7 +17,7 @@ from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STORE_FILE, SUMMARY_
 from areal_lite.run_dir.resume import is_locked, stop_requested
 from areal_lite.system.processes import tail
 from areal_lite.tools.diagnose.limits import limit
-from areal_lite.tools.report.columns import Columns, read_columns
+from areal_lite.tools.report.run_data import Columns, read_columns
 
 _LOG_LINES = 400
 # A server's own log (server-N.log) can be gigabytes.

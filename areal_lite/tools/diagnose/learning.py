@@ -12,7 +12,7 @@ from areal_lite.config.cautions import CLIPPED_LOSSES, clip_is_idle, tolerated_s
 from areal_lite.tools.diagnose.history import History
 from areal_lite.tools.diagnose.limits import limit
 from areal_lite.tools.diagnose.sign import Sign, alarm, hint
-from areal_lite.tools.report.text import short
+from areal_lite.tools.formatting import short
 
 # Below this many nats the growth of a difference is that of rounding.
 _ROUNDING = 1e-3

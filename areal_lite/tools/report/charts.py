@@ -1,8 +1,8 @@
 """The charts of a page as data: titles, axes with units, how to read them, and their points.
 
-A chart is a dict that page/charts.js draws: {id, kind, title, note, x, y, series}. A line's series
-is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a chart of bars has `labels`
-and one list of `values`.
+A chart is a dict that assets/charts.js draws: {id, kind, title, note, x, y, series}. A line's
+series is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a chart of bars has
+`labels` and one list of `values`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_lite.tools.report.columns import Columns
-from areal_lite.tools.report.lanes import requests_open, tokens_per_s
-from areal_lite.tools.report.measures import (
-    course,
-    histogram,
-    smooth,
-    source_names,
-    staleness_tokens,
-)
+from areal_lite.tools.report.run_data import Columns
+from areal_lite.tools.report.timeline import requests_open, tokens_per_s
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -289,3 +282,54 @@ def _accuracies(evals: Metrics) -> list[dict[str, Any]]:
 
 def _frame(id: str, kind: str, title: str, note: str, x: str, y: str) -> dict[str, Any]:
     return {"id": id, "kind": kind, "title": title, "note": note, "x": x, "y": y}
+
+
+def staleness_tokens(columns: Columns) -> np.ndarray:
+    """Count the sampled tokens in used trajectories by staleness: int64, index is versions."""
+    step = columns.step[columns.owner]
+    used = step >= 0
+    staleness = np.maximum(step - columns.version, 0)[used]
+    return np.bincount(staleness, columns.length[used]).astype(np.int64)
+
+
+def histogram(values: np.ndarray, bins: int = 30) -> tuple[np.ndarray, np.ndarray]:
+    """Return int64 edges [b + 1] of equal width and counts [b] of whole numbers, b <= `bins`.
+
+    A bin holds the values from its edge to just before the next one.
+    """
+    if not len(values):
+        return np.array([0, 1]), np.array([0])
+    low, high = int(values.min()), int(values.max())
+    width = -(-(high - low + 1) // bins)
+    count = -(-(high - low + 1) // width)
+    edges = low + width * np.arange(count + 1)
+    return edges, np.bincount((values - low) // width, minlength=count)
+
+
+def smooth(values: Sequence[float] | np.ndarray, window: int = 7) -> np.ndarray:
+    """Return the centered running mean, float64 of the same length.
+
+    The ends have fewer values. NaN is ignored, and is the mean where nothing else is.
+    """
+    series = np.asarray(values, np.float64)
+    known = ~np.isnan(series)
+    total = np.concatenate(([0.0], np.cumsum(np.where(known, series, 0.0))))
+    count = np.concatenate(([0], np.cumsum(known)))
+    index, half = np.arange(len(series)), window // 2
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(series))
+    with np.errstate(invalid="ignore"):
+        return (total[high] - total[low]) / (count[high] - count[low])
+
+
+def course(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps that know the metric `key`, and its values there: float64 [n] each."""
+    known = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
+    steps, values = np.array(known, np.float64).reshape(-1, 2).T
+    return steps, values
+
+
+def source_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the data sources; none if a run has a single one."""
+    prefix = "reward_mean/"
+    keys = dict.fromkeys(key for row in metrics for key in row if key.startswith(prefix))
+    return [key.removeprefix(prefix) for key in keys]

@@ -1,4 +1,4 @@
-"""The panel that a terminal shows during work.
+"""The progress of running work: a panel on a terminal, lines in a log.
 
     ╭─ training · runs/first ───────────────────────────────────╮
     │ step 34 of 60  ━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━  57 %  ETA 0:54 │
@@ -9,27 +9,44 @@
     │ trainer     trains on step 35                             │
     ╰───────────────────────────────────────────── 1:12 elapsed ╯
 
-* A row is one line, which is cut where it is too long. Only a wait gets the lines that it needs.
-* A narrow terminal has one column. A low one leaves out notices, then sections.
+    step 12/60 · reward 0.71 · staleness 1.2 · 4.1k tok/s · ETA 2:10
+
+* On a terminal the panel stays in place, and messages scroll by above it. A line takes its place at
+  the end. A row of the panel is one line, cut where it is too long; only a wait gets the lines that
+  it needs. A narrow terminal has one column. A low one leaves out notices, then sections.
+* A log gets a new line at most every ten seconds, and always the last one. So does a terminal
+  without cursor movement, one whose shell shows its prompt meanwhile (`&`), and CI.
+
+A `View` is the content of a panel; `train_view` makes it from the records of a training run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rich.box import ROUNDED
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.console import Group as Lines
+from rich.control import Control
+from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_lite.tools.report.text import duration, visible
+from areal_lite.config import TrainConfig
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
+from areal_lite.tools.formatting import duration, pause, short, visible
+from areal_lite.tools.report.charts import source_names
+from areal_lite.tools.report.summary import off_policy_label
 
 _MOST_COLUMNS = 100
 # The ^C that a terminal writes for Ctrl-C stays on the last line of the panel.
@@ -216,3 +233,353 @@ def _cut(text: Text, columns: int) -> Text:
     text.no_wrap = True
     text.truncate(columns, overflow="ellipsis", pad=True)
     return text
+
+
+_LOG_INTERVAL_S = 10.0
+_POLL_INTERVAL_S = 1.0
+
+
+class Progress:
+    """Shows the progress of a piece of work. A context manager: leaving it ends the panel."""
+
+    def __init__(
+        self,
+        view: Callable[[], View],
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Prepare to show `view()`, the present state of the work.
+
+        Args:
+            view: is called at most once a second.
+            stream: the terminal or log file to write to; stderr by default.
+            clock: returns seconds.
+        """
+        self._view = view
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._started_at = self._polled_at = clock()
+        self._written_at: float | None = None
+        self._written = 0  # units
+        self._width = 0
+        console = Console(file=self._stream)
+        self._live: Live | None = None
+        if takes_panel(console):
+            self._live = Live(
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                # A stdout that is a pipe gets what is printed to it.
+                redirect_stdout=sys.stdout.isatty(),
+                vertical_overflow="crop",
+            )
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        view = self._view()
+        self._written = view.done  # an earlier process has reported these
+        self._show(view)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        view = self._view()
+        if self._live:
+            self._live.stop()
+        self._write(view)
+
+    def poll(self) -> None:
+        """Show the present state, unless that was done within the last second."""
+        if self._clock() - self._polled_at >= _POLL_INTERVAL_S:
+            self._show(self._view())
+
+    def _show(self, view: View) -> None:
+        self._polled_at = now = self._clock()
+        if self._live:
+            self._redraw(self._live, ViewPanel(view, now - self._started_at))
+        elif self._written_at is None or now - self._written_at >= _LOG_INTERVAL_S:
+            self._write(view)
+
+    def _redraw(self, live: Live, panel: ViewPanel) -> None:
+        width = live.console.width
+        if width < self._width:
+            # The terminal has wrapped the old panel, so that its height is unknown.
+            live.console.control(Control.clear(), Control.home())
+        self._width = width
+        live.update(panel, refresh=True)
+
+    def _write(self, view: View) -> None:
+        """Write the line of `view`, if more is done than the last line says."""
+        if view.done != self._written:
+            self._written, self._written_at = view.done, self._clock()
+            print(progress_line(view, self._clock() - self._started_at), file=self._stream)
+            self._stream.flush()
+
+
+def takes_panel(console: Console) -> bool:
+    """Return whether `console` writes to a terminal whose screen this process may draw on."""
+    stream = console.file
+    if not stream.isatty() or console.is_dumb_terminal or os.environ.get("CI"):
+        return False
+    with suppress(OSError):  # not the terminal that controls this process, or no file at all
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    return True
+
+
+def progress_line(view: View, elapsed_s: float) -> str:
+    """Return the text of a progress line, `elapsed_s` seconds after the start.
+
+    A value reads `name value`, except `tok_per_s`, which reads `4.1k tok/s`. None is left out.
+    """
+    parts = [f"{view.unit} {view.done}/{view.total}"]
+    for name, value in view.line.items():
+        if value is None:
+            continue
+        rate = name.removesuffix("_per_s")
+        parts.append(f"{name} {short(value)}" if rate == name else f"{short(value)} {rate}/s")
+    if view.done >= view.total:
+        parts.append(f"took {duration(elapsed_s)}")
+    elif view.eta_s is not None:
+        parts.append(f"ETA {duration(view.eta_s)}")
+    return " · ".join(parts)
+
+
+RECENT_STEPS = 10
+"""The steps whose mean pace is shown."""
+_UNKNOWN = "–"
+_REWARD_SPARKS = 10
+# Data sources that have a row. The report draws them all.
+_MOST_SOURCES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The records of a run so far.
+
+    Args:
+        config: its settings.
+        steps: the newest lines of metrics.jsonl, at most RECENT_STEPS.
+        rewards: the mean reward of each step.
+        evaluation: the newest line of evals.jsonl.
+        status: that of the controller, which may not run yet, or no longer.
+        since_step_s: seconds since the newest step was read.
+        notices: what to look at.
+    """
+
+    config: TrainConfig
+    steps: Sequence[Mapping[str, Any]] = ()
+    rewards: Sequence[float] = ()
+    evaluation: Mapping[str, Any] | None = None
+    status: ControllerStatus | None = None
+    since_step_s: float = 0.0
+    notices: Sequence[Notice] = ()
+
+    @property
+    def done(self) -> int:
+        """Return the number of completed steps."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def newest(self) -> Mapping[str, Any]:
+        """Return the newest step, or nothing."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def timed(self) -> Sequence[Mapping[str, Any]]:
+        """Return the recent steps but the first one, which includes the start of the servers."""
+        return [step for step in self.steps if step["step"] > 1]
+
+    def total(self, key: str) -> float | None:
+        """Return the sum of `key` over the timed steps; None if one of them lacks it."""
+        values = [value for step in self.timed if (value := step.get(key)) is not None]
+        return float(sum(values)) if values and len(values) == len(self.timed) else None
+
+    def per_second(self, key: str) -> float | None:
+        """Return `key` per second of the timed steps."""
+        amount, seconds = self.total(key), self.total("time_s")
+        return amount / seconds if amount is not None and seconds else None
+
+
+def train_view(state: RunState) -> View:
+    """Lay out what a run has published."""
+    steps = state.config.trainer.steps
+    times_s = [step["time_s"] for step in state.timed]
+    sections = [_learning(state), _generation(state), _speed(state), _off_policy(state)]
+    if state.config.debug == "train_only":  # without servers
+        del sections[1]
+    return View(
+        title=f"training · {state.config.run_dir}",
+        unit="step",
+        done=state.done,
+        total=steps,
+        eta_s=eta(times_s, steps - state.done, state.since_step_s),
+        line=step_line(state.newest) if state.steps else {},
+        sections=sections,
+        waits=_waits(state),
+        notices=state.notices,
+    )
+
+
+def eta(times_s: Sequence[float], left: int, since_s: float) -> float | None:
+    """Return the seconds until `left` more units are complete; None if the pace is unknown.
+
+    Args:
+        times_s: the seconds of recent units.
+        left: units that are not complete.
+        since_s: seconds since the last unit was complete.
+    """
+    if not times_s or not left:
+        return None
+    return max(sum(times_s) / len(times_s) * left - since_s, 0.0)
+
+
+def step_line(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the values of the progress line from a line of metrics.jsonl."""
+    return {
+        "reward": step["reward_mean"],
+        "staleness": step["staleness_mean"],
+        "tok_per_s": step["tokens"] / step["time_s"],
+        "pause": None if step["pause_s"] is None else pause(step["pause_s"]),
+    }
+
+
+def _learning(state: RunState) -> Section:
+    reward = f"{_show(state.newest, 'reward_mean')} {sparkline(state.rewards, _REWARD_SPARKS)}"
+    return Section(
+        "learning",
+        (
+            Row("reward", reward),
+            *(
+                Row(f"  {name}", _show(state.newest, f"reward_mean/{name}"))
+                for name in source_names([state.newest])[:_MOST_SOURCES]
+            ),
+            Row("greedy accuracy", _accuracy(state.evaluation, "greedy")),
+            Row("sampled accuracy", _accuracy(state.evaluation, "sampled")),
+        ),
+    )
+
+
+def _accuracy(evaluation: Mapping[str, Any] | None, key: str) -> str:
+    if evaluation is None or evaluation.get(key) is None:
+        return _UNKNOWN
+    return f"{evaluation[key]:.1%}, step {evaluation['version']}"
+
+
+def _generation(state: RunState) -> Section:
+    status = state.status
+    ready = f"{status.servers_ready} of {state.config.server.count}" if status else _UNKNOWN
+    return Section(
+        "generation",
+        (
+            Row("servers ready", ready),
+            Row("in flight", _in_flight(status)),
+            Row("pause of a push", _show(state.newest, "pause_s", pause)),
+        ),
+    )
+
+
+def _in_flight(status: ControllerStatus | None) -> str:
+    if status is None:
+        return _UNKNOWN
+    if not status.servers_ready:
+        return f"{status.in_flight} wait for a server"
+    return f"{status.in_flight} of {status.concurrency_limit}"
+
+
+def _speed(state: RunState) -> Section:
+    def rate(key: str) -> str:
+        value = state.per_second(key)
+        return _UNKNOWN if value is None else f"{short(value)}/s"
+
+    return Section(
+        "speed",
+        (
+            Row("tokens", rate("tokens")),
+            Row("trajectories", rate("trajectories")),
+            Row("a step", _step_time(state)),
+        ),
+    )
+
+
+def _off_policy(state: RunState) -> Section:
+    step = state.newest
+    algo = state.config.algo
+    staleness = f"mean {_show(step, 'staleness_mean')}, max {_show(step, 'staleness_max')}"
+    weight = f"mean {_show(step, 'behavior_weight')}, max {_show(step, 'weight_max')}"
+    return Section(
+        f"{off_policy_label(algo)}, staleness up to {state.config.buffer.max_staleness}",
+        (
+            Row("staleness", staleness if step else _UNKNOWN),
+            Row("clipped", _show(step, "clip_fraction", "{:.2%} of tokens".format)),
+            Row("behavior weight", weight if "behavior_weight" in step else _UNKNOWN),
+        ),
+    )
+
+
+def _step_time(state: RunState) -> str:
+    """Return the mean time of a step, and the share of it that the trainer waits for a batch."""
+    time_s, wait_s = state.total("time_s"), state.total("wait_s")
+    if not time_s:
+        return _UNKNOWN
+    mean_s = time_s / len(state.timed)
+    mean = f"{short(mean_s)} s" if mean_s < 100 else duration(mean_s)
+    return mean if wait_s is None else f"{mean}, waits {wait_s / time_s:.0%}"
+
+
+def _waits(state: RunState) -> list[Row]:
+    """Say what each part of the run does or waits for."""
+    rows = [Row("trainer", _trainer(state))]
+    if state.config.debug != "train_only":
+        rows.append(Row("servers", _servers(state)))
+    if state.status and state.status.evaluating:
+        versions = ", ".join(str(version) for version in state.status.evaluating)
+        rows.append(Row("evaluation", f"of step {versions} in progress"))
+    return rows
+
+
+def _trainer(state: RunState) -> str:
+    status = state.status
+    if state.done >= state.config.trainer.steps:
+        return "all steps done, saves the model"
+    if status is None:
+        return f"trains on step {state.done + 1}" if state.done else "loads the model"
+    step = max(status.step, state.done) + 1  # the status may be older than the metrics
+    match status.trainer:
+        case TrainerPhase.LOADING:
+            return "loads the model"
+        case TrainerPhase.PUSHING:
+            return "pushes its weights to the servers"
+        case TrainerPhase.WAITING:
+            if status.held_by is not None:
+                return f"waits for group {status.held_by}, which no more groups may pass"
+            needs = f"{status.missing_groups} of {state.config.trainer.batch_groups} groups"
+            return f"waits for {needs} of step {step}"
+        case TrainerPhase.TRAINING:
+            return f"trains on step {step}"
+
+
+def _servers(state: RunState) -> str:
+    """Say what the servers do or wait for."""
+    status = state.status
+    if status is None or not status.servers_announced:
+        return "stop" if state.done >= state.config.trainer.steps else "start"
+    if not status.servers_ready:
+        return f"wait for the weights of step {status.step}"
+    if status.trainer is TrainerPhase.PUSHING:
+        return "take new weights"
+    if status.can_admit:
+        if not status.requests:
+            return "have no requests: rewards or tools are at work"
+        # Requests of an evaluation come on top of those for training.
+        more = ", evaluation included" if status.evaluating else ""
+        return f"generate: {status.requests} requests{more}"
+    if status.version + state.config.max_lead + 1 >= state.config.trainer.steps:
+        reason = "no more are needed"
+    else:
+        reason = "new ones would be too stale"
+    return f"finish {status.requests} requests; {reason}" if status.requests else f"idle; {reason}"
+
+
+def _show(values: Mapping[str, Any], key: str, form: Callable[[Any], str] = short) -> str:
+    return _UNKNOWN if values.get(key) is None else form(values[key])

@@ -24,11 +24,16 @@ from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.system.threads import start_daemon
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.tools.diagnose.history import read_history
-from areal_lite.tools.report.panel import Notice, View
-from areal_lite.tools.report.progress import Progress
-from areal_lite.tools.report.summary import build_summary
-from areal_lite.tools.report.summary_table import summary_table
-from areal_lite.tools.report.train_view import RECENT_STEPS, RunState, eta, train_view
+from areal_lite.tools.report.panel import (
+    RECENT_STEPS,
+    Notice,
+    Progress,
+    RunState,
+    View,
+    eta,
+    train_view,
+)
+from areal_lite.tools.report.summary import build_summary, summary_table
 
 # A diagnosis reads so many of the newest steps, of 8 kB each in memory. It may take this share of
 # one core, and is not repeated before so many seconds.
@@ -186,7 +191,7 @@ class ConsoleObserver:
 
     def report(self, run_dir: Path, summary: dict[str, Any]) -> None:
         from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
-        from areal_lite.tools.report.page_build import write_page
+        from areal_lite.tools.report.page import write_page
 
         console = Console(stderr=True)
         console.print(summary_table(summary))

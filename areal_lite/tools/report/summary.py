@@ -1,18 +1,202 @@
-"""The summary of a run, counted from its records.
+"""The final numbers of a run: at the top of its page, in summary.json, in the terminal.
 
 A value is None when the run did not get that far, because it was killed or evaluates nothing.
 """
 
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-from areal_lite.config import TrainConfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.table import Table
+
+from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import read_json
-from areal_lite.tools.report.facts import known_values, mean_of
-from areal_lite.tools.report.run_data import RunData, load_run
-from areal_lite.tools.report.text import off_policy_label
+from areal_lite.tools.formatting import duration, pause, short
+from areal_lite.tools.report.run_data import Columns, RunData, load_run
+from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
+
+
+class Fact(NamedTuple):
+    """A number of a run: its key, its name and unit, and its text."""
+
+    key: str
+    name: str
+    text: Callable[[Any], str]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+FACTS = (
+    Fact("steps", "training steps", _count),
+    Fact("sampled_before", "accuracy before training, sampled", _percent),
+    Fact("sampled_after", "accuracy of the last evaluation, sampled", _percent),
+    Fact("greedy_before", "accuracy before training, greedy", _percent),
+    Fact("greedy_after", "accuracy of the last evaluation, greedy", _percent),
+    Fact("reward_first", "mean reward of the first five steps", short),
+    Fact("reward_last", "mean reward of the last five steps", short),
+    Fact("seconds", "time, first trajectory to last step", duration),
+    Fact("trajectories", "trajectories trained on", _count),
+    Fact("tokens", "tokens trained on", _count),
+    Fact("tokens_per_s", "tokens trained on per second", short),
+    Fact("wait_share", "share of the time that the trainer waited", _percent),
+    Fact("staleness_mean", "mean staleness, steps", short),
+    Fact("staleness_max", "largest staleness, steps", short),
+    Fact("interrupted", "trajectories of more than one weight version", _percent),
+    Fact("behave_kl", "mean KL of behavior and proximal, nats per token", short),
+    Fact("ess", "mean effective sample size", "{:.4f}".format),
+    Fact("pushes", "weight pushes", _count),
+    Fact("pause_mean", "mean pause per push", pause),
+    Fact("pause_max", "longest pause", pause),
+    Fact("length_mean", "mean response, tokens", short),
+    Fact("truncated", "responses cut off at the token budget", _percent),
+)
+
+
+def count_facts(run: RunData) -> dict[str, Any]:
+    """Count the numbers of FACTS; None where the run did not get that far."""
+    metrics, evals, columns = run.metrics, run.evals, run.columns
+    used = columns.step >= 0
+    first_version, last_version = versions_of(columns)
+    pauses = [seconds for _, seconds in pushes_of(metrics).values()]
+    seconds = training_s(run) if metrics and len(columns) else None
+    tokens = int(columns.sampled[used].sum())
+    main = [e for e in evals if e.get("name") == evals[0].get("name")]
+    before, after = main[0] if main else {}, main[-1] if len(main) > 1 else {}
+    rewards = known_values(metrics, "reward_mean")
+    return {
+        "steps": len(metrics),
+        "sampled_before": before.get("sampled"),
+        "sampled_after": after.get("sampled"),
+        "greedy_before": before.get("greedy"),
+        "greedy_after": after.get("greedy"),
+        "reward_first": _mean(rewards[:5]),
+        "reward_last": _mean(rewards[-5:]),
+        "seconds": seconds,
+        "trajectories": int(used.sum()),
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds if seconds else None,
+        "wait_share": _waited(metrics, columns) / seconds if seconds else None,
+        "staleness_mean": mean_of(metrics, "staleness_mean"),
+        "staleness_max": max((m.get("staleness_max") or 0 for m in metrics), default=None),
+        "interrupted": _mean((last_version > first_version)[used]),
+        "behave_kl": mean_of(metrics, "behave_kl"),
+        "ess": mean_of(metrics, "ess"),
+        "pushes": len(pauses),
+        "pause_mean": _mean(pauses),
+        "pause_max": max(pauses, default=None),
+        "length_mean": _mean(columns.sampled[used]),
+        "truncated": _mean(columns.truncated[used]),
+    }
+
+
+def first_started(run: RunData) -> float | None:
+    """Return the wall-clock seconds at which the first trajectory started; None before it.
+
+    Servers start earlier. Without trajectories it is the start of the first step.
+    """
+    if len(run.columns):
+        return float(run.columns.started.min())
+    first = next(iter(run.metrics), None)
+    return first["logged_at"] - (first["time_s"] or 0.0) if first else None
+
+
+def training_s(run: RunData) -> float:
+    """Return the seconds from `first_started` to the end of the last step; 0 without one.
+
+    The time between an end and a resumed start is left out.
+    """
+    started = first_started(run)
+    if not run.metrics or started is None:
+        return 0.0
+    return run.metrics[-1]["logged_at"] - started - downtime_s(run.metrics)
+
+
+def versions_of(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first and the last weight version of each trajectory, -1 without any."""
+    index = np.arange(len(columns))
+    first = np.searchsorted(columns.owner, index)
+    last = np.searchsorted(columns.owner, index, "right") - 1
+    versions = np.append(columns.version, -1)
+    some = last >= first
+    return np.where(some, versions[first], -1), np.where(some, versions[last], -1)
+
+
+def _waited(metrics: Sequence[Mapping[str, Any]], columns: Columns) -> float:
+    """Return the seconds that the trainer waited after the first trajectory had started."""
+    starts, ends = trainer_spans(metrics)["waits for a batch"]
+    return float(np.maximum(ends - np.maximum(starts, columns.started.min()), 0.0).sum())
+
+
+def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and text of each fact, a dash for what is unknown."""
+    return [(fact.name, _text(fact, facts[fact.key])) for fact in FACTS]
+
+
+def difference_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return, for each fact, its name, its text in each run, and the differences to the first."""
+    rows = []
+    for fact in FACTS:
+        values = [run[fact.key] for run in runs]
+        cells = [_text(fact, values[0])]
+        for value in values[1:]:
+            cells.append(_text(fact, value))
+            base = values[0]
+            delta = None if value is None or base is None else value - base
+            sign = "" if not delta else "+" if delta > 0 else "−"
+            cells.append(sign + _text(fact, None if delta is None else abs(delta)))
+        rows.append([fact.name, *cells])
+    return rows
+
+
+def headline(facts: Mapping[str, Any], planned: int | None, ended: bool) -> str:
+    """Say in a few sentences how the run went."""
+    of = f" of {planned}" if planned and planned != facts["steps"] else ""
+    parts = [
+        f"{facts['steps']}{of} training steps on {facts['trajectories']:,} trajectories"
+        + (f" in {duration(facts['seconds'])}." if facts["seconds"] else ".")
+    ]
+    if facts["sampled_after"] is not None and facts["sampled_before"] is not None:
+        change = f"from {facts['sampled_before']:.0%} to {facts['sampled_after']:.0%}"
+        parts.append(f"Held-out accuracy went {change} (sampled).")
+    elif facts["reward_last"] is not None:
+        change = f"from {short(facts['reward_first'])} to {short(facts['reward_last'])}"
+        parts.append(f"Mean reward went {change}.")
+    if facts["interrupted"] is not None:
+        parts.append(
+            f"{facts['interrupted']:.0%} of the trajectories have tokens of more than one version."
+        )
+    if not ended:
+        parts.append("The run has not ended: it is still going, or it was killed.")
+    return " ".join(parts)
+
+
+def _text(fact: Fact, value: float | None) -> str:
+    return "–" if value is None else fact.text(value)
+
+
+def known_values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return `key` of the training steps that have it."""
+    return [m[key] for m in metrics if m.get(key) is not None]
+
+
+def mean_of(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the mean of `key` over the training steps that have it; None without any."""
+    return _mean(known_values(metrics, key))
+
+
+def _mean(values: Any) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def build_summary(
@@ -30,8 +214,8 @@ def build_summary(
         finished_at: wall-clock seconds at which the command ended.
     """
     run = load_run(run_dir)
-    facts = run.facts()
-    seconds = run.training_s
+    facts = count_facts(run)
+    seconds = training_s(run)
     return {
         "run_dir": str(run_dir),
         "report": str(Path(run_dir) / REPORT_FILE),
@@ -99,3 +283,51 @@ def _accuracies(facts: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str,
         **shares,
         "eval_problems": evals[0].get("problems") if evals else None,
     }
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """Lay out the result of `build_summary`. Unknown values are shown as a dash."""
+    table = Table(title="Summary of the run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, text in _rows(summary):
+        table.add_row(name, text)
+    return table
+
+
+def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    def show(key: str, form: Callable[[Any], str] = str) -> str:
+        return "–" if summary.get(key) is None else form(summary[key])
+
+    percent = "{:.1%}".format
+    greedy = f"{show('greedy_before', percent)} → {show('greedy_after', percent)}"
+    sampled = f"{show('sampled_before', percent)} → {show('sampled_after', percent)}"
+    tokens = f"{show('tokens_per_s', short)} tokens/s"
+    trajectories = f"{show('trajectories_per_s', short)} trajectories/s"
+    staleness = f"mean {show('staleness_mean', short)}, largest {show('max_staleness', short)}"
+    off_policy = {
+        "clip_fraction_mean": "{:.2%} of tokens clipped".format,
+        "behavior_weight_max": lambda weight: f"behavior weights up to {short(weight)}",
+    }
+    known = [show(key, form) for key, form in off_policy.items() if summary.get(key) is not None]
+    pauses = f"mean {show('pause_s_mean', pause)}, longest {show('pause_s_max', pause)}"
+    return [
+        ("held-out accuracy, greedy", greedy),
+        ("held-out accuracy, sampled", sampled),
+        ("held-out problems", show("eval_problems")),
+        ("training steps", f"{show('steps')} of {show('steps_planned')}"),
+        ("trained on", f"{tokens}, {trajectories}"),
+        ("staleness", f"{staleness}, bound {show('staleness_bound')}"),
+        ("trajectories of more than one version", show("multi_segment_share", percent)),
+        (summary["off_policy_label"], ", ".join(known) or "–"),
+        ("weight pushes", show("pushes")),
+        ("pause per push", pauses),
+        ("requests drained for a push", show("requests_drained")),
+        ("trajectories lost", show("trajectories_lost")),
+        ("wall time of this start", show("wall_s", duration)),
+    ]
+
+
+def off_policy_label(algo: AlgoConfig) -> str:
+    """Return the heading of the numbers about clips and behavior weights."""
+    return "decoupled PPO" if algo.loss == "ppo" and algo.decoupled else "off-policy data"

@@ -1,113 +1,452 @@
-"""The timeline of the report: one bar per trajectory, colored by weight version.
+"""When each part of a run did what: spans of time, utilization lanes, windows of requests, a trace.
 
-| version 25 | version 26   | version 27 |    strip: the version that the servers have
-████████████ ░░░░░░░                         a trajectory that one push interrupted
-             ░░░░░░░░░░░░░░ ▒▒▒▒▒
+Pure functions of the trajectories and of the lines of metrics.jsonl. Times are wall-clock seconds
+unless a docstring says otherwise.
 """
 
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-from matplotlib.axes import Axes
 
-from areal_lite.tools.report.columns import Columns
-from areal_lite.tools.report.run_data import RunData
-from areal_lite.tools.report.style import GREY, show_empty
-from areal_lite.tools.report.windows import Pauses, segment_spans
+from areal_lite.system.files import to_plain
+from areal_lite.tools.report.run_data import Columns, read_run
+from areal_lite.trajectory import trace_name
 
-_ROWS = 90
-# Neighbors are far apart in hue, so that a change of version is visible. The cycle is eight long.
-_VERSION_COLORS = (
-    "#2b6cb0",
-    "#dd7a1f",
-    "#2f855a",
-    "#c9366f",
-    "#3f9fd0",
-    "#a07010",
-    "#7a52cc",
-    "#62a83c",
-)
-# Shares of the width that a label in the strip needs: "version 25", "v25".
-_LONG_LABEL = 0.06
-_SHORT_LABEL = 0.025
+Spans = tuple[np.ndarray, np.ndarray]
+"""Starts and ends of spans of time, float64 [k] each, in wall-clock seconds."""
 
 
-def draw_timeline(axes: Axes, run: RunData) -> None:
-    """Draw trajectories from the middle of the run, and the pushes that interrupted them."""
-    columns, origin, paused = run.columns, run.started_at, run.pushes
-    chosen = middle_trajectories(columns, len(paused), _ROWS)
-    axes.set(xlabel="seconds since the first trajectory", yticks=[])
-    title = (
-        f"{len(chosen)} trajectories from the middle of the run: "
-        "one bar each, colored by the weight version that sampled it"
+def exposure(starts: np.ndarray, ends: np.ndarray, weights: Any, at: np.ndarray) -> np.ndarray:
+    """Return the weighted seconds that spans have lasted before each time in `at`, float64.
+
+    The difference over two times, divided by the seconds between them, is the mean number of spans
+    that are open (weights 1), or a rate (weights per second).
+    """
+    weights = np.broadcast_to(np.asarray(weights, np.float64), starts.shape)
+
+    def ramps(corners: np.ndarray) -> np.ndarray:
+        """Sum weight x seconds since the corner, over the corners that have passed."""
+        order = np.argsort(corners, kind="stable")
+        corners, w = corners[order], weights[order]
+        passed = np.searchsorted(corners, at)
+        total = np.concatenate(([0.0], np.cumsum(w)))
+        moment = np.concatenate(([0.0], np.cumsum(w * corners)))
+        return at * total[passed] - moment[passed]
+
+    return ramps(starts) - ramps(ends)
+
+
+def mean_open(
+    starts: np.ndarray, ends: np.ndarray, edges: np.ndarray, weights: Any = 1.0
+) -> np.ndarray:
+    """Return the mean weight of the spans that are open in each bin, float64 [len(edges) - 1]."""
+    origin = edges[0]  # small numbers keep the sums exact
+    seconds = exposure(starts - origin, ends - origin, weights, edges - origin)
+    return np.diff(seconds) / np.diff(edges)
+
+
+def merge(starts: np.ndarray, ends: np.ndarray) -> Spans:
+    """Return the union of spans as disjoint spans in order, without empty ones."""
+    some = ends > starts
+    starts, ends = starts[some], ends[some]
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, reach = starts[order], np.maximum.accumulate(ends[order])
+    opens = np.concatenate(([True], starts[1:] > reach[:-1]))
+    closes = np.concatenate((opens[1:], [True]))
+    return starts[opens], reach[closes]
+
+
+def covered(spans: Spans, edges: np.ndarray) -> np.ndarray:
+    """Return the share of each bin that disjoint spans cover, float64 [len(edges) - 1]."""
+    return mean_open(*spans, edges) if len(spans[0]) else np.zeros(len(edges) - 1)
+
+
+def pauses(metrics: Sequence[Mapping[str, Any]]) -> Spans:
+    """Return the spans in which a push paused generation."""
+    found = [(m["paused_at"], m["pause_s"]) for m in metrics if m.get("paused_at")]
+    known = [(at, at + pause) for at, pause in found if pause is not None]
+    starts, ends = np.array(known, np.float64).reshape(-1, 2).T
+    return starts, ends
+
+
+def trainer_spans(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Spans]:
+    """Return when the trainer waited for a batch, trained and pushed, from the ends of its steps.
+
+    A step that lacks one of its times counts as zero seconds of it.
+    """
+    end = np.array([m["logged_at"] for m in metrics], np.float64)
+    spans: dict[str, Spans] = {}
+    for name, key in (
+        ("pushes weights", "push_s"),
+        ("trains", "train_s"),
+        ("waits for a batch", "wait_s"),
+    ):
+        start = end - np.array([m.get(key) or 0.0 for m in metrics], np.float64)
+        spans[name] = (start, end)
+        end = start
+    return dict(reversed(spans.items()))
+
+
+def downtime_s(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds between the starts of a run that was resumed.
+
+    They belong to no step: a step is logged its own seconds after the one before it.
+    """
+    pairs = itertools.pairwise(metrics)
+    gaps = (b["logged_at"] - a["logged_at"] - (b.get("time_s") or 0.0) for a, b in pairs)
+    return sum(max(gap, 0.0) for gap in gaps)
+
+
+def batch_times(metrics: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the time at which each step, from 0, got its batch."""
+    starts = trainer_spans(metrics)["trains"][0]
+    return {m["step"] - 1: float(at) for m, at in zip(metrics, starts)}
+
+
+def queue_spans(
+    columns: Columns, metrics: Sequence[Mapping[str, Any]], batch: int, end: float
+) -> dict[str, Spans]:
+    """Return when a whole batch was queued, and when the controller lacked groups for one.
+
+    A group is queued from its end until the trainer takes its batch, or until `end`.
+
+    Args:
+        columns: the store.
+        metrics: the training steps.
+        batch: groups of a batch.
+        end: wall-clock seconds.
+    """
+    groups = columns.groups
+    taken = batch_times(metrics)
+    queued = (groups["state"] == "used") | (groups["state"] == "finished")
+    joins = groups["finished"][queued]
+    leaves = np.array([taken.get(step, end) for step in groups["step"][queued].tolist()])
+    # A clock of another process may say that a group left before it came.
+    times = np.concatenate((joins, np.maximum(joins, leaves)))
+    order = np.argsort(times, kind="stable")
+    depth = np.cumsum(np.repeat([1, -1], [len(joins), len(joins)])[order])
+    times = times[order]
+    ready = depth >= batch
+    until = np.append(times[1:], end)
+    begin = float(groups["admitted"].min()) if len(groups["admitted"]) else end
+    lacks = np.concatenate(([begin], times[~ready])), np.concatenate((times[:1], until[~ready]))
+    if not len(times):
+        lacks = (np.array([begin]), np.array([end]))
+    return {
+        "a batch waits for the trainer": merge(times[ready], until[ready]),
+        "waits for trajectories": merge(*lacks),
+    }
+
+
+BINS = 240
+
+
+def time_edges(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+    """Return the edges of BINS equal bins over the run, wall-clock seconds; None before it."""
+    if len(columns):
+        begin, end = float(columns.started.min()), float(columns.finished.max())
+    elif metrics:
+        begin = end = float(trainer_spans(metrics)["waits for a batch"][0][0])
+    else:
+        return None
+    if metrics:
+        end = max(end, metrics[-1]["logged_at"])
+    return np.linspace(begin, end, BINS + 1) if end > begin else None
+
+
+def build_lanes(
+    columns: Columns, metrics: Sequence[Mapping[str, Any]], batch: int, edges: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the lanes: name, and by state the share of each bin, float64 [BINS].
+
+    Shares of a lane sum to 1. `batch` is the number of groups of a batch.
+    """
+    trainer = {name: covered(spans, edges) for name, spans in trainer_spans(metrics).items()}
+    queue = queue_spans(columns, metrics, batch, float(edges[-1]))
+    controller = {name: covered(spans, edges) for name, spans in queue.items()}
+    lanes = [_lane("trainer", trainer, "does something else")]
+    lanes += [
+        _lane(
+            name or "servers",
+            _server_shares(columns, index, pauses(metrics), edges),
+            "waits for work",
+        )
+        for index, name in enumerate(columns.servers)
+    ]
+    return [*lanes, _lane("controller", controller, "has not started")]
+
+
+def requests_open(columns: Columns, edges: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the mean number of trajectories in flight on each server, float64 [BINS]."""
+    return {
+        name or "servers": mean_open(
+            columns.started[columns.server == index],
+            columns.finished[columns.server == index],
+            edges,
+        )
+        for index, name in enumerate(columns.servers)
+    }
+
+
+def tokens_per_s(columns: Columns, edges: np.ndarray) -> np.ndarray:
+    """Return the tokens per second that were sampled in each bin, float64 [len(edges) - 1].
+
+    A trajectory's tokens are spread evenly over its life, so the sum of rate x width over bins that
+    cover the run is the number of tokens.
+    """
+    life = np.maximum(columns.finished - columns.started, 1e-6)
+    return mean_open(columns.started, columns.started + life, edges, columns.sampled / life)
+
+
+def _server_shares(
+    columns: Columns, index: int, paused: Spans, edges: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the shares of a server that generated, and that a push paused."""
+    own = columns.server == index
+    busy = merge(columns.started[own], columns.finished[own])
+    either = merge(np.concatenate((busy[0], paused[0])), np.concatenate((busy[1], paused[1])))
+    pause = covered(merge(*paused), edges)
+    return {"generates": covered(either, edges) - pause, "is paused for a push": pause}
+
+
+def _lane(name: str, states: dict[str, np.ndarray], rest: str) -> dict[str, Any]:
+    shares = {state: np.clip(share, 0.0, 1.0) for state, share in states.items()}
+    total = np.sum(list(shares.values()), axis=0)
+    return {"name": name, "shares": {**shares, rest: np.clip(1.0 - total, 0.0, 1.0)}}
+
+
+Pauses = dict[int, tuple[float, float]]
+"""By version, the wall-clock start of the pause of its push, and its seconds."""
+
+# Bars and pushes of a window, at most.
+BARS = 160
+_PUSHES = 4
+
+
+def build_windows(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return windows at the start, the middle and the end of the run, each of a few pushes.
+
+    A short run is one window. Times are seconds since the first trajectory.
+    """
+    if not len(columns):
+        return []
+    origin = float(columns.started.min())
+    paused = pushes_of(metrics)
+    return [
+        {
+            "name": name,
+            "start": start - origin,
+            "end": end - origin,
+            "pushes": [
+                [version, at - origin, at + pause - origin]
+                for version, (at, pause) in paused.items()
+                if start <= at <= end
+            ],
+            "steps": _steps(metrics, start, end, origin),
+            **_bars(columns, paused, start, end, origin),
+        }
+        for name, start, end in _spans(columns, sorted(paused.values()))
+    ]
+
+
+def pushes_of(metrics: Sequence[Mapping[str, Any]]) -> Pauses:
+    """Return the pauses of the pushes whose end was logged."""
+    lines = [m for m in metrics if m.get("paused_at") and m.get("pause_s") is not None]
+    return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
+
+
+def _spans(columns: Columns, paused: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
+    """Return name, start and end of each window."""
+    first, last = float(columns.started.min()), float(columns.finished.max())
+    times = [at for at, _ in paused if first < at < last]
+    if len(times) <= 2 * _PUSHES:
+        return [("the whole run", first, last)]
+    middle = (len(times) - _PUSHES) // 2
+    # A window reaches half a step beyond its outer pushes.
+    half = (times[middle + _PUSHES - 1] - times[middle]) / (_PUSHES - 1) / 2
+    return [
+        ("the start", first, times[_PUSHES - 1] + half),
+        ("the middle", times[middle] - half, times[middle + _PUSHES - 1] + half),
+        ("the end", times[-_PUSHES] - half, last),
+    ]
+
+
+def _steps(
+    metrics: Sequence[Mapping[str, Any]], start: float, end: float, origin: float
+) -> list[list[Any]]:
+    """Return [step, start, end] of the training of each step that the window shows."""
+    spans = zip(metrics, *trainer_spans(metrics)["trains"]) if metrics else ()
+    return [
+        [m["step"], float(begin) - origin, float(stop) - origin]
+        for m, begin, stop in spans
+        if begin < end and stop > start
+    ]
+
+
+def _bars(
+    columns: Columns, paused: Pauses, start: float, end: float, origin: float
+) -> dict[str, Any]:
+    """Return the bars of a window, evenly thinned to BARS, and the number there would be."""
+    inside = np.flatnonzero((columns.started < end) & (columns.finished > start))
+    inside = inside[np.argsort(columns.started[inside], kind="stable")]
+    chosen = inside[np.linspace(0, len(inside) - 1, min(BARS, len(inside))).astype(int)]
+    rows = pack(
+        columns.server[chosen].tolist(),
+        columns.started[chosen].tolist(),
+        columns.finished[chosen].tolist(),
     )
-    note = "black line and gap: a weight push pauses generation"
-    axes.set_title(title, pad=30)
-    axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=GREY)
-    axes.spines["left"].set_visible(False)
-    if not len(chosen) or origin is None:
-        show_empty(axes)
-        return
-    first = float(columns.started[chosen[0]]) - origin
-    # A few long trajectories would squeeze all others.
-    last = float(np.quantile(columns.finished[chosen], 0.97)) - origin
-    margin = 0.01 * (last - first)
-    left = first - margin
-    right = last + margin
-    axes.set_xlim(left, right)
-    axes.set_ylim(len(chosen), -0.5)
-    for row, index in enumerate(chosen.tolist()):
+    bars = []
+    for index, row in zip(chosen.tolist(), rows):
         started, finished = float(columns.started[index]), float(columns.finished[index])
-        for version, start, end in segment_spans(
-            started, finished, columns.segments(index), paused
-        ):
-            bar = [(start - origin, end - start)]
-            axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
-    pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in paused.items()}
-    visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
-    _draw_pauses(axes, visible)
-    before = max((v for v, span in pauses.items() if span[0] < left), default=0)
-    _label_versions(axes, visible, before, left, right)
+        spans = segment_spans(started, finished, columns.segments(index), paused)
+        bars.append(
+            {
+                "server": columns.servers[columns.server[index]] or "servers",
+                "row": row,
+                "group": int(columns.group[index]),
+                "sample": trace_name(int(columns.sample[index]), int(columns.trace[index])),
+                "reward": float(columns.reward[index]),
+                "tokens": int(columns.sampled[index]),
+                "step": int(columns.step[index]) + 1,
+                "spans": [[v, s - origin, e - origin] for v, s, e in spans],
+            }
+        )
+    return {"bars": bars, "total": len(inside)}
 
 
-def _draw_pauses(axes: Axes, pauses: Pauses) -> None:
-    """Cover the bars where no server samples. The line marks pauses shorter than a pixel, too."""
-    for start, end in pauses.values():
-        axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
-        axes.axvline(start, color="black", linewidth=0.9, zorder=3)
+def segment_spans(
+    started: float, finished: float, segments: Sequence[tuple[int, int]], pushes: Pauses
+) -> list[tuple[int, float, float]]:
+    """Return (version, start, end) for each weight version of a trajectory.
 
+    The spans cover the time from `started` to `finished` without a gap. Version v starts with the
+    pause of its push. If that push is unknown, it starts where the version's share of the sampled
+    tokens puts it. Times are wall-clock seconds.
 
-def _label_versions(axes: Axes, pauses: Pauses, before: int, left: float, right: float) -> None:
-    """Draw a strip above the bars: the version that the servers have, in its color.
-
-    `before` is the version before the first of `pauses`.
+    Args:
+        started, finished: the start and the end of the trajectory.
+        segments: (version, tokens) of each segment.
+        pushes: the known pauses.
     """
-    if not pauses:
-        return
-    versions = sorted(pauses)
-    starts = [(before, left), *((v, pauses[v][1]) for v in versions)]
-    ends = [*(pauses[v][0] for v in versions), right]
-    transform = axes.get_xaxis_transform()
-    strip = {"transform": transform, "clip_on": False}
-    style = {"ha": "center", "va": "center", "fontsize": 9, "color": "white", "weight": "bold"}
-    for (version, start), end in zip(starts, ends, strict=True):
-        width = end - start
-        axes.broken_barh([(start, width)], (1.008, 0.026), color=_color(version), **strip)
-        if width > _SHORT_LABEL * (right - left):
-            name = "version " if width > _LONG_LABEL * (right - left) else "v"
-            axes.text((start + end) / 2, 1.02, f"{name}{version}", transform=transform, **style)
+    tokens: Counter[int] = Counter()
+    for version, count in segments:
+        tokens[version] += count
+    spans: list[tuple[int, float, float]] = []
+    earlier_tokens = 0
+    begin = started
+    for version, count in tokens.items():
+        if spans:
+            share = earlier_tokens / tokens.total()
+            at = pushes[version][0] if version in pushes else started + (finished - started) * share
+            at = min(max(at, begin), finished)
+            spans[-1] = (*spans[-1][:2], at)
+            begin = at
+        spans.append((version, begin, finished))
+        earlier_tokens += count
+    return spans
 
 
-def middle_trajectories(columns: Columns, pushes: int, count: int) -> np.ndarray:
-    """Choose up to `count` trajectories from the middle of a run with so many pushes: int64.
+def pack(lanes: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> list[int]:
+    """Give each span the lowest row of its lane that is free; spans come in order of start."""
+    free: dict[Any, list[int]] = {}
+    busy: dict[Any, list[tuple[float, int]]] = {}
+    rows = []
+    for lane, start, end in zip(lanes, starts, ends):
+        spare, taken = free.setdefault(lane, []), busy.setdefault(lane, [])
+        while taken and taken[0][0] <= start:
+            heapq.heappush(spare, heapq.heappop(taken)[1])
+        row = heapq.heappop(spare) if spare else len(taken)
+        heapq.heappush(taken, (end, row))
+        rows.append(row)
+    return rows
 
-    They are ordered by their start. If more than `count` trajectories started during four pushes,
-    the choice is evenly spaced among those. Otherwise it is `count` trajectories that started one
-    after the other.
+
+_TRAINER = 1
+
+
+def write_trace(run_dir: Path, path: Path) -> int:
+    """Write the trace of a run to `path` and return its number of events.
+
+    Events are written one by one. Raises ValueError for a directory without a run.
     """
-    ordered = np.argsort(columns.started, kind="stable")
-    span = min(len(ordered), max(count, 4 * len(ordered) // max(1, pushes)))
-    first = (len(ordered) - span) // 2
-    return ordered[first + np.arange(count) * span // count] if span >= count else ordered
+    run = read_run(run_dir)
+    count = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for event in trace_events(run.columns, run.metrics):
+            file.write(",\n" if count else "")
+            file.write(json.dumps(to_plain(event), separators=(",", ":")))
+            count += 1
+        file.write("\n]}\n")
+    return count
 
 
-def _color(version: int) -> str:
-    return _VERSION_COLORS[version % len(_VERSION_COLORS)]
+def trace_events(
+    columns: Columns, metrics: Sequence[Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run: names of the lanes first, then slices and pushes."""
+    spans = trainer_spans(metrics)
+    starts = [float(start.min()) for start, _ in spans.values() if len(start)]
+    origin = float(columns.started.min()) if len(columns) else min(starts, default=0.0)
+    yield _name("process_name", _TRAINER, 0, "trainer")
+    for state, (begins, ends) in spans.items():
+        for line, begin, end in zip(metrics, begins.tolist(), ends.tolist()):
+            if end > begin:
+                args = {"step": line["step"], "reward_mean": line.get("reward_mean")}
+                yield _slice(state, _TRAINER, 0, begin - origin, end - origin, args)
+    paused = pushes_of(metrics)
+    for version, (at, seconds) in paused.items():
+        yield {
+            "ph": "i", "s": "g", "name": f"push of version {version}", "pid": _TRAINER, "tid": 0,
+            "ts": round((at - origin) * 1e6), "args": {"pause_s": seconds},
+        }  # fmt: skip
+    for index, name in enumerate(columns.servers):
+        yield from _server_events(columns, index, name or "servers", paused, origin)
+
+
+def _server_events(
+    columns: Columns, index: int, name: str, paused: Any, origin: float
+) -> Iterator[dict[str, Any]]:
+    pid = _TRAINER + 1 + index
+    yield _name("process_name", pid, 0, name)
+    own = np.flatnonzero(columns.server == index)
+    own = own[np.argsort(columns.started[own], kind="stable")]
+    starts, ends = columns.started[own].tolist(), columns.finished[own].tolist()
+    for request, row, start, end in zip(
+        own.tolist(), pack([0] * len(own), starts, ends), starts, ends
+    ):
+        args = {
+            "reward": float(columns.reward[request]),
+            "prompt_tokens": int(columns.prompt[request]),
+            "sampled_tokens": int(columns.sampled[request]),
+            "step": int(columns.step[request]) + 1 or None,
+        }
+        name = trace_name(int(columns.sample[request]), int(columns.trace[request]))
+        title = f"group {columns.group[request]}, sample {name}"
+        yield _slice(title, pid, row, start - origin, end - origin, args)
+        for version, begin, stop in segment_spans(start, end, columns.segments(request), paused):
+            yield _slice(f"version {version}", pid, row, begin - origin, stop - origin, {})
+
+
+def _slice(
+    name: str, pid: int, tid: int, start: float, end: float, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "pid": pid, "tid": tid, "args": args,
+        "ts": round(start * 1e6), "dur": max(1, round(end * 1e6) - round(start * 1e6)),
+    }  # fmt: skip
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

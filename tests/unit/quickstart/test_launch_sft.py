@@ -8,8 +8,7 @@ from areal_lite.quickstart import launch_sft
 from areal_lite.quickstart.launch_sft import WarmUpWatch
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
-from areal_lite.tools.report.panel import Row
-from areal_lite.tools.report.progress import progress_line
+from areal_lite.tools.report.panel import Row, progress_line
 
 
 def test_the_view_of_a_warm_up(tmp_path):

@@ -124,7 +124,7 @@ from pathlib import Path
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.metrics import MetricsLog
-from areal_lite.tools.report import figure, progress, summary, summary_table
+from areal_lite.tools.report import figure, panel, summary
 log = MetricsLog(Path(sys.argv[1]), LoggerConfig(), {})
 log.log(dict.fromkeys(STEP_KEYS, 0))
 log.close()

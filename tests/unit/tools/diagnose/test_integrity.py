@@ -11,7 +11,7 @@ from areal_lite.tools.diagnose import harness
 from areal_lite.tools.diagnose.diagnosis import diagnosis_text
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.diagnose.sign import Severity
-from areal_lite.tools.report.columns import read_columns
+from areal_lite.tools.report.run_data import read_columns
 from areal_lite.trajectory import Group, Trajectory
 from tests.unit.tools.diagnose.test_findings import findings, make_run
 

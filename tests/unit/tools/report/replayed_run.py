@@ -17,8 +17,8 @@ from areal_lite.launch.roles import interruptible
 from areal_lite.run_dir.controller_status import TrainerPhase, write_status
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.metrics import append_event
-from areal_lite.tools.report import progress as progress_module
-from areal_lite.tools.report.progress import Progress
+from areal_lite.tools.report import panel as progress_module
+from areal_lite.tools.report.panel import Progress
 from areal_lite.tools.report.run_watch import RunWatch
 from tests.unit.run_dir.sample_status import STATUS
 

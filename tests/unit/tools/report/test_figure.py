@@ -9,12 +9,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from areal_lite.tools.report.figure import _draw_reward, write_report
-from areal_lite.tools.report.lanes import tokens_per_s
-from areal_lite.tools.report.measures import smooth
+from areal_lite.tools.report.charts import smooth
+from areal_lite.tools.report.figure import _draw_reward, middle_trajectories, write_report
 from areal_lite.tools.report.run_data import load_run
-from areal_lite.tools.report.timeline import middle_trajectories
-from areal_lite.tools.report.windows import segment_spans
+from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
 
 PUSHES = {1: (10.0, 0.5), 2: (20.0, 0.5), 3: (30.0, 0.5)}
@@ -83,7 +81,7 @@ def test_the_middle_of_a_run_is_in_order_and_without_repetition():
 def test_a_run_killed_within_a_push_has_the_pushes_it_logged(tmp_path):
     hand_made(tmp_path, killed=True)
     run = load_run(tmp_path)
-    assert run.pushes == {1: (T0 + 5, 0.1)} and run.staleness_bound == 2
+    assert pushes_of(run.metrics) == {1: (T0 + 5, 0.1)} and run.staleness_bound == 2
 
 
 @pytest.mark.parametrize(

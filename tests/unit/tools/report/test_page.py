@@ -17,9 +17,8 @@ from areal_lite.config import load_config, save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
 from areal_lite.tools.report import demo
-from areal_lite.tools.report.compare import compare_page
-from areal_lite.tools.report.page_build import run_page, write_page
-from areal_lite.tools.report.pieces import token_decoder, token_texts
+from areal_lite.tools.report.page import compare_page, run_page, write_page
+from areal_lite.tools.report.rollouts import token_decoder, token_texts
 from areal_lite.trajectory import Group
 from tests.unit.tools.report.browser import BROWSER, Session, browse, load
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, trajectory, write_group

@@ -8,12 +8,10 @@ from rich.console import Console
 
 from areal_lite.config.report import InspectConfig
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.report.columns import read_columns
-from areal_lite.tools.report.inspection import show_matching
-from areal_lite.tools.report.page_build import run_page
-from areal_lite.tools.report.run_data import read_run
-from areal_lite.tools.report.samples import read_groups
-from areal_lite.tools.report.trace import trace_events
+from areal_lite.tools.report.page import run_page
+from areal_lite.tools.report.rollouts import read_groups, show_matching
+from areal_lite.tools.report.run_data import read_columns, read_run
+from areal_lite.tools.report.timeline import trace_events
 from tests.unit.tools.report.synthetic_run import simulate
 from tests.unit.tools.report.test_page import Page
 

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.summary import build_summary
-from areal_lite.tools.report.summary_table import summary_table
+from areal_lite.tools.report.summary import build_summary, summary_table
 from tests.unit.tools.report.synthetic_run import GROUPS, T0, config_of, hand_made
 
 

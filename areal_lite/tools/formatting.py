@@ -1,9 +1,7 @@
-"""Numbers as short text, for the panel, the summary table and the figure; text without commands."""
+"""Numbers as short text, and text without control characters."""
 
 import re
 from typing import Any
-
-from areal_lite.config import AlgoConfig
 
 # Text of a model or of a log could move the cursor or write to the clipboard.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -35,11 +33,6 @@ def duration(seconds: float) -> str:
 def pause(seconds: float) -> str:
     """Format the length of a pause: 142 ms, 1.5 s."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def off_policy_label(algo: AlgoConfig) -> str:
-    """Return the heading of the numbers about clips and behavior weights."""
-    return "decoupled PPO" if algo.loss == "ppo" and algo.decoupled else "off-policy data"
 
 
 def visible(text: str) -> str:

@@ -8,24 +8,25 @@ import pytest
 
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.report.charts import POINTS, thinned
-from areal_lite.tools.report.columns import Columns, read_columns
-from areal_lite.tools.report.facts import count_facts, versions_of
-from areal_lite.tools.report.lanes import build_lanes, requests_open, time_edges, tokens_per_s
-from areal_lite.tools.report.measures import (
+from areal_lite.tools.report.charts import POINTS, histogram, smooth, staleness_tokens, thinned
+from areal_lite.tools.report.rollouts import MAX_GROUPS, choose_groups, group_rewards
+from areal_lite.tools.report.run_data import Columns, load_run, read_columns
+from areal_lite.tools.report.summary import count_facts, training_s, versions_of
+from areal_lite.tools.report.timeline import (
+    BARS,
+    build_lanes,
+    build_windows,
     covered,
     downtime_s,
-    histogram,
     mean_open,
     merge,
+    pack,
     queue_spans,
-    smooth,
-    staleness_tokens,
+    requests_open,
+    time_edges,
+    tokens_per_s,
     trainer_spans,
 )
-from areal_lite.tools.report.run_data import load_run
-from areal_lite.tools.report.samples import MAX_GROUPS, choose_groups, group_rewards
-from areal_lite.tools.report.windows import BARS, build_windows, pack
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
 
 RNG = np.random.default_rng(3)
@@ -73,7 +74,7 @@ def test_columns_are_those_of_the_store(run: Path, columns: Columns) -> None:
 def test_a_run_without_a_store_has_no_trajectories(tmp_path: Path) -> None:
     columns = read_columns(tmp_path / "trajectories.sqlite")
     assert len(columns) == 0 and time_edges(columns, []) is None
-    assert count_facts([], [], columns)["trajectories"] == 0
+    assert count_facts(load_run(tmp_path))["trajectories"] == 0
 
 
 def test_a_damaged_store_is_one_line_that_says_what_to_do(run: Path, tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_chosen_groups_are_the_worst_the_best_and_the_recorded(columns: Columns)
 
 
 def test_the_tokens_of_a_page_are_bounded(columns: Columns, monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.tools.report.samples.MAX_TOKENS", 5000)
+    monkeypatch.setattr("areal_lite.tools.report.rollouts.MAX_TOKENS", 5000)
     chosen = choose_groups(columns, {})
     assert 0 < columns.tokens[np.isin(columns.group, chosen)].sum() <= 5000
     assert len(set(columns.step[np.isin(columns.group, chosen)].tolist())) == len(chosen)
@@ -244,13 +245,12 @@ def test_the_time_between_two_starts_is_no_time_of_the_run(tmp_path: Path) -> No
     for before, step in zip([None, *metrics], metrics):
         step["time_s"] = step["logged_at"] - before["logged_at"] if before else 1.0
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
-    columns = read_columns(tmp_path / "trajectories.sqlite")
-    before = load_run(tmp_path).training_s
+    before = training_s(load_run(tmp_path))
     assert downtime_s(metrics) == pytest.approx(0.0, abs=1e-6)
-    assert count_facts(metrics, [], columns)["seconds"] == pytest.approx(before)
+    assert count_facts(load_run(tmp_path))["seconds"] == pytest.approx(before)
     for step in metrics[2:]:
         step["logged_at"] += 3600.0  # the run was killed, and resumed an hour later
     path.write_text("".join(json.dumps(step) + "\n" for step in metrics))
     assert downtime_s(metrics) == pytest.approx(3600.0)
-    assert load_run(tmp_path).training_s == pytest.approx(before)
-    assert count_facts(metrics, [], columns)["seconds"] == pytest.approx(before)
+    assert training_s(load_run(tmp_path)) == pytest.approx(before)
+    assert count_facts(load_run(tmp_path))["seconds"] == pytest.approx(before)

@@ -1,8 +1,4 @@
-"""A server for the page of one run, on this machine only; see docs/report.md.
-
-It answers GET / and nothing else, and only requests whose Host header names the loopback address:
-a page of another site that resolves its own name to this machine gets nothing.
-"""
+"""The commands that show runs: report, compare, inspect, trace. Each returns an exit status."""
 
 from __future__ import annotations
 
@@ -15,9 +11,97 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
+from rich.console import Console
+
+from areal_lite.config.report import (
+    AuditConfig,
+    CompareConfig,
+    DiagnoseConfig,
+    InspectConfig,
+    ReportConfig,
+    TraceConfig,
+)
+from areal_lite.run_dir.paths import (
+    EVALS_FILE,
+    METRICS_FILE,
+    STORE_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+    check_run_dir,
+)
+from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
-from areal_lite.tools.report.page_build import run_page
+from areal_lite.tools.report import demo
+from areal_lite.tools.report.page import compare_page, run_page, write_page
+
+
+def report(config: ReportConfig) -> int:
+    """Write report.html and report.png of a run, or serve the page during the run."""
+    run_dir = chosen_run(config)
+    if config.follow:
+        return _follow(run_dir, config.port)
+    from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
+
+    print(write_page(run_dir))
+    print(write_report(run_dir))
+    return 0
+
+
+def compare(config: CompareConfig) -> int:
+    """Write one page about several runs."""
+    runs = [Path(run) for run in config.runs]
+    if config.demo:
+        runs = [demo.unpack("demo"), demo.unpack("demo-sync")]
+    for run_dir in runs:
+        check_run_dir(run_dir)
+    write_atomically(Path(config.out), compare_page(runs))
+    print(config.out)
+    return 0
+
+
+def inspect(config: InspectConfig) -> int:
+    """Print trajectories."""
+    from areal_lite.tools.report.rollouts import show_matching
+
+    console = Console(highlight=False, soft_wrap=True)
+    for part in show_matching(chosen_run(config), config):
+        console.print(part)
+    return 0
+
+
+def trace(config: TraceConfig) -> int:
+    """Write the trace of a run."""
+    from areal_lite.tools.report.timeline import write_trace
+
+    run_dir = chosen_run(config)
+    path = Path(config.out) if config.out else run_dir / TRACE_FILE
+    events = write_trace(run_dir, path)
+    print(f"{path}: {events:,} events; open it at https://ui.perfetto.dev or chrome://tracing")
+    return 0
+
+
+def chosen_run(
+    config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConfig | AuditConfig,
+) -> Path:
+    """Return the run directory, that of the demo included. Raises ValueError for neither."""
+    if config.demo:
+        return demo.unpack()
+    if config.run_dir is None:
+        raise ValueError("run_dir is not set: name a run directory, or add --demo for a small run")
+    check_run_dir(Path(config.run_dir))
+    return Path(config.run_dir)
+
+
+def _follow(run_dir: Path, port: int) -> int:
+    try:
+        server = page_server(run_dir, port)
+    except OSError as error:
+        raise ValueError(f"port={port}: cannot listen there ({error.strerror})") from error
+    host, chosen = server.server_address[:2]
+    print(f"http://{host}:{chosen}/ shows {run_dir} until you press Ctrl-C", file=sys.stderr)
+    server.serve_forever()
+    return 0
+
 
 _WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")
 # A page is built again at most so often: seconds, and a multiple of the time that it takes.

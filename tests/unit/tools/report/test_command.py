@@ -14,13 +14,15 @@ from areal_lite.cli import main
 from areal_lite.config.report import InspectConfig
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
+from areal_lite.tools.audit.audit import audit
 from areal_lite.tools.report import demo
-from areal_lite.tools.report.compare import compare_page, config_differences, run_names
-from areal_lite.tools.report.facts import FACTS
-from areal_lite.tools.report.follow import LivePage, is_loopback, page_server
-from areal_lite.tools.report.inspection import matching, show_matching
+from areal_lite.tools.report.command import LivePage, is_loopback, page_server
+from areal_lite.tools.report.demo import unpack
+from areal_lite.tools.report.page import compare_page, config_differences, run_names
+from areal_lite.tools.report.rollouts import matching, show_matching
 from areal_lite.tools.report.run_data import read_run
-from areal_lite.tools.report.trace import trace_events, write_trace
+from areal_lite.tools.report.summary import FACTS, count_facts
+from areal_lite.tools.report.timeline import trace_events, write_trace
 from tests.unit.tools.report.browser import BROWSER, Session, browse
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, step_record
 from tests.unit.tools.report.test_page import Page, hostile_run
@@ -79,8 +81,8 @@ def test_a_browser_that_leaves_is_no_error(tmp_path: Path, capfd) -> None:
 
 
 def test_a_followed_page_has_the_steps_that_were_added(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.tools.report.follow._LEAST_S", 0.0)
-    monkeypatch.setattr("areal_lite.tools.report.follow._PATIENCE", 0.0)
+    monkeypatch.setattr("areal_lite.tools.report.command._LEAST_S", 0.0)
+    monkeypatch.setattr("areal_lite.tools.report.command._PATIENCE", 0.0)
     hand_made(tmp_path)
     live = LivePage(tmp_path)
     before, tag = live.read()
@@ -123,7 +125,7 @@ def test_a_comparison_subtracts_and_names_what_differs(tmp_path: Path) -> None:
     assert charts["staleness_histogram"]["kind"] == "line"
     for word in ("buffer.max_staleness", "trainer.steps", "+2", "b − a"):
         assert word in text
-    a, b = (read_run(folder).facts() for folder in folders)
+    a, b = (count_facts(read_run(folder)) for folder in folders)
     assert set(a) == {fact.key for fact in FACTS} and b["steps"] - a["steps"] == 2
     with pytest.raises(ValueError, match="name at least two run directories"):
         compare_page(folders[:1])
@@ -219,3 +221,11 @@ def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert "run_dir is not set: name a run directory, or add --demo" in capsys.readouterr().err
     assert main(["trace", "run_dir=nowhere"]) == 1
     assert "nowhere: there is no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-sync"])
+def test_the_books_of_an_unpacked_run_are_right(name: str, tmp_path: Path) -> None:
+    """Its settings are those of today: an audit reads them all."""
+    checks = audit(unpack(name, tmp_path), tokens=True)
+    assert [check.name for check in checks if check.wrong] == []
+    assert len(checks) >= 11

@@ -1,0 +1,379 @@
+"""One HTML file about a run, or about several runs, from the template and scripts in assets/.
+
+Model output is hostile. It enters the page in two ways only: escaped by the template, or as JSON in
+blocks that browsers do not run and from which assets/dom.js writes text nodes. The content security
+policy allows the page's own style and script, by their hashes, and no address.
+
+The store is read once; time and memory grow linearly with the number of trajectories, and the size
+of the page does not: charts have at most a fixed number of points, and rollouts are a sample.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from omegaconf import OmegaConf
+
+from areal_lite.run_dir.metrics import read_events
+from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
+from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.system.files import to_plain, write_atomically
+from areal_lite.tools.formatting import duration, short
+from areal_lite.tools.report.charts import (
+    LINES,
+    learning_charts,
+    length_chart,
+    line_chart,
+    speed_charts,
+    staleness_chart,
+)
+from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups, token_decoder
+from areal_lite.tools.report.run_data import RunData, read_run
+from areal_lite.tools.report.summary import FACTS, count_facts, difference_rows, fact_rows, headline
+from areal_lite.tools.report.timeline import build_lanes, build_windows, time_edges
+
+_FOLDER = Path(__file__).with_name("assets")
+_SCRIPTS = ("dom.js", "charts.js", "lanes.js", "timeline.js", "rollouts.js", "page.js")
+# Steps that the table of steps has, at most.
+_TABLE_STEPS = 200
+_COLUMNS = {
+    "step": "step",
+    "reward_mean": "reward",
+    "staleness_mean": "staleness, mean",
+    "staleness_max": "largest",
+    "behave_kl": "KL, nats",
+    "ess": "ESS",
+    "clip_fraction": "clipped",
+    "entropy": "entropy, nats",
+    "reference_kl": "KL to reference",
+    "value_explained": "critic explains",
+    "length_mean": "response, tokens",
+    "grad_norm": "gradient norm",
+    "wait_s": "waited, s",
+    "train_s": "trained, s",
+    "pause_s": "pause, s",
+}
+_FIGURES = {
+    "sampled_after": "accuracy, sampled",
+    "reward_last": "reward, last steps",
+    "tokens_per_s": "tokens/s trained on",
+    "staleness_mean": "mean staleness",
+    "wait_share": "trainer waited",
+    "pause_mean": "pause per push",
+}
+
+
+def write_page(run_dir: Path) -> Path:
+    """Write `<run_dir>/report.html` and return its path. Raises ValueError if that is no run."""
+    path = Path(run_dir) / PAGE_FILE
+    write_atomically(path, run_page(run_dir))
+    return path
+
+
+def run_page(run_dir: Path, follow: bool = False) -> str:
+    """Return the page of a run; with `follow` it asks its server for news."""
+    run = read_run(run_dir)
+    facts = count_facts(run)
+    edges = time_edges(run.columns, run.metrics)
+    charts = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
+    sections = _sections(charts)
+    lanes = None
+    if edges is not None:
+        speed = speed_charts(run.columns, run.metrics, edges)
+        sections.append({"id": "speed", "title": "Speed", "charts": speed})
+        charts += speed
+        lanes = lane_data(run, edges)
+    windows = build_windows(run.columns, run.metrics)
+    groups = rollout_sample(run)
+    used = run.columns.groups["state"] == "used"
+    removed = int((used & ~run.columns.groups["kept"]).sum())
+    rollouts = f"{len(groups)} of the {int(used.sum()):,} groups that were trained on. {CHOICE}" + (
+        f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
+    )
+    return render(
+        {"charts": {chart["id"]: chart for chart in charts}, "lanes": lanes, "windows": windows},
+        groups,
+        kind="areal_lite run",
+        title=run.name,
+        headline=headline(facts, run.steps_planned, run.ended),
+        figures=_figures(facts),
+        sections=sections,
+        lanes=lanes and {"totals": lanes["totals"], "bin": _seconds(lanes)},
+        timeline=bool(windows),
+        rollouts=rollouts if len(run.columns) else "",
+        tables=[_table("final", "Final numbers", fact_rows(facts)), _step_table(run)],
+        config=OmegaConf.to_yaml(OmegaConf.create(run.config)) if run.config else "",
+        follow="1" if follow else "",
+    )
+
+
+def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str:
+    """Fill in the template.
+
+    Args:
+        data: what the scripts draw.
+        heavy: what the rollout browser shows, stored compressed.
+        context: the variables of page.html.j2 that have no default here.
+    """
+    style = "".join(_file("page.css"))
+    script = "(() => {\n" + "".join(map(_file, _SCRIPTS)) + "})();"
+    packed = base64.b64encode(zlib.compress(_json(heavy).encode(), 9)).decode() if heavy else ""
+    light = _json(data)
+    connect = "'self'" if context.get("follow") else "'none'"
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    defaults = {
+        "follow": "",
+        "runs": [],
+        "figures": [],
+        "lanes": None,
+        "timeline": False,
+        "rollouts": "",
+        "config": "",
+    }
+    size = (len(style) + len(script) + len(packed) + len(light)) / 1e3
+    footer = (
+        f"Written by areal_lite. {size:,.0f} kB; a page has at most about 5 MB, however long its "
+        "run. It loads nothing from a network."
+    )
+    return _template().render(
+        **{**defaults, **context},
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(light),
+        heavy=packed,
+        footer=footer,
+    )
+
+
+def _sections(charts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the charts over steps under two headings."""
+    off_policy = ("staleness", "staleness_histogram", "behave_kl", "ess", "clip", "grad_norm")
+    return [
+        {
+            "id": "learning",
+            "title": "Learning",
+            "charts": [chart for chart in charts if chart["id"] not in off_policy],
+        },
+        {
+            "id": "staleness",
+            "title": "Off-policy data and the update",
+            "charts": [chart for chart in charts if chart["id"] in off_policy],
+        },
+    ]
+
+
+def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
+    return [(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None]
+
+
+def _table(
+    id: str,
+    title: str,
+    rows: Sequence[Sequence[str]],
+    head: Sequence[str] = (),
+    folded: bool = False,
+) -> dict[str, Any]:
+    return {"id": id, "title": title, "rows": rows, "head": head, "folded": folded}
+
+
+def _step_table(run: RunData) -> dict[str, Any]:
+    """Return the table of the last steps, without columns that the run lacks."""
+    shown = run.metrics[-_TABLE_STEPS:]
+    keys = [key for key in _COLUMNS if any(m.get(key) is not None for m in shown)]
+    rows = [["–" if m.get(key) is None else short(m[key]) for key in keys] for m in shown]
+    title = f"Training steps: the last {len(shown)} of {len(run.metrics)}"
+    return _table("steps", title, rows, [_COLUMNS[key] for key in keys], folded=True)
+
+
+def _seconds(lanes: Mapping[str, Any]) -> str:
+    width = lanes["seconds"] / lanes["bins"]
+    return f"{width:.2g} seconds" if width < 100 else f"{duration(width)} minutes"
+
+
+def _json(value: Any) -> str:
+    """Encode for a script block: no `<`, so that nothing in it can end the block."""
+    return json.dumps(to_plain(value), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def _file(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+@cache
+def _template() -> Any:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(_file("page.html.j2"))
+
+
+def rollout_sample(run: RunData) -> list[dict[str, Any]]:
+    """Return the groups of the rollout browser with their tokens."""
+    lines = read_events(run.run_dir, "proximal")
+    # A resumed run repeats steps: the last line of a step is true.
+    recorded = {line["step"]: line["group_id"] for line in lines}
+    prox = {
+        line["group_id"]: line["prox"]
+        for line in lines
+        if recorded[line["step"]] == line["group_id"]
+    }
+    groups = choose_groups(run.columns, recorded)
+    if not groups:
+        return []
+    decode = token_decoder(run.run_dir, run.config.get("model"))
+    store = run.run_dir / STORE_FILE
+    return list(read_groups(store, groups, prox, decode, run.staleness_bound))
+
+
+def lane_data(run: RunData, edges: np.ndarray) -> dict[str, Any]:
+    """Return the utilization lanes for the page: shares per bin, and over the whole run."""
+    lanes = build_lanes(run.columns, run.metrics, run.batch_groups, edges)
+    return {
+        "bins": len(edges) - 1,
+        "seconds": float(edges[-1] - edges[0]),
+        "lanes": [
+            {
+                "name": lane["name"],
+                "shares": {
+                    state: [round(float(share), 3) for share in shares]
+                    for state, shares in lane["shares"].items()
+                },
+            }
+            for lane in lanes
+        ],
+        "totals": [
+            (
+                lane["name"],
+                [(state, f"{s.mean():.1%}") for state, s in lane["shares"].items() if s.any()],
+            )
+            for lane in lanes
+        ],
+    }
+
+
+_REWARD_NOTE = "The running mean of the mean reward of each step. It should rise."
+# Chosen for each run, because its folder has them or because they say nothing.
+_OWN_KEYS = ("run_dir", "model")
+
+
+def compare_page(run_dirs: Sequence[Path]) -> str:
+    """Return the page of several runs; the first is the one that others are compared with.
+
+    Raises ValueError for fewer than two, and for a directory that has no run.
+    """
+    if len(run_dirs) < 2:
+        raise ValueError(f"runs={list(map(str, run_dirs))}: name at least two run directories")
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    names = run_names(run_dirs)
+    facts = [count_facts(run) for run in runs]
+    charts = overlaid_charts(runs, names)
+    changes = config_differences([run.config for run in runs])
+    head = ["", names[0]]
+    for name in names[1:]:
+        head += [name, f"{name} − {names[0]}"]
+    return render(
+        {"charts": {chart["id"]: chart for chart in charts}, "lanes": None, "windows": []},
+        [],
+        kind="areal_lite comparison",
+        title=" and ".join(names),
+        headline=f"{len(runs)} runs, {len(changes)} settings that differ.",
+        runs=[
+            {"name": name, "headline": headline(fact, run.steps_planned, run.ended)}
+            for name, fact, run in zip(names, facts, runs)
+        ],
+        sections=[{"id": "charts", "title": "Charts", "charts": charts}],
+        tables=[
+            _compare_table("final", "Final numbers", head, difference_rows(facts)),
+            _compare_table("configuration", "Settings that differ", ["", *names], changes),
+        ],
+    )
+
+
+def run_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell them apart; equal paths get numbers."""
+    parts = [path.resolve().parts for path in run_dirs]
+    for size in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-size:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path.name} ({number})" for number, path in enumerate(run_dirs, 1)]
+
+
+def overlaid_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return each chart with the first series of every run, in the run's color."""
+    charts = []
+    for line in LINES:
+        own = [line_chart(line._replace(keys=line.keys[:1]), run.metrics) for run in runs]
+        series = [
+            {**chart["series"][-1], "name": name, "color": index}
+            for index, (chart, name) in enumerate(zip(own, names))
+            if chart["series"]
+        ]
+        if line.optional and not series:
+            continue
+        several = f": {line.keys[0][1]}" if len(line.keys) > 1 else ""
+        charts.append({**own[0], "title": f"{line.title}{several}", "series": series})
+    charts[0] |= {"title": "Reward", "y": "reward", "note": _REWARD_NOTE}
+    for make in (lambda run: staleness_chart(run.columns, None), lambda r: length_chart(r.columns)):
+        charts.append(_overlaid_histogram([make(run) for run in runs], names))
+    return charts
+
+
+def _overlaid_histogram(charts: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return bars of several runs as one chart of lines over the left edges of the bars."""
+    series = [
+        {
+            "name": name,
+            "style": "line",
+            "color": index,
+            "x": [float(label.partition("–")[0]) for label in chart["labels"]],
+            "y": chart["values"],
+        }
+        for index, (chart, name) in enumerate(zip(charts, names))
+    ]
+    kept = {key: charts[0][key] for key in ("id", "title", "note", "x", "y")}
+    return {**kept, "kind": "line", "series": series}
+
+
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return dotted key and the value in each run, of the settings that are not equal in all."""
+    flat = [dict(_flat(config)) for config in configs]
+    keys = dict.fromkeys(key for values in flat for key in values)
+    rows = []
+    for key in keys:
+        texts = [json.dumps(values[key]) if key in values else "–" for values in flat]
+        if len(set(texts)) > 1 and key not in _OWN_KEYS:
+            rows.append([key, *texts])
+    return rows
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs = []
+    for key, value in node.items():
+        inner = isinstance(value, Mapping) and value
+        pairs += _flat(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", value)]
+    return pairs
+
+
+def _compare_table(
+    id: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    return {"id": id, "title": title, "head": head, "rows": rows, "folded": False}
