@@ -5,110 +5,27 @@ an interrupted run, 141 if the reader of a pipe (such as `head`) has left. The c
 composed and checked before anything heavy is imported, and a mistake is one line on stderr.
 """
 
-import importlib
 import os
 import select
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_lite.config import COMMANDS, compose_config, to_dataclass
-from areal_lite.config.arguments import overrides_of, switches, usage_of_words
+from areal_lite import extensions
+from areal_lite.config import TrainConfig, command_names, compose_config, find_command, to_dataclass
+from areal_lite.config.arguments import overrides_of, switches
+from areal_lite.config.commands import CORE
 from areal_lite.config.errors import did_you_mean, explain, one_line
-from areal_lite.launch.placement import quickstart_overrides
+from areal_lite.system.imports import load_object
 
-
-class Command(NamedTuple):
-    """A command: its help, and `entry` (module:function), called as f(config) -> exit status."""
-
-    entry: str
-    does: str
-
-
-class Mode(NamedTuple):
-    """A flag of one command, which runs another entry."""
-
-    command: str
-    entry: str
-    does: str
-
-
-_COMMANDS = {
-    "train": Command(
-        "areal_lite.launch.local:run",
-        "train with reinforcement learning on this machine",
-    ),
-    "quickstart": Command(
-        "areal_lite.quickstart.quickstart:run",
-        "make, warm up and train a small model on the addition task",
-    ),
-    "make-model": Command(
-        "areal_lite.quickstart.make_model:run",
-        "write a small, randomly initialized checkpoint and its tokenizer",
-    ),
-    "sft": Command(
-        "areal_lite.quickstart.launch_sft:run",
-        "warm a model up on demonstrations of an imperfect teacher",
-    ),
-    "eval": Command(
-        "areal_lite.tools.evaluate:run",
-        "measure greedy accuracy and pass@k of a checkpoint on held-out problems",
-    ),
-    "generate": Command("areal_lite.tools.evaluate:run", "try prompts on a checkpoint"),
-    "chat": Command(
-        "areal_lite.tools.chat:run", "talk to a model, or to a run's newest checkpoint"
-    ),
-    "export": Command(
-        "areal_lite.tools.export:run", "write a run's checkpoint as a Hugging Face folder"
-    ),
-    "report": Command(
-        "areal_lite.tools.report.command:report", "write one page about a run, for a browser"
-    ),
-    "compare": Command(
-        "areal_lite.tools.report.command:compare", "write one page about two or more runs"
-    ),
-    "inspect": Command(
-        "areal_lite.tools.report.command:inspect", "print trajectories in the terminal"
-    ),
-    "trace": Command(
-        "areal_lite.tools.report.command:trace", "write a run as a trace for Perfetto"
-    ),
-    "diagnose": Command(
-        "areal_lite.tools.diagnose.command:run",
-        "say what is wrong with a run, and which setting to change",
-    ),
-    "doctor": Command("areal_lite.tools.doctor:run", "check whether runs work on this machine"),
-    "audit": Command(
-        "areal_lite.tools.audit.command:run", "prove from a run's files that nothing was lost"
-    ),
-    "slurm": Command(
-        "areal_lite.launch.slurm:run",
-        "submit a training run to Slurm, for one node or many",
-    ),
-    "simulate": Command(
-        "areal_lite.tools.simulate.command:run",
-        "predict a run on machines that are not here: speed, waiting, staleness",
-    ),
-    "prepare": Command(
-        "areal_lite.launch.prepare:run",
-        "write the run directory of a training run whose roles are started one by one",
-    ),
-}
-_MODES = {
-    "--dry-run": Mode(
-        "train",
-        "areal_lite.tools.dry_run:run",
-        "checks everything, shows the plan, starts nothing",
-    ),
-    "--print": Mode("slurm", "areal_lite.launch.slurm:show", "prints the job, submits nothing"),
-}
 _HELP = ("--help", "-h")
 _SWEEP = ("--multirun", "-m")
 _NO_READER = 141  # what a shell shows of a program that SIGPIPE has ended
-_FLAGS = (*_HELP, *_SWEEP, "--cfg", *_MODES)
+_FLAGS = (*_HELP, *_SWEEP, "--cfg")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     command = args[0]
     try:
         flags, overrides = parse(command, args[1:])
-        if command == "quickstart":
-            overrides = [*quickstart_overrides(overrides), *overrides]
+        overrides = [*_first_overrides(command, flags, overrides), *overrides]
         if text := _shown(command, flags, overrides):
             print(text)
             return 0
@@ -135,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         return _NO_READER if _reader_left(error) else _fail(_reason(error))
     except KeyboardInterrupt:
         return 130
-    modes = [mode.entry for flag, mode in _MODES.items() if flag in flags]
-    return _run(modes[0] if modes else _COMMANDS[command].entry, configs)
+    return _run(command, flags, configs)
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
@@ -160,7 +75,7 @@ def check_composed(command: str, composed: DictConfig) -> Any:
     config = to_dataclass(composed)
     from areal_lite.launch.preflight import check_config
 
-    check_config(config)
+    check_config(find_command(command), config)
     return config
 
 
@@ -172,22 +87,31 @@ def import_from_working_directory() -> None:
 
 def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags and the overrides in `args`. Raises ValueError for what is unknown."""
-    if command not in _COMMANDS:
-        hint = did_you_mean(command, _COMMANDS) or f"choose one of {', '.join(_COMMANDS)}"
+    if command not in (names := command_names()):
+        hint = did_you_mean(command, names) or f"choose one of {', '.join(names)}"
         raise ValueError(f"unknown command {command!r}; {hint}")
-    switched = switches(command)
+    switched, modes = switches(command), find_command(command).modes
     flags = {arg for arg in args if arg.startswith("-")}
-    known = (*_FLAGS, *switched)
+    for other, about in CORE.items():
+        for flag in sorted(flags & about.modes.keys() - modes.keys()):
+            raise ValueError(
+                f"{flag} is for `areal-lite {other}`, where it {about.modes[flag].does}"
+            )
+    known = (*_FLAGS, *modes, *switched)
     for flag in sorted(flags.difference(known)):
         hint = did_you_mean(flag, known) or f"choose one of {', '.join(known)}"
         raise ValueError(f"unknown option {flag}; {hint}")
-    for flag, mode in _MODES.items():
-        if flag in flags and command != mode.command:
-            raise ValueError(f"{flag} is for `areal-lite {mode.command}`, where it {mode.does}")
     others = [switched.get(arg, arg) for arg in args if arg not in flags or arg in switched]
     if "--cfg" in flags and "job" in others:  # Hydra's `--cfg job`
         others.remove("job")
     return flags, overrides_of(command, others)
+
+
+def _first_overrides(command: str, flags: set[str], overrides: list[str]) -> list[str]:
+    """Return the overrides that the command and its options put in front of the user's."""
+    about = find_command(command)
+    first = load_object("adapt", about.adapt)(overrides) if about.adapt else []
+    return [*first, *(s for flag in about.modes.keys() & flags for s in about.modes[flag].settings)]
 
 
 def _shown(command: str, flags: set[str], overrides: list[str]) -> str:
@@ -209,14 +133,13 @@ def _configs(command: str, flags: set[str], overrides: list[str]) -> list[Any]:
     return [checked_config(command, one) for one in sweep(overrides, run_dir)]
 
 
-def _run(entry: str, configs: list[Any]) -> int:
-    """Call `entry` with each configuration until one fails, and return its exit status."""
+def _run(command: str, flags: set[str], configs: list[Any]) -> int:
+    """Run the command with each configuration until one fails, and return its exit status."""
     from areal_lite.launch.roles import interruptible
 
-    module, _, name = entry.partition(":")
     try:
         with interruptible():
-            run = getattr(importlib.import_module(module), name)
+            run = _entry(command, flags)
             return next((status for config in configs if (status := run(config))), 0)
     except (ValueError, OSError) as error:
         return _NO_READER if _reader_left(error) else _fail(_reason(error), status=1)
@@ -224,8 +147,23 @@ def _run(entry: str, configs: list[Any]) -> int:
         return 130
 
 
+def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
+    """Import what runs a command, or an option of it. Raises ValueError if it is not installed."""
+    about = find_command(command)
+    flag = next((flag for flag in about.modes if flag in flags), "")
+    entry = about.modes[flag].entry if flag else about.entry
+    if entry:
+        return load_object("entry", entry)
+    if found := extensions.load(extensions.MODES, flag.removeprefix("--")):
+        return found
+    raise ValueError(
+        f"{flag} is part of areal_lite.tools, which is not installed here: install the whole of "
+        "areal-lite"
+    )
+
+
 def _usage() -> str:
-    rows = "\n".join(f"  {name:<12}{command.does}" for name, command in _COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{find_command(name).does}" for name in command_names())
     return (
         f"usage: areal-lite COMMAND [key=value …]\n\n{rows}\n\n"
         "`areal-lite COMMAND --help` lists its settings."
@@ -236,23 +174,24 @@ def _help(command: str, composed: Any) -> str:
     """Return the usage of a command, the sets of settings it can use, and its settings."""
     from areal_lite.config.reference import groups_text, help_text
 
+    about = find_command(command)
+    words = f"[{about.words[1]}] " if about.words else ""
     usages = {
-        f"{usage_of_words(command)}[key=value …]": "",
+        f"{words}[key=value …]": "",
         "--cfg job [key=value …]": "prints the settings and their values",
     }
     for switch, override in switches(command).items():
         usages[switch] = override
-    for flag, mode in _MODES.items():
-        if mode.command == command:
-            usages[f"{flag} [key=value …]"] = mode.does
-    trains = hasattr(COMMANDS[command], "resume")
+    for flag, mode in about.modes.items():
+        usages[f"{flag} [key=value …]"] = mode.does
+    trains = issubclass(about.schema, TrainConfig)
     if trains:
         usages["-m [key=a,b …]"] = "runs every combination, one after the other"
     lines = [
         f"{'usage:' if not does else '':<7}areal-lite {command} {usage:<26}{does}".rstrip()
         for usage, does in usages.items()
     ]
-    parts = [f"areal-lite {command}: {_COMMANDS[command].does}", "\n".join(lines)]
+    parts = [f"areal-lite {command}: {about.does}", "\n".join(lines)]
     if trains:
         parts.append(f"sets of settings:\n{groups_text()}")
     settings = "settings and their values; in brackets, the values that are allowed:"

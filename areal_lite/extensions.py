@@ -45,6 +45,10 @@ class Device(Protocol):
         ...
 
 
+MODES = "areal_lite.modes"
+"""Options of the core's commands that show something instead of starting a run."""
+
+
 @cache
 def names(group: str) -> list[str]:
     """List the entries of a group, sorted by name."""

@@ -109,7 +109,8 @@ def runnable(command: str, before: str, small: bool) -> str:
         small: whether to append small settings.
     """
     command = command.replace("=…", "=models/tiny").replace("…", before or REST)
-    if re.search(r"areal-lite (train|prepare)", command) and "--" not in command and small:
+    starts = re.search(r"areal-lite train (?!--(?!prepare))", command)
+    if starts and small:
         settings = " ".join(SMALL)
         command = (
             command.replace(")", f" {settings})") if ")" in command else f"{command} {settings}"

@@ -18,21 +18,12 @@ from areal_lite.config.algo import (
 )
 from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.commands import (
-    COMMANDS,
-    ChatConfig,
-    DoctorConfig,
-    EvalCommandConfig,
-    ExportConfig,
-    GenerateConfig,
-    MakeModelConfig,
-    QuickstartConfig,
-    SftConfig,
-    SimulateConfig,
     SlurmConfig,
     TrainConfig,
-    register,
+    command_names,
+    find_command,
 )
-from areal_lite.config.compose import compose_config, config_dir
+from areal_lite.config.compose import compose_config, config_dir, register
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import check_fields, settings_of
 from areal_lite.config.files import (
@@ -45,7 +36,6 @@ from areal_lite.config.files import (
 from areal_lite.config.restart import RestartConfig
 from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
 from areal_lite.config.servers import ServerConfig, SyncConfig
-from areal_lite.config.simulate import SimulationConfig
 from areal_lite.config.sources import naming, reference_folders, source_configs
 from areal_lite.config.store import StoreConfig
 from areal_lite.config.trainer import LoggerConfig, LoraConfig, TrainerConfig

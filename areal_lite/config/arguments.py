@@ -3,34 +3,20 @@
     areal-lite report runs/a --follow        is  areal-lite report run_dir=runs/a follow=true
     areal-lite compare runs/a runs/b         is  areal-lite compare runs=[runs/a,runs/b]
 
-A word without `=` is a folder, for the commands in `_FOLDERS`: a run, or for `chat` also a model.
+A word without `=` is a folder, for commands with `words`: a run, or for `chat` also a model.
 `--NAME` is `NAME=true`, for every setting of a command that is true or false.
 """
 
 import re
 from pathlib import Path
 
-from areal_lite.config.commands import COMMANDS
+from areal_lite.config.commands import find_command
 from areal_lite.config.fields import keys_of
-
-# The setting that plain words set, by command; the words themselves as the help shows them.
-_FOLDERS = {
-    **dict.fromkeys(
-        ("export", "report", "inspect", "trace", "diagnose", "audit"), ("run_dir", "RUN")
-    ),
-    "compare": ("runs", "RUN RUN …"),
-    "chat": ("model", "MODEL or RUN"),
-}
-
-
-def usage_of_words(command: str) -> str:
-    """Return what the help of a command shows for its plain words, with a space after it."""
-    return f"[{_FOLDERS[command][1]}] " if command in _FOLDERS else ""
 
 
 def switches(command: str) -> dict[str, str]:
     """Return by option, such as `--follow`, the override that it stands for."""
-    keys = keys_of(COMMANDS[command])
+    keys = keys_of(find_command(command).schema)
     names = [key for key, kind in keys.items() if kind is bool and "." not in key]
     return {f"--{name.replace('_', '-')}": f"{name}=true" for name in names}
 
@@ -40,15 +26,16 @@ def overrides_of(command: str, args: list[str]) -> list[str]:
 
     Raises ValueError for more plain words than the command takes.
     """
-    if command not in _FOLDERS:
+    found = find_command(command)
+    if found.words is None:
         return args  # Hydra says what is wrong with a word
     # `~key` is Hydra's way to remove a key.
     words = [arg for arg in args if "=" not in arg and not arg.startswith("~")]
     overrides = [arg for arg in args if arg not in words]
-    key, _ = _FOLDERS[command]
+    key, _ = found.words
     if not words:
         return overrides
-    if keys_of(COMMANDS[command])[key] == list[str]:
+    if keys_of(found.schema)[key] == list[str]:
         return [f"{key}=[{','.join(map(quoted, words))}]", *overrides]
     if len(words) > 1:
         raise ValueError(f"areal-lite {command} takes one folder, not {len(words)}: {words[1]}")

@@ -1,14 +1,17 @@
 """Composition of a command's settings from its schema, conf/ and the command line, by Hydra."""
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from areal_lite.config.commands import COMMANDS, register
+from areal_lite.config.commands import find_command
 from areal_lite.config.fields import keys_of
 
 # Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
@@ -21,6 +24,23 @@ def config_dir() -> Path:
     return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
 
 
+@cache
+def register(command: str) -> DictConfig:
+    """Register the schema of `command` with Hydra, once per process, and return it.
+
+    conf/COMMAND.yaml, if there is one, extends it under the name COMMAND_schema. Hydra copies every
+    registered schema at each composition, so only what is used is registered. The resolver
+    `${token:}` makes a random key.
+    """
+    OmegaConf.register_new_resolver(
+        "token", lambda: secrets.token_hex(16), use_cache=True, replace=True
+    )
+    schema = OmegaConf.structured(find_command(command).schema)
+    extended = (config_dir() / f"{command}.yaml").exists()
+    ConfigStore.instance().store(name=f"{command}_schema" if extended else command, node=schema)
+    return schema
+
+
 def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """Compose the settings of `command`.
 
@@ -28,9 +48,8 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
     """
     schema = register(command)
     # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
-    free = tuple(
-        f"{key}." for key, kind in keys_of(COMMANDS[command]).items() if get_origin(kind) is dict
-    )
+    keys = keys_of(find_command(command).schema)
+    free = tuple(f"{key}." for key, kind in keys.items() if get_origin(kind) is dict)
     marked = [
         f"++{override}" if f"{override.partition('=')[0]}.".startswith(free) else override
         for override in overrides

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from hydra.errors import OverrideParseException
 
-from areal_lite.config.commands import COMMANDS
+from areal_lite.config.commands import find_command
 from areal_lite.config.compose import ADDED_GROUPS
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
@@ -76,7 +76,7 @@ def _unknown_key(key: str, command: str) -> str:
     """Name the keys that end in `key`, or else the most similar one."""
     if key.rpartition(".")[2] in TRUNCATED_SAMPLING:
         return f"unknown key {key}; {WHOLE_VOCABULARY}"
-    keys = [*keys_of(COMMANDS[command]), *(f"+{group}" for group in ADDED_GROUPS)]
+    keys = [*keys_of(find_command(command).schema), *(f"+{group}" for group in ADDED_GROUPS)]
     same_end = [known for known in keys if known.endswith(f".{key}")]
     hint = f"did you mean {' or '.join(same_end)}?" if same_end else did_you_mean(key, keys)
     return f"unknown key {key}; {hint or f'`areal-lite {command} --help` lists all settings'}"

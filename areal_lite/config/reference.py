@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from areal_lite.config.commands import COMMANDS
+from areal_lite.config.commands import command_names, find_command
 from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir
 from areal_lite.config.fields import Setting, number, sections, settings_of
-from areal_lite.config.report import VIEWS
 
 _COLUMNS = 100
 _HELP_COLUMN = 40
@@ -98,7 +97,7 @@ def groups_text() -> str:
 def help_text(command: str, composed: DictConfig) -> str:
     """Return the settings of a command, by section, for a terminal of 100 columns."""
     parts = []
-    for prefix, section in sections(COMMANDS[command]):
+    for prefix, section in sections(find_command(command).schema):
         if rows := _rows(prefix, section, composed):
             heading = f"{prefix[:-1]}: {_about(section)}" if prefix else "general:"
             parts.append("\n".join([heading, *map(_help_row, rows)]))
@@ -122,7 +121,7 @@ _PAGE = """\
 Every setting. This page is made from the code: `python -m areal_lite.config.reference`. The
 defaults are those of the command that a table is under; `areal-lite COMMAND --help` shows those of
 every command. `quickstart` has the settings of `train`, and those of `make-model` and `sft` as
-`make_model.KEY` and `sft.KEY`. `prepare` has the settings of `train`.
+`make_model.KEY` and `sft.KEY`.
 
 ```
 areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +task=gsm8k
@@ -132,19 +131,6 @@ areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +ta
 |---|---|
 {groups}
 """
-_PAGE_COMMANDS = (
-    "train",
-    "slurm",
-    "simulate",
-    "make-model",
-    "sft",
-    "eval",
-    "generate",
-    "chat",
-    "export",
-    *VIEWS,
-    "doctor",
-)
 
 
 def page() -> str:
@@ -152,8 +138,10 @@ def page() -> str:
     rows = [f"| `{group}=` | {_codes(names)} |" for group, names in groups().items()]
     text = _PAGE.format(groups="\n".join(rows))
     shown: list[type] = []
-    for command in _PAGE_COMMANDS:
-        schema, shared = COMMANDS[command], []
+    for command in command_names():
+        if command == "quickstart":
+            continue
+        schema, shared = find_command(command).schema, []
         composed = compose_config(command, [])
         extends = issubclass(schema, tuple(shown))
         text += f"\n## areal-lite {command}\n"

@@ -11,44 +11,24 @@ from typing import Any
 
 from areal_lite.config.algo_rules import check_algo
 from areal_lite.config.buffer_rules import check_buffer
-from areal_lite.config.commands import (
-    ChatConfig,
-    EvalCommandConfig,
-    GenerateConfig,
-    QuickstartConfig,
-    SftConfig,
-    SlurmConfig,
-    TrainConfig,
-)
+from areal_lite.config.commands import SlurmConfig, TrainConfig
 from areal_lite.config.data import DataConfig
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
-from areal_lite.config.sources import naming, source_configs
+from areal_lite.config.sources import Sampled, naming, source_configs
 from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
 
 
 def check_rules(config: Any) -> None:
-    """Check every rule for one command's configuration. Raises ValueError."""
+    """Check every rule that any command's configuration is subject to. Raises ValueError."""
     check_folders(config)
-    if isinstance(config, (TrainConfig, EvalCommandConfig)):
-        for name, own in source_configs(config).items():
-            with naming(name):
-                check_data(own.data)
-    if isinstance(config, GenerateConfig):
-        check_one_source(config.data, "data")
-        check_data(config.data)
-    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig, ChatConfig)):
+    if hasattr(config, "server"):
         check_server(config.server)
-    if isinstance(config, ChatConfig) and (config.model is None) == (config.run_dir is None):
-        raise ValueError("set either model or run_dir: the folder of a model, or that of a run")
     if isinstance(config, TrainConfig):
+        check_sources(config)
         check_training(config)
-    if isinstance(config, QuickstartConfig):
-        check_sft(config.sft, "sft.")
-    if isinstance(config, SftConfig):
-        check_sft(config)
     if isinstance(config, SlurmConfig):
         check_cluster(config)
 
@@ -58,6 +38,13 @@ def check_folders(config: Any) -> None:
     for key in keys_of(type(config)):
         if key.rpartition(".")[2] in ("model", "out", "run_dir") and attrgetter(key)(config) == "":
             raise ValueError(f"{key} is empty: give a folder")
+
+
+def check_sources(config: Sampled) -> None:
+    """Check the data of each source."""
+    for name, own in source_configs(config).items():
+        with naming(name):
+            check_data(own.data)
 
 
 def check_data(data: DataConfig) -> None:
@@ -288,17 +275,6 @@ def check_devices(trainer: str, server: str, transport: str) -> None:
         raise ValueError(
             "sync.transport=memory is for servers without GPUs, and server.device is cuda (auto is "
             "cuda on a machine with a GPU): use sync.transport=distributed"
-        )
-
-
-def check_sft(config: SftConfig, prefix: str = "") -> None:
-    """Check the supervised warm-up, whose keys begin with `prefix`."""
-    check_one_source(config.data, f"{prefix}data")
-    check_trainer(config.trainer, f"{prefix}trainer")
-    if config.batch_size % config.trainer.data_parallel:
-        raise ValueError(
-            f"{prefix}batch_size={config.batch_size} is not a multiple of "
-            f"{prefix}trainer.data_parallel={config.trainer.data_parallel}"
         )
 
 

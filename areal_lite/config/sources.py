@@ -7,21 +7,36 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from areal_lite.config.commands import EvalCommandConfig, TrainConfig
+from areal_lite.config.commands import TrainConfig
 from areal_lite.config.data import DataConfig, RewardConfig
 from areal_lite.config.errors import did_you_mean
 from areal_lite.config.fields import check_fields, keys_of, setting
+from areal_lite.config.rollout import RolloutConfig
+from areal_lite.config.servers import ServerConfig
 
 # A name is a part of the names of metrics and of the ids of prompts.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_WEIGHT = 1000
 
-C = TypeVar("C", bound=TrainConfig | EvalCommandConfig)
+
+class Sampled(Protocol):
+    """The settings of a command that samples completions and scores them: `train`, `eval`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    model: str
+    seed: int
+    data: DataConfig
+    reward: RewardConfig
+    server: ServerConfig
+    rollout: RolloutConfig
+
+
+C = TypeVar("C", bound=Sampled)
 
 
 @dataclass
@@ -86,7 +101,7 @@ def naming(source: str) -> Iterator[None]:
         raise ValueError(f"data.sources.{source}: {error}") from error
 
 
-def _source(config: TrainConfig | EvalCommandConfig, own: Any) -> SourceConfig:
+def _source(config: Sampled, own: Any) -> SourceConfig:
     """Put the settings of a source on those of the run. Raises ValueError."""
     if not isinstance(own, Mapping):
         raise ValueError(f"{own} is not a set of keys and values")

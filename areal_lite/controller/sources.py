@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from areal_lite.config import EvalCommandConfig, TrainConfig, naming, source_configs
-from areal_lite.config.sources import weight_of
+from areal_lite.config import TrainConfig, naming, source_configs
+from areal_lite.config.sources import Sampled, weight_of
 from areal_lite.data.mixture import MixedPrompts
 from areal_lite.data.prompts import PromptSet, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
@@ -23,14 +23,14 @@ class Source:
         rewards: scores completions.
     """
 
-    config: TrainConfig | EvalCommandConfig
+    config: Sampled
     prompts: PromptSet | None
     eval_prompts: PromptSet | None
     rewards: RewardPool
 
 
 @asynccontextmanager
-async def open_sources(config: TrainConfig | EvalCommandConfig) -> AsyncIterator[dict[str, Source]]:
+async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
     """Load the prompts and start the reward processes of each source, by its name.
 
     Sources with the same reward share its processes, which end with the block. Raises ValueError

@@ -101,15 +101,3 @@ def _check_shares(trainer: float | None, server: float | None) -> None:
             f"trainer.gpu_memory_fraction={trainer}, server.mem_fraction={server} on one GPU: set "
             f"both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
         )
-
-
-def quickstart_overrides(overrides: list[str]) -> list[str]:
-    """Return the settings that the quickstart adds to `overrides` on a machine with GPUs.
-
-    SGLang's kernels for GPUs need heads of 64 or more. One GPU is shared, and one process warms up.
-    """
-    chosen = any(item.lstrip("+").startswith("experiment=") for item in overrides)
-    if chosen or resolve_device("auto") != "cuda":
-        return []
-    shared = ["+experiment=one_gpu"] if len(visible_gpus()) == 1 else []
-    return [*shared, "make_model.head_dim=64", "sft.trainer.data_parallel=1"]

@@ -17,37 +17,31 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config import (
-    ChatConfig,
     DataConfig,
-    EvalCommandConfig,
-    ExportConfig,
-    GenerateConfig,
-    QuickstartConfig,
     ServerConfig,
-    SftConfig,
-    SimulateConfig,
-    SlurmConfig,
     TrainConfig,
+    TrainerConfig,
     check_fields,
     naming,
     reference_folders,
     source_configs,
     stored_settings,
 )
-from areal_lite.config.report import VIEWS
+from areal_lite.config.commands import Command
 from areal_lite.config.rules import check_rules, check_targets
+from areal_lite.config.sources import Sampled
 from areal_lite.controller.filters import load_filters
 from areal_lite.controller.stored_run import check_stored_run
 from areal_lite.data.model_folder import expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.launch.placement import check_trainer_device, place_run
-from areal_lite.launch.slurm import layout
+from areal_lite.launch.placement import place_run
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import resolve_device
+from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
 
 # Settings of a source that a run may change when it continues.
@@ -55,52 +49,36 @@ _CHANGEABLE = ("eval_path", "eval_split", "reward", "workflow", "workflow_args")
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 
 
-def check_config(config: Any) -> None:
-    """Check one command's configuration. Raises ValueError."""
+def check_config(command: Command, config: Any) -> None:
+    """Check the configuration of a command before anything starts. Raises ValueError."""
     check_fields(config)
     check_rules(config)
-    if isinstance(config, ChatConfig):
-        return _chat(config)
-    if isinstance(config, (ExportConfig, SimulateConfig, *VIEWS.values())):
-        return  # run_dir is a run to read, or is not used
-    if hasattr(config, "model") and not isinstance(config, QuickstartConfig):
-        _model_folder("model", config.model)
-        if isinstance(config, (TrainConfig, SftConfig)):
-            _adapters(config)
-    if isinstance(config, (TrainConfig, EvalCommandConfig)):
-        _sources(config)
-    if isinstance(config, GenerateConfig):
-        _data_source(config.data)
-    if isinstance(config, (TrainConfig, EvalCommandConfig, GenerateConfig)):
-        _ports(config.server)
-        if config.server.host != NODE and resolve_device(config.server.device) == "cuda":
-            check_cuda()
-    if isinstance(config, TrainConfig):
-        _routing_replay(config)
-        _training(config)
-    if isinstance(config, SlurmConfig):
-        layout(config)
-    if isinstance(config, SftConfig):
-        _demonstrations(config, "data.source")
-        check_trainer_device(config.trainer, "trainer")
-    if isinstance(config, QuickstartConfig):
-        _demonstrations(config.sft, "sft.data.source")
-        check_trainer_device(config.sft.trainer, "sft.trainer")
-        if config.resume == "never" and os.path.exists(config.make_model.out):
-            raise ValueError(_already_there(config))
-    run_dir = Path(getattr(config, "run_dir", os.devnull))
+    if command.check:
+        load_object("check", command.check)(config)
+
+
+def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
+    """Check what a training run needs of this machine and of files. Raises ValueError.
+
+    `dense` says whether the model, which does not exist yet, has no experts. None: it exists.
+    """
+    if dense is None:
+        check_model("model", config.model)
+        check_adapters(config.trainer, config.model)
+    check_sources(config)
+    check_servers(config.server)
+    _routing_replay(config, dense)
+    _training(config)
+    check_run_dir_of(config)
+
+
+def check_run_dir_of(config: Any) -> None:
+    """Check that `run_dir` has no run, or one that this command may continue."""
+    run_dir = Path(config.run_dir)
     if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
         if isinstance(config, TrainConfig):
             _resume(config)
         _same_command(config, run_dir)
-
-
-def _chat(config: ChatConfig) -> None:
-    if config.model is not None:
-        _model_folder("model", config.model)
-    _ports(config.server)
-    if resolve_device(config.server.device) == "cuda":
-        check_cuda()
 
 
 def _training(config: TrainConfig) -> None:
@@ -108,7 +86,7 @@ def _training(config: TrainConfig) -> None:
     for source, folder in reference_folders(config).items():
         if folder not in (None, config.model):
             key = f"data.sources.{source}.reference" if source else "algo.reference"
-            _model_folder(key, folder)
+            check_model(key, folder)
             _same_tokens(config.model, key, folder)
     load_filters(config.rollout.filters, config.rollout.active_sampling)
     _prompts_come_again(config)
@@ -122,7 +100,8 @@ def _training(config: TrainConfig) -> None:
         check_stored_run(config)
 
 
-def _model_folder(key: str, model: str) -> None:
+def check_model(key: str, model: str) -> None:
+    """Check that `model`, the value of `key`, is the folder of a checkpoint."""
     for file in ("config.json", "tokenizer.json"):
         if not os.path.isfile(Path(model) / file):  # False, too, for a path that cannot be
             raise ValueError(
@@ -132,17 +111,16 @@ def _model_folder(key: str, model: str) -> None:
             )
 
 
-def _adapters(config: TrainConfig | SftConfig) -> None:
-    described = json.loads((Path(config.model) / "config.json").read_text())
-    check_targets(config.trainer.lora, has_experts=num_experts(described) > 0)
+def check_adapters(trainer: TrainerConfig, model: str) -> None:
+    """Check that the layers of the model can have the adapters."""
+    described = json.loads((Path(model) / "config.json").read_text())
+    check_targets(trainer.lora, has_experts=num_experts(described) > 0)
 
 
-def _routing_replay(config: TrainConfig) -> None:
+def _routing_replay(config: TrainConfig, dense: bool | None) -> None:
     if not config.algo.routing_replay:
         return
-    if isinstance(config, QuickstartConfig):  # it is about to make the model
-        dense = config.make_model.architecture != "qwen3_moe"
-    else:
+    if dense is None:
         dense = expert_layout(Path(config.model)) is None
     if dense:
         raise ValueError(
@@ -164,19 +142,11 @@ def _same_tokens(model: str, key: str, reference: str) -> None:
             )
 
 
-def _demonstrations(sft: SftConfig, key: str) -> None:
-    source = prompt_source(sft.data.source)
-    if not getattr(source, "has_demonstrations", False):
-        raise ValueError(
-            f"{key}={sft.data.source} has no demonstrations to warm up on: use addition"
-        )
-
-
-def _sources(config: TrainConfig | EvalCommandConfig) -> None:
+def check_sources(config: Sampled) -> None:
     """Check the files, the reward and the workflow of each data source."""
     for name, own in source_configs(config).items():
         with naming(name):
-            _data_source(own.data)
+            check_data_source(own.data)
             load_reward_function(own.reward.function)
             load_workflow(own.rollout)
             if isinstance(own, TrainConfig) and own.eval.problems:
@@ -197,7 +167,8 @@ def _prompts_come_again(config: TrainConfig) -> None:
         )
 
 
-def _data_source(data: DataConfig) -> None:
+def check_data_source(data: DataConfig) -> None:
+    """Check that a data source and its file are there."""
     prompt_source(data.source)
     if data.source == "jsonl" and not os.path.exists(data.path or ""):
         raise ValueError(f"data.path={data.path}: no such file")
@@ -210,6 +181,13 @@ def _eval_file(data: DataConfig) -> None:
             raise ValueError(f"data.eval_path is not set: {remedy}")
         if not os.path.exists(data.eval_path):
             raise ValueError(f"data.eval_path={data.eval_path}: no such file; {remedy}")
+
+
+def check_servers(server: ServerConfig) -> None:
+    """Check that servers can run on this machine."""
+    _ports(server)
+    if server.host != NODE and resolve_device(server.device) == "cuda":
+        check_cuda()
 
 
 def _ports(server: ServerConfig) -> None:
@@ -244,13 +222,14 @@ def _weight_folder(config: TrainConfig) -> None:
 
 def _resume(config: TrainConfig) -> None:
     if config.resume == "never":
-        raise ValueError(_already_there(config))
+        raise ValueError(already_there(config))
     if config.debug != "off":
         raise ValueError(f"debug={config.debug} continues no run: choose another run_dir")
     _same_run(config, stored_settings(Path(config.run_dir)))
 
 
-def _already_there(config: TrainConfig) -> str:
+def already_there(config: TrainConfig) -> str:
+    """Say that run_dir holds a run, and what to do."""
     return (
         f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
         "or continue the run with resume=auto"

@@ -1,4 +1,4 @@
-"""`areal-lite prepare`: write the run directory of a training run whose roles start one by one.
+"""`areal-lite train --prepare`: write a run directory for roles that start one by one.
 
 The roles can run in containers or on several machines. They may start in any order, and find each
 other in the run directory, which all of them must see:
@@ -8,13 +8,13 @@ other in the run directory, which all of them must see:
     torchrun … -m areal_lite.trainer.loop RUN_DIR                  the trainer ranks
     python -m areal_lite.launch.prepare end RUN_DIR                after the trainer: the report
 
-Servers use the GPUs that their command sees. With `server.host=node`, the default of this command,
-servers and controller listen on their machine's own address and answer only requests with the keys
-in the run directory.
+Servers use the GPUs that their command sees. The option sets `server.host=node`: servers and
+controller listen on their machine's own address and answer only requests with the keys in the run
+directory.
 
 A run that is going on is left alone if its settings are these, and refused otherwise. To start the
 roles of another one again, first run `python -m areal_lite.launch.prepare begin RUN_DIR` or
-`areal-lite prepare … resume=auto`. The run then resumes from its newest checkpoint.
+`areal-lite train --prepare … resume=auto`. The run then resumes from its newest checkpoint.
 """
 
 import sys

@@ -102,6 +102,14 @@ def _many_nodes(config: SlurmConfig) -> Layout:
     )
 
 
+def check(config: SlurmConfig) -> None:
+    """Check what the run needs of this machine and of files, and its layout. Raises ValueError."""
+    from areal_lite.launch.preflight import check_run
+
+    check_run(config)
+    layout(config)
+
+
 def run(config: SlurmConfig) -> int:
     """Write the run directory and the job, and submit it `cluster.chain` times.
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config import SftConfig, save_config
+from areal_lite.config import save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed, Roles
+from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.resume import (
     STOPPED,

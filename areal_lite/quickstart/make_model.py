@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_lite.config import MakeModelConfig
+from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.system.files import new_folder
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from areal_lite.config import QuickstartConfig, TrainConfig
+from areal_lite.config import TrainConfig
 from areal_lite.launch import local
 from areal_lite.quickstart import launch_sft, make_model
+from areal_lite.quickstart.command import QuickstartConfig
 from areal_lite.run_dir.resume import (
     STOPPED,
     clear_stop_request,

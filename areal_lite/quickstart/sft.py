@@ -16,11 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_lite.config import SftConfig, load_config
+from areal_lite.config import load_config
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.megatron.parallel import data_parallel_rank, data_parallel_sum, shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart import addition
+from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.system.processes import die_with_parent
 from areal_lite.train_batch import TrainBatch

@@ -14,19 +14,29 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.config import ChatConfig
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.launch.preflight import check_model, check_servers
 from areal_lite.launch.server_pool import server_pool
 from areal_lite.servers.client import ServerRefused
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
+from areal_lite.tools.commands import ChatConfig
 from areal_lite.tools.evaluate import gpus_of_servers, open_fleet, while_servers_last
 from areal_lite.tools.export import model_of_run
 
 _QUIT = "/quit"
 # Tokens of a request. An answer takes several, so that it appears while it is written.
 _TOKENS_AT_ONCE = 8
+
+
+def check(config: ChatConfig) -> None:
+    """Check the model, if one is named, and the machine. Raises ValueError."""
+    if (config.model is None) == (config.run_dir is None):
+        raise ValueError("set either model or run_dir: the folder of a model, or that of a run")
+    if config.model is not None:
+        check_model("model", config.model)
+    check_servers(config.server)
 
 
 def run(config: ChatConfig) -> int:

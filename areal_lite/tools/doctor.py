@@ -19,7 +19,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config import DoctorConfig
 from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.system.cuda import MIN_DRIVER, check_cuda
@@ -27,6 +26,7 @@ from areal_lite.system.gpus import visible_gpus
 from areal_lite.system.machine import available_memory, problems
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import tail
+from areal_lite.tools.commands import DoctorConfig
 
 PINNED = ("torch", "transformers", "megatron-core", "sglang")
 PLUGINS = {"areal_lite_push", "areal_lite_readback", "areal_lite_cpu"}

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.config import EvalCommandConfig, GenerateConfig, ServerConfig, save_config
+from areal_lite.config import ServerConfig, save_config
+from areal_lite.config.rules import check_data, check_one_source
+from areal_lite.config.rules import check_sources as check_source_rules
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.evaluation import score_problems
 from areal_lite.controller.scores import Interval, Scores, pooled
@@ -19,6 +21,7 @@ from areal_lite.controller.sources import open_sources
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.launch import preflight
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rollout.runner import load_workflow, started
@@ -30,9 +33,24 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
+from areal_lite.tools.commands import EvalCommandConfig, GenerateConfig
 
 # Held-out problems that `generate` shows when no prompts are given.
 _EXAMPLES = 5
+
+
+def check(config: EvalCommandConfig | GenerateConfig) -> None:
+    """Check the model, the data and the machine. Raises ValueError."""
+    preflight.check_model("model", config.model)
+    if isinstance(config, EvalCommandConfig):
+        check_source_rules(config)
+        preflight.check_sources(config)
+    else:
+        check_one_source(config.data, "data")
+        check_data(config.data)
+        preflight.check_data_source(config.data)
+    preflight.check_servers(config.server)
+    preflight.check_run_dir_of(config)
 
 
 def run(config: EvalCommandConfig | GenerateConfig) -> int:

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_lite.cli import main
-from areal_lite.config import MakeModelConfig, TrainConfig, TrainerConfig, save_config
+from areal_lite.config import TrainConfig, TrainerConfig, save_config
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.hf import export
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
+from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.run_dir.manifest import damage
 from areal_lite.tools.export import model_of_run

@@ -17,7 +17,6 @@ from areal_lite.config import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
-    MakeModelConfig,
     RejectionConfig,
     RolloutConfig,
     ShapingConfig,
@@ -29,6 +28,7 @@ from areal_lite.config.compose import compose_config
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
+from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.train_batch import TrainBatch, source_key
 from areal_lite.trainer.models import Models, build_models

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from areal_lite import cli
-from areal_lite.config import MakeModelConfig
 from areal_lite.launch import prepare
 from areal_lite.quickstart import make_model
+from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_stale_files
 from areal_lite.system.files import write_atomically
 
@@ -41,7 +41,8 @@ def arguments(command: str, model: Path, run_dir: Path | str) -> list[str]:
         "sft": [f"model={model}", f"out={model}-sft"],
         "quickstart": [f"make_model.out={model}-new", f"sft.out={model}-sft"],
     }
-    return [command, f"run_dir={run_dir}", *own.get(command, [f"model={model}"])]
+    words = ["train", "--prepare"] if command == "prepare" else [command]
+    return [*words, f"run_dir={run_dir}", *own.get(command, [f"model={model}"])]
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -22,12 +22,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
-from areal_lite.config import COMMANDS, compose_config, settings_of, to_dataclass
+from areal_lite.config import command_names, compose_config, find_command, settings_of, to_dataclass
 from areal_lite.config.errors import explain, one_line
 from areal_lite.config.fields import keys_of, sections
-from areal_lite.config.report import VIEWS
 from areal_lite.launch.preflight import check_config
 
+COMMANDS = command_names()
 NUMBERS = (-1, 0, -0.0, 1, 2, 0.5, -5, 2**31, 10**9, 10**20, 1e308, -1e308, 1e-320)
 NUMBERS += (math.nan, math.inf, -math.inf)
 TEXTS = ("", "abc", "☃", "\0", "a\nb", "\ud800", "a" * 5000, "b/" * 3000, "../../x", "/etc/passwd")
@@ -58,7 +58,7 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     both = [f"model={folder}", f"run_dir={folder}/run"]
     needed = (
         dict.fromkeys(COMMANDS, both)
-        | dict.fromkeys([*VIEWS, "export", "chat"], both[1:])
+        | dict.fromkeys([name for name in COMMANDS if find_command(name).words], both[1:])
         | {"compare": [], "doctor": []}
     )
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
@@ -69,7 +69,7 @@ def cases(command: str, count: int, values: tuple) -> Iterator[dict[str, Any]]:
     """Every key once with each kind of value, then random mixtures of up to three keys."""
     settings = [
         f"{prefix}{name}"
-        for prefix, section in sections(COMMANDS[command])
+        for prefix, section in sections(find_command(command).schema)
         for name in settings_of(section)
     ]
     generator = random.Random(command)
@@ -85,7 +85,7 @@ def refusal(command: str, composed: bytes, changes: dict[str, Any]) -> str:
         for key, value in changes.items():
             OmegaConf.update(config, key, value)
         final = to_dataclass(config)
-        check_config(final)
+        check_config(find_command(command), final)
     except (HydraException, OmegaConfBaseException) as error:
         return explain(error, command)
     except ValueError as error:
@@ -109,7 +109,11 @@ def assert_plausible(value: Any) -> None:
 def assert_one_line(message: str, command: str, changes: object) -> None:
     """It names a key of the command, and a terminal can show it."""
     line = one_line(message)
-    parts = {part for key in keys_of(COMMANDS[command]) for part in (key, key.rpartition(".")[2])}
+    parts = {
+        part
+        for key in keys_of(find_command(command).schema)
+        for part in (key, key.rpartition(".")[2])
+    }
     assert any(part in line for part in parts), (line, changes)
     assert len(line) < 2010 and "Traceback" not in line, (line, changes)
 
@@ -154,7 +158,9 @@ def test_many_more_random_settings(where):
 
 
 def run_command_line(where, capsys, monkeypatch, count: int) -> None:
-    monkeypatch.setattr(cli, "_run", lambda entry, configs: 0)  # a valid run is not started
+    monkeypatch.setattr(
+        cli, "_run", lambda command, flags, configs: 0
+    )  # a valid run is not started
     for command in COMMANDS:
         # The stderr of a test refuses what is not Unicode, and a real one escapes it.
         for changes in cases(command, count, [value for value in WRITTEN if value.isprintable()]):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import areal_lite
 from areal_lite.api import TrainResult
 from areal_lite.cli import parse
-from areal_lite.config import COMMANDS
+from areal_lite.config import command_names, find_command
 from areal_lite.config.compose import as_overrides, compose_config
 from areal_lite.launch.sweep import sweep
 from tests import docs_commands
@@ -34,7 +34,7 @@ PLACEHOLDER = re.compile(r"<\w+>")
 MODULE = re.compile(r"(?<![\w./])areal_lite(?:\.\w+)+(?::\w+)?")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 FILES = (".yaml", ".json", ".jsonl", ".py")  # no settings, although they look like it
-FLAGS = ("--dry-run", "--print", "--help", "--cfg", "job")  # not settings
+FLAGS = ("--dry-run", "--prepare", "--print", "--help", "--cfg", "job")  # not settings
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 
@@ -47,7 +47,7 @@ def commands(text: str) -> Iterator[list[str]]:
         words = shlex.split(line, comments=True) if "areal-lite " in line or "bash " in line else []
         if words[:2] == ["bash", "examples/quickstart.sh"]:
             yield ["quickstart", *words[2:]]
-        elif words[:1] == ["areal-lite"] and words[1] in COMMANDS:
+        elif words[:1] == ["areal-lite"] and words[1] in command_names():
             yield words[1:]
 
 
@@ -60,7 +60,8 @@ def known_keys() -> frozenset[str]:
             yield prefix + key
             yield from walk(value, f"{prefix}{key}.")
 
-    settings = (OmegaConf.to_container(OmegaConf.structured(c)) for c in COMMANDS.values())
+    schemas = (find_command(name).schema for name in command_names())
+    settings = (OmegaConf.to_container(OmegaConf.structured(one)) for one in schemas)
     return frozenset(key for command in settings for key in walk(command, ""))
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from areal_lite.config.report import AuditConfig
 from areal_lite.tools.audit.audit import audit, audit_text
+from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.report.command import chosen_run
 
 

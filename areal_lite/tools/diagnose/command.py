@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from areal_lite.config.report import DiagnoseConfig
+from areal_lite.tools.commands import DiagnoseConfig
 from areal_lite.tools.diagnose.diagnosis import diagnosis_text
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report.command import chosen_run

@@ -13,14 +13,6 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_lite.config.report import (
-    AuditConfig,
-    CompareConfig,
-    DiagnoseConfig,
-    InspectConfig,
-    ReportConfig,
-    TraceConfig,
-)
 from areal_lite.run_dir.paths import (
     EVALS_FILE,
     METRICS_FILE,
@@ -31,6 +23,14 @@ from areal_lite.run_dir.paths import (
 )
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
+from areal_lite.tools.commands import (
+    AuditConfig,
+    CompareConfig,
+    DiagnoseConfig,
+    InspectConfig,
+    ReportConfig,
+    TraceConfig,
+)
 from areal_lite.tools.report import demo
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 

@@ -17,10 +17,10 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from areal_lite.config.report import InspectConfig
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.store_rows import decoded
 from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.tools.commands import InspectConfig
 from areal_lite.tools.formatting import short, visible
 from areal_lite.tools.report.run_data import Columns, open_store, read_run_config
 from areal_lite.trajectory import trace_name

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from areal_lite.config import SimulateConfig
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.comparisons import Variant
 from areal_lite.tools.simulate.summary import Summary
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_lite.config import SimulateConfig
 from areal_lite.system.files import write_atomically
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.advice import advise, conclude
 from areal_lite.tools.simulate.comparisons import Variant, compare, simulated
 from areal_lite.tools.simulate.picture import draw

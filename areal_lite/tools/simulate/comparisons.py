@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from areal_lite.config import SimulateConfig
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.run import Loss, simulate
 from areal_lite.tools.simulate.summary import Summary, summarize
 from areal_lite.tools.simulate.workload import workload

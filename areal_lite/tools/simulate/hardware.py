@@ -16,8 +16,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_lite.config import SimulateConfig
 from areal_lite.data.model_folder import num_experts
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.speed import ServerSpeed
 from areal_lite.tools.simulate.trainer import TrainerSpeed
 

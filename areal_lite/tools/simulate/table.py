@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from areal_lite.config import SimulateConfig
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.comparisons import QUESTIONS, Variant, num_gpus
 from areal_lite.tools.simulate.summary import Summary
 

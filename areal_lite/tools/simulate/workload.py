@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_lite.config import SimulateConfig
+from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.calibrate import measured_workload
 from areal_lite.tools.simulate.hardware import server_speed, trainer_speed
 from areal_lite.tools.simulate.lengths import LogNormalLengths

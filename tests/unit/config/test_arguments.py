@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_lite.cli import main, parse
-from areal_lite.config import COMMANDS, compose_config
+from areal_lite.config import command_names, compose_config
 from areal_lite.config.arguments import quoted, switches
 
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
@@ -44,7 +44,7 @@ def test_any_text_survives_quoting(text):
 
 def test_every_switch_of_a_command_is_one_of_its_settings():
     assert switches("report") == {"--demo": "demo=true", "--follow": "follow=true"}
-    for command in COMMANDS:
+    for command in command_names():
         compose_config(command, [override for override in switches(command).values()])
 
 

@@ -12,10 +12,12 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from areal_lite import extensions
 from areal_lite.cli import main
-from areal_lite.config import SftConfig, TrainConfig, load_config, save_config, to_dataclass
+from areal_lite.config import TrainConfig, find_command, load_config, save_config, to_dataclass
 from areal_lite.config.compose import compose_config, config_dir
 from areal_lite.launch.preflight import check_config
+from areal_lite.quickstart.command import SftConfig
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
     where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
     teacher = [f"algo.reference={model}"] if preset == "distill" else []
     config = to_dataclass(compose_config(command, [f"algo={preset}", *where, *teacher]))
-    check_config(config)
+    check_config(find_command(command), config)
     written = OmegaConf.to_container(
         OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
     )
@@ -184,7 +186,7 @@ def test_a_teacher_has_the_same_tokens(tmp_path, capsys):
             "rollout.group_size=1",
         ]
 
-    check_config(to_dataclass(compose_config("train", overrides("larger"))))
+    check_config(find_command("train"), to_dataclass(compose_config("train", overrides("larger"))))
     for teacher, message in ("other", "'a' is 1 there and 0 in"), ("smaller", "'b' is None there"):
         line = complaint(capsys, "train", *overrides(teacher))
         assert message in line or "token 'b' is 0 there and 1 in" in line
@@ -324,7 +326,8 @@ def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(
     script.parent.mkdir()
     script.write_text("import sys; from areal_lite.cli import main; sys.exit(main())")
     arguments = [
-        "prepare",
+        "train",
+        "--prepare",
         f"model={model}",
         f"run_dir={tmp_path / 'run'}",
         "rollout.workflow=my_flow:flow",
@@ -354,6 +357,25 @@ def test_a_mistake_shows_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 102, done.stderr
+
+
+def test_the_help_of_training_loads_only_the_core():
+    code = (
+        "import sys; from areal_lite.cli import main; main(['train', '--help']); "
+        "parts = ('areal_lite.tools', 'areal_lite.cpu', 'areal_lite.quickstart'); "
+        "print([name for name in sys.modules if name.startswith(parts)], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[]\n"
+
+
+def test_without_the_tools_the_dry_run_says_what_to_install(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(extensions, "load", lambda group, name: None)
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    assert main(["train", "--dry-run", *where]) == 1
+    assert (
+        "--dry-run is part of areal_lite.tools, which is not installed" in capsys.readouterr().err
+    )
 
 
 def test_a_reader_that_leaves_ends_the_command_silently():

@@ -196,7 +196,7 @@ def test_a_sweep_is_every_combination_in_a_folder_of_its_own():
 
 
 def test_a_sweep_runs_one_after_the_other(where, tmp_path, capsys):
-    assert main(["prepare", "-m", "seed=3,4", *where]) == 0
+    assert main(["train", "--prepare", "-m", "seed=3,4", *where]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "run" / str(i)) for i in range(2)]
     where[1] += "-of-slurm"
     assert main(["slurm", "--print", "-m", "trainer.steps=3,4", *where]) == 0

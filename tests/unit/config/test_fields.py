@@ -7,24 +7,24 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from areal_lite import cli
 from areal_lite.algo import correction, kl, reduction
 from areal_lite.config import (
-    COMMANDS,
     AlgoConfig,
     CorrectionConfig,
     DataConfig,
     KLConfig,
-    MakeModelConfig,
-    QuickstartConfig,
     TrainConfig,
     check_fields,
+    command_names,
     compose_config,
+    find_command,
     settings_of,
 )
 from areal_lite.config.reference import help_text, page
 from areal_lite.data.prompts import SOURCES
 from areal_lite.megatron.architectures import ARCHITECTURES
+from areal_lite.quickstart.command import MakeModelConfig, QuickstartConfig
+from areal_lite.system.imports import load_object
 
 
 def schemas(schema: type) -> set[type]:
@@ -33,7 +33,11 @@ def schemas(schema: type) -> set[type]:
     return {schema}.union(*map(schemas, parts))
 
 
-ALL = sorted(set().union(*map(schemas, COMMANDS.values())), key=lambda schema: schema.__name__)
+COMMANDS = {name: find_command(name) for name in command_names()}
+ALL = sorted(
+    set().union(*(schemas(command.schema) for command in COMMANDS.values())),
+    key=lambda schema: schema.__name__,
+)
 
 
 @pytest.mark.parametrize("schema", ALL)
@@ -96,14 +100,17 @@ def test_choices_are_those_of_the_code_that_reads_them():
     assert set(settings_of(MakeModelConfig)["architecture"].choices) == set(ARCHITECTURES)
 
 
-def test_every_command_can_be_run():
-    assert set(COMMANDS) == set(cli._COMMANDS)
+def test_every_command_and_option_can_be_run():
+    for command in COMMANDS.values():
+        modes = [mode.entry for mode in command.modes.values()]
+        for entry in filter(None, (command.entry, command.check, command.adapt, *modes)):
+            load_object("entry", entry)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_every_setting_and_fits_the_terminal(command):
     text = help_text(command, compose_config(command, []))
-    for name in settings_of(COMMANDS[command]):
+    for name in settings_of(COMMANDS[command].schema):
         assert f"\n  {name}" in f"\n{text}"
     assert "\0" not in text
     wide = [line for line in text.splitlines() if len(line) > 100]

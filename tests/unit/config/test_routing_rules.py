@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.config import AlgoConfig, ServerConfig, TrainConfig, TrainerConfig
+from areal_lite.config import AlgoConfig, ServerConfig, TrainConfig, TrainerConfig, find_command
 from areal_lite.config.rules import check_rules
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.launch.preflight import check_config
@@ -26,9 +26,9 @@ def test_a_dense_model(tmp_path: Path) -> None:
     config = TrainConfig(model=dense, run_dir=str(tmp_path / "run"), algo=REPLAY)
     config.data.source = "addition"
     with pytest.raises(ValueError, match="routing_replay=true: model=.* has no experts.* to false"):
-        check_config(config)
+        check_config(find_command("train"), config)
     model(tmp_path, num_experts=128, num_hidden_layers=48, num_experts_per_tok=8)
-    check_config(config)
+    check_config(find_command("train"), config)
     assert expert_layout(tmp_path) == ExpertLayout(layers=48, experts=128, top_k=8)
     model(tmp_path, num_local_experts=128, num_hidden_layers=48, num_experts_per_tok=8)
     layout = expert_layout(tmp_path)

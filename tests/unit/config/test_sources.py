@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from areal_lite.cli import main
 from areal_lite.config import (
     TrainConfig,
+    find_command,
     load_config,
     reference_folders,
     save_config,
@@ -136,10 +137,10 @@ def test_retired_prompts_need_one_source_that_comes_again(model, tmp_path) -> No
     config.model, config.run_dir, config.rollout.retire_above = str(model), str(tmp_path / "r"), 0.9
     config.eval.problems = 0
     with pytest.raises(ValueError, match="data.source=addition always makes new ones"):
-        check_config(config)
+        check_config(find_command("train"), config)
     (tmp_path / "x.jsonl").write_text("")
     config.data.sources["b"] = {"source": "jsonl", "path": f"{tmp_path}/x.jsonl"}
-    check_config(config)
+    check_config(find_command("train"), config)
 
 
 def test_commands_of_a_single_source_refuse_several(model, capsys) -> None:
@@ -161,7 +162,7 @@ def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
     assert load_config(tmp_path / "run").data.sources == first
     exact = "areal_lite.rewards.exact:exact_reward"
     free = {"reward": {"function": exact}, "workflow_args": {}, "eval_split": "y"}
-    check_config(config(a={"max_digits": 3, "weight": 2, **free}, b={}))
+    check_config(find_command("train"), config(a={"max_digits": 3, "weight": 2, **free}, b={}))
     for sources, message in (
         ({"b": first["b"], "a": first["a"]}, r"data.sources=\['b', 'a'\]: .* with \['a', 'b'\]"),
         ({"a": {**first["a"], "weight": 1}, "b": {}}, "data.sources.a.weight=1: .* with 2"),
@@ -169,7 +170,7 @@ def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
         ({}, r"data.sources=\[\]: the run in run_dir"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_config(config(**sources))
+            check_config(find_command("train"), config(**sources))
 
 
 def test_sources_of_a_file_and_of_the_command_line_are_joined(model, tmp_path, capsys) -> None:

@@ -10,8 +10,10 @@ from areal_lite.cli import checked_config, main
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.compose import config_dir
 from areal_lite.launch import local, placement
-from areal_lite.launch.placement import Placement, quickstart_overrides
+from areal_lite.launch.placement import Placement
 from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool
+from areal_lite.quickstart.command import overrides_for_gpus
+from areal_lite.system import gpus
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory
 from tests.unit.system.fake_gpu import fake_gpu
 
@@ -114,23 +116,24 @@ def test_every_experiment_is_valid_on_one_gpu(name, model, tmp_path, monkeypatch
 
 
 def test_the_quickstart_shares_the_only_gpu(monkeypatch):
-    monkeypatch.setattr(placement, "resolve_device", lambda device: "cuda")
+    monkeypatch.setattr(gpus, "resolve_device", lambda device: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    added = quickstart_overrides(["seed=2"])
+    added = overrides_for_gpus(["seed=2"])
     always = ["make_model.head_dim=64", "sft.trainer.data_parallel=1"]
     assert added == ["+experiment=one_gpu", *always]
-    assert quickstart_overrides(["+experiment=gsm8k"]) == []
+    assert overrides_for_gpus(["+experiment=gsm8k"]) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert quickstart_overrides([]) == always
-    monkeypatch.setattr(placement, "resolve_device", lambda device: "cpu")
-    assert quickstart_overrides([]) == []
+    assert overrides_for_gpus([]) == always
+    monkeypatch.setattr(gpus, "resolve_device", lambda device: "cpu")
+    assert overrides_for_gpus([]) == []
 
 
 def test_the_quickstart_is_valid_on_one_gpu(tmp_path, monkeypatch, capsys):
     fake_gpu(tmp_path, monkeypatch)
-    monkeypatch.setattr(placement, "resolve_device", lambda device: "cuda")
+    for module in (gpus, placement):
+        monkeypatch.setattr(module, "resolve_device", lambda device: "cuda")
     where = [f"run_dir={tmp_path / 'run'}", "server.device=cuda"]
-    checked_config("quickstart", [*quickstart_overrides([]), *where])
+    checked_config("quickstart", [*overrides_for_gpus([]), *where])
     assert main(["quickstart", "--cfg", *where]) == 0
     assert "gpu_memory_fraction: 0.6" in capsys.readouterr().out
 

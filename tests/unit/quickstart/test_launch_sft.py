@@ -2,9 +2,9 @@
 
 import time
 
-from areal_lite.config import SftConfig
 from areal_lite.launch.roles import Role, Roles
 from areal_lite.quickstart import launch_sft
+from areal_lite.quickstart.command import SftConfig
 from areal_lite.quickstart.launch_sft import WarmUpWatch
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from areal_lite.cli import main
-from areal_lite.config.report import InspectConfig
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
 from areal_lite.tools.audit.audit import audit
+from areal_lite.tools.commands import InspectConfig
 from areal_lite.tools.report import demo
 from areal_lite.tools.report.command import LivePage, is_loopback, page_server
 from areal_lite.tools.report.demo import unpack

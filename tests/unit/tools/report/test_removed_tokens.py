@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_lite.config.report import InspectConfig
 from areal_lite.run_dir.store import Store
+from areal_lite.tools.commands import InspectConfig
 from areal_lite.tools.report.page import run_page
 from areal_lite.tools.report.rollouts import read_groups, show_matching
 from areal_lite.tools.report.run_data import read_columns, read_run

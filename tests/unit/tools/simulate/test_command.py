@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_lite.cli import checked_config, main
-from areal_lite.config.simulate import COMPARISONS
+from areal_lite.tools.commands import COMPARISONS
 from areal_lite.tools.simulate.advice import advise, conclude
 from areal_lite.tools.simulate.comparisons import (
     QUESTIONS,

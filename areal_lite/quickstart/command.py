@@ -1,0 +1,141 @@
+"""`areal-lite quickstart`: the command, and the settings of its stages."""
+
+import os
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from areal_lite.config import DataConfig, TrainConfig, TrainerConfig
+from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
+from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
+
+
+@dataclass
+class MakeModelConfig:
+    """A small, randomly initialized checkpoint with a character tokenizer."""
+
+    out: str = setting(MISSING, "Folder to write the checkpoint to.")
+    architecture: str = setting(
+        "qwen3", "Model type.", choices=("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
+    )
+    hidden_size: int = setting(128, "Size of a hidden state.", minimum=1, maximum=65_536)
+    num_layers: int = setting(4, "Layers.", minimum=1, maximum=1024)
+    num_heads: int = setting(4, "Attention heads.", minimum=1, maximum=1024)
+    num_kv_heads: int = setting(2, "Heads of keys and values.", minimum=1, maximum=1024)
+    head_dim: int = setting(32, "Size of a head.", minimum=2, maximum=1024)
+    mlp_size: int = setting(
+        384, "Hidden size of an MLP, or of each expert.", minimum=1, maximum=262_144
+    )
+    num_experts: int = setting(8, "qwen3_moe: experts of a layer.", minimum=1, maximum=1024)
+    experts_per_token: int = setting(
+        2, "qwen3_moe: experts that each token uses.", minimum=1, maximum=1024
+    )
+    tie_embeddings: bool = setting(True, "Share input and output embeddings.")
+    max_position: int = setting(2048, "Longest sequence, in tokens.", minimum=1, maximum=MAX_TOKENS)
+    rope_theta: float = setting(
+        10000.0, "Base of the rotary position embedding.", minimum=1, maximum=1e9
+    )
+    init_std: float = setting(
+        0.09, "Standard deviation of the initial weights.", above=0, maximum=10
+    )
+    seed: int = setting(1, "Seed of the initial weights.", minimum=0, maximum=MAX_SEED)
+
+
+@dataclass
+class SftConfig:
+    """Supervised warm-up on demonstrations that an imperfect teacher generates."""
+
+    model: str = setting(MISSING, MODEL_HELP)
+    out: str = setting(MISSING, "Folder to write the trained checkpoint to.")
+    run_dir: str = setting("runs/sft-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
+    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    batch_size: int = setting(64, "Demonstrations of a step.", minimum=1, maximum=1_000_000)
+    forget_carry: float = setting(
+        0.45, "Probability that the teacher forgets a carry.", minimum=0, maximum=1
+    )
+
+
+@dataclass
+class QuickstartConfig(TrainConfig):
+    """`make-model`, `sft` and `train` in a row; conf/quickstart.yaml connects them."""
+
+    make_model: MakeModelConfig = field(default_factory=MakeModelConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+
+QUICKSTART = Command(
+    schema=QuickstartConfig,
+    entry="areal_lite.quickstart.quickstart:run",
+    does="make, warm up and train a small model on the addition task",
+    check="areal_lite.quickstart.command:check_quickstart",
+    adapt="areal_lite.quickstart.command:overrides_for_gpus",
+)
+MAKE_MODEL = Command(
+    schema=MakeModelConfig,
+    entry="areal_lite.quickstart.make_model:run",
+    does="write a small, randomly initialized checkpoint and its tokenizer",
+)
+SFT = Command(
+    schema=SftConfig,
+    entry="areal_lite.quickstart.launch_sft:run",
+    does="warm a model up on demonstrations of an imperfect teacher",
+    check="areal_lite.quickstart.command:check_sft",
+)
+
+
+def check_quickstart(config: QuickstartConfig) -> None:
+    """Check the stages, before there is a model. Raises ValueError."""
+    from areal_lite.launch.preflight import already_there, check_run
+
+    _check_warm_up(config.sft, "sft.")
+    dense = config.make_model.architecture != "qwen3_moe"
+    check_run(config, dense=dense)
+    if config.resume == "never" and os.path.exists(config.make_model.out):
+        raise ValueError(already_there(config))
+
+
+def check_sft(config: SftConfig) -> None:
+    """Check the warm-up. Raises ValueError."""
+    from areal_lite.launch.preflight import check_adapters, check_model, check_run_dir_of
+
+    _check_warm_up(config, "")
+    check_model("model", config.model)
+    check_adapters(config.trainer, config.model)
+    check_run_dir_of(config)
+
+
+def _check_warm_up(config: SftConfig, prefix: str) -> None:
+    """Check the settings of the warm-up, whose keys begin with `prefix`. Raises ValueError."""
+    from areal_lite.config.rules import check_one_source, check_trainer
+    from areal_lite.data.prompts import prompt_source
+    from areal_lite.launch.placement import check_trainer_device
+
+    check_one_source(config.data, f"{prefix}data")
+    check_trainer(config.trainer, f"{prefix}trainer")
+    if config.batch_size % config.trainer.data_parallel:
+        raise ValueError(
+            f"{prefix}batch_size={config.batch_size} is not a multiple of "
+            f"{prefix}trainer.data_parallel={config.trainer.data_parallel}"
+        )
+    if not getattr(prompt_source(config.data.source), "has_demonstrations", False):
+        raise ValueError(
+            f"{prefix}data.source={config.data.source} has no demonstrations to warm up on: use "
+            "addition"
+        )
+    check_trainer_device(config.trainer, f"{prefix}trainer")
+
+
+def overrides_for_gpus(overrides: list[str]) -> list[str]:
+    """Return the settings that the quickstart adds to `overrides` on a machine with GPUs.
+
+    SGLang's kernels for GPUs need heads of 64 or more. One GPU is shared, and one process warms up.
+    """
+    from areal_lite.system import gpus
+
+    chosen = any(item.lstrip("+").startswith("experiment=") for item in overrides)
+    if chosen or gpus.resolve_device("auto") != "cuda":
+        return []
+    shared = ["+experiment=one_gpu"] if len(gpus.visible_gpus()) == 1 else []
+    return [*shared, "make_model.head_dim=64", "sft.trainer.data_parallel=1"]

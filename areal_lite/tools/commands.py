@@ -1,0 +1,347 @@
+"""The commands beside the core, each with its settings. Importing this loads none of the tools."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, ServerConfig, TrainConfig
+from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
+from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
+
+_RUN = "Run directory of a run that has ended or is still running."
+_DEMO = "Show a small run that is part of the package. It is unpacked to runs/demo."
+GPUS = ("a100", "h100", "h800", "h200", "b200")
+SHAPES = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "olmo3-7b")
+COMPARISONS = ("servers", "staleness", "pushes", "schedules", "loss", "scale")
+
+
+@dataclass
+class EvalCommandConfig:
+    """Greedy accuracy and unbiased pass@k of a checkpoint."""
+
+    model: str = setting(MISSING, MODEL_HELP)
+    run_dir: str = setting("runs/eval-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
+    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
+    problems: int = setting(200, "Held-out problems.", minimum=1, maximum=1_000_000)
+    samples: int = setting(
+        4, "Sampled completions of each problem, besides a greedy one.", minimum=0, maximum=10_000
+    )
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class GenerateConfig:
+    """Completions of a few prompts."""
+
+    model: str = setting(MISSING, MODEL_HELP)
+    run_dir: str = setting("runs/generate-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
+    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
+    prompts: list[str] = setting([], "Prompts to complete. []: a few held-out problems.")
+    samples: int = setting(1, "Completions of each prompt.", minimum=1, maximum=10_000)
+    data: DataConfig = field(default_factory=DataConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass
+class ChatConfig:
+    """A conversation in the terminal, with a model or with a run's newest checkpoint."""
+
+    model: str | None = setting(None, MODEL_HELP)
+    run_dir: str | None = setting(
+        None,
+        "Run directory: talk to its newest checkpoint, which is exported first if it must be.",
+    )
+    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
+    temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", minimum=0, maximum=100)
+    max_new_tokens: int = setting(1024, "Longest answer, in tokens.", minimum=1, maximum=MAX_TOKENS)
+    raw: bool = setting(
+        False, "Use no chat template: each line is a prompt as it is, without the lines before."
+    )
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+@dataclass
+class ExportConfig:
+    """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
+
+    run_dir: str = setting(MISSING, "Run directory of a run that has ended or is still running.")
+    step: int | None = setting(
+        None,
+        "Step of the checkpoint. null: the newest one that is whole.",
+        minimum=1,
+        maximum=MAX_COUNT,
+    )
+    out: str | None = setting(
+        None,
+        "Folder to write, new or empty. null: exports/step-N in the run directory, for adapters "
+        "exports/step-N-adapter.",
+    )
+    dtype: str = setting(
+        "auto",
+        "Type of the weights. auto: that of the checkpoint.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    adapter: bool = setting(
+        False,
+        "Write the adapters of trainer.lora alone, in PEFT's format. false: the whole model, with "
+        "the adapters added to its weights.",
+    )
+    model: str | None = setting(
+        None, "Model from which the run started. null: where the settings of the run say."
+    )
+
+
+@dataclass
+class ReportConfig:
+    """One page about a run, to open in a browser."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+    follow: bool = setting(
+        False, "Serve the page on this machine's loopback address and update it during the run."
+    )
+    port: int = setting(0, "follow: port of the page. 0: any free port.", minimum=0, maximum=65535)
+
+
+@dataclass
+class CompareConfig:
+    """One page about two or more runs."""
+
+    runs: list[str] = setting([], "Run directories: runs=[runs/a,runs/b]. The first is the base.")
+    demo: bool = setting(
+        False, "Compare two small runs that are part of the package (runs/demo, runs/demo-sync)."
+    )
+    out: str = setting("compare.html", "File of the page.")
+
+
+@dataclass
+class InspectConfig:
+    """Trajectories in the terminal, those that every given filter lets through."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+    group: int | None = setting(
+        None, "Number of the rollout group, from 0.", minimum=0, maximum=MAX_COUNT
+    )
+    step: int | None = setting(
+        None, "Training step that used the trajectory, from 1.", minimum=1, maximum=MAX_COUNT
+    )
+    version: int | None = setting(
+        None, "Weight version of at least one token.", minimum=0, maximum=MAX_COUNT
+    )
+    reward_min: float | None = setting(None, "Least reward.", minimum=-1e6, maximum=1e6)
+    reward_max: float | None = setting(None, "Largest reward.", minimum=-1e6, maximum=1e6)
+    limit: int = setting(
+        3, "Largest number of trajectories to print.", minimum=1, maximum=MAX_COUNT
+    )
+
+
+@dataclass
+class TraceConfig:
+    """Servers, requests, pushes and steps as a trace for Perfetto or chrome://tracing."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+    out: str | None = setting(None, "File of the trace. null: trace.json in the run directory.")
+
+
+@dataclass
+class DiagnoseConfig:
+    """Find problems of a run: alarms, hints, and the settings to change."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+
+
+@dataclass
+class AuditConfig:
+    """Prove from the files of a run that nothing was lost and nothing was used twice."""
+
+    run_dir: str | None = setting(None, _RUN)
+    demo: bool = setting(False, _DEMO)
+    tokens: bool = setting(
+        False, "Also read every token of the store: checksums, log-probs and versions."
+    )
+
+
+@dataclass
+class SimulationConfig:
+    """The modelled servers and trainer, and what a simulation answers."""
+
+    gpu: str = setting("h100", "Kind of GPU: memory, bandwidth and arithmetic.", choices=GPUS)
+    shape: str = setting(
+        "qwen2.5-7b", "Model, unless `model` names a checkpoint folder.", choices=SHAPES
+    )
+    measured_run: str | None = setting(
+        None,
+        "Run directory of a run: lengths, speeds and pushes are measured in it, and the settings "
+        "below are not used.",
+    )
+    length_mean: float = setting(
+        4000.0, "Mean length of a completion, in tokens.", minimum=1, maximum=MAX_TOKENS
+    )
+    length_spread: float = setting(
+        0.9,
+        "Standard deviation of the logarithm of a length, before rollout.max_new_tokens cuts it. "
+        "0: all alike.",
+        minimum=0,
+        maximum=5,
+    )
+    length_shared: float = setting(
+        0.5, "Share of that variance that the samples of a prompt share.", minimum=0, maximum=1
+    )
+    prompt_tokens: int = setting(
+        200, "Length of a prompt, in tokens.", minimum=1, maximum=MAX_TOKENS
+    )
+    uniform_share: float = setting(
+        0.0, "Share of the groups whose rewards are all equal.", minimum=0, maximum=0.95
+    )
+    reward_s: float = setting(
+        0.0, "Seconds until a completion has its reward.", minimum=0, maximum=WEEK_S
+    )
+    bandwidth_share: float = setting(
+        0.7, "Share of the memory bandwidth that decoding reaches.", above=0, maximum=1
+    )
+    arithmetic_share: float = setting(
+        0.4, "Share of the arithmetic that training and prompts reach.", above=0, maximum=1
+    )
+    host_ms: float = setting(
+        4.0, "Milliseconds of a decoding step besides the GPU's work.", minimum=0, maximum=1e6
+    )
+    step_fixed_s: float = setting(
+        2.0, "Seconds of a training step besides its tokens.", minimum=0, maximum=WEEK_S
+    )
+    push_gb_s: float = setting(
+        10.0, "Weights that a push sends in a second, in gigabytes.", above=0, maximum=1e6
+    )
+    push_fixed_s: float = setting(
+        0.3, "Seconds of a pause besides sending the weights.", minimum=0, maximum=WEEK_S
+    )
+    warm_up: int | None = setting(
+        None,
+        "Steps before the measured ones. null: two more than buffer.max_staleness allows.",
+        minimum=0,
+        maximum=MAX_COUNT,
+    )
+    steps: int = setting(10, "Measured steps.", minimum=1, maximum=MAX_COUNT)
+    grain: int | None = setting(
+        None,
+        "Tokens that a simulated token stands for. null: a 256th of rollout.max_new_tokens.",
+        minimum=1,
+        maximum=MAX_TOKENS,
+    )
+    lost_servers: int = setting(
+        0, "Servers that are lost when the measured steps begin.", minimum=0, maximum=1_000_000
+    )
+    lost_s: float | None = setting(
+        None, "Seconds until they are back. null: they stay away.", minimum=0, maximum=WEEK_S
+    )
+    compare: list[str] = setting(
+        [],
+        "Questions that are answered by more simulations: the number of servers, staleness, the "
+        "steps between pushes, schedules, the loss of a node, and more GPUs.",
+        choices=COMPARISONS,
+    )
+    gpus: list[int] = setting(
+        [64, 512, 4096], "compare=[scale]: numbers of GPUs.", minimum=2, maximum=1_000_000
+    )
+    out: str | None = setting(None, "JSON file for the results, with a picture beside it.")
+
+
+@dataclass
+class SimulateConfig(TrainConfig):
+    """A training run in virtual time: all settings of `train`, and those of the modelled parts."""
+
+    model: str | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None, "Folder with the model's config.json. null: simulate.shape."
+    )
+    simulate: SimulationConfig = field(default_factory=SimulationConfig)
+
+
+@dataclass
+class DoctorConfig:
+    """Checks of this machine: can runs work here?"""
+
+    folder: str = setting("runs", "Folder of the run directories.")
+    quick: bool = setting(
+        False, "Leave out the last check, which trains a small model for about a minute."
+    )
+
+
+_ONE_RUN = ("run_dir", "RUN")
+
+EVAL = Command(
+    schema=EvalCommandConfig,
+    entry="areal_lite.tools.evaluate:run",
+    does="measure greedy accuracy and pass@k of a checkpoint on held-out problems",
+    check="areal_lite.tools.evaluate:check",
+)
+GENERATE = Command(
+    schema=GenerateConfig,
+    entry="areal_lite.tools.evaluate:run",
+    does="try prompts on a checkpoint",
+    check="areal_lite.tools.evaluate:check",
+)
+CHAT = Command(
+    schema=ChatConfig,
+    entry="areal_lite.tools.chat:run",
+    does="talk to a model, or to a run's newest checkpoint",
+    check="areal_lite.tools.chat:check",
+    words=("model", "MODEL or RUN"),
+)
+EXPORT = Command(
+    schema=ExportConfig,
+    entry="areal_lite.tools.export:run",
+    does="write a run's checkpoint as a Hugging Face folder",
+    words=_ONE_RUN,
+)
+REPORT = Command(
+    schema=ReportConfig,
+    entry="areal_lite.tools.report.command:report",
+    does="write one page about a run, for a browser",
+    words=_ONE_RUN,
+)
+COMPARE = Command(
+    schema=CompareConfig,
+    entry="areal_lite.tools.report.command:compare",
+    does="write one page about two or more runs",
+    words=("runs", "RUN RUN …"),
+)
+INSPECT = Command(
+    schema=InspectConfig,
+    entry="areal_lite.tools.report.command:inspect",
+    does="print trajectories in the terminal",
+    words=_ONE_RUN,
+)
+TRACE = Command(
+    schema=TraceConfig,
+    entry="areal_lite.tools.report.command:trace",
+    does="write a run as a trace for Perfetto",
+    words=_ONE_RUN,
+)
+DIAGNOSE = Command(
+    schema=DiagnoseConfig,
+    entry="areal_lite.tools.diagnose.command:run",
+    does="say what is wrong with a run, and which setting to change",
+    words=_ONE_RUN,
+)
+AUDIT = Command(
+    schema=AuditConfig,
+    entry="areal_lite.tools.audit.command:run",
+    does="prove from a run's files that nothing was lost",
+    words=_ONE_RUN,
+)
+SIMULATE = Command(
+    schema=SimulateConfig,
+    entry="areal_lite.tools.simulate.command:run",
+    does="predict a run on machines that are not here: speed, waiting, staleness",
+)
+DOCTOR = Command(
+    schema=DoctorConfig,
+    entry="areal_lite.tools.doctor:run",
+    does="check whether runs work on this machine",
+)
