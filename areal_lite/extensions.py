@@ -16,6 +16,9 @@ DEVICES = "areal_lite.devices"
 OBSERVERS = "areal_lite.observers"
 """What a person sees of a run. The entry `console` is an `Observer` (launch/observer.py)."""
 
+TRANSPORTS = "areal_lite.transports"
+"""Ways of the weights to the servers, besides those of the core (weights/transport.py)."""
+
 
 class Device(Protocol):
     """What a device without CUDA brings. A module with these functions is one."""

@@ -25,11 +25,11 @@ import torch
 from gpu_parts import CUDA, GIB, Result, random_batch, save_model
 
 from areal_lite.config import ServerConfig, TrainerConfig
+from areal_lite.launch.server import ServerProcess
 from areal_lite.launch.server_pool import fraction_of_free
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.servers.blocking import post
-from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo, announced_servers
 from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import visible_gpus

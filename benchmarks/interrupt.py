@@ -31,10 +31,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.messages import PushTargets
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
 

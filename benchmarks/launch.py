@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROLES = {
     "areal_lite.trainer.loop": "trainer",
     "areal_lite.controller.service": "controller",
-    "areal_lite.servers.serve": "server: HTTP",
+    "areal_lite.launch.serve": "server: HTTP",
     "sglang::scheduler": "server: scheduler",
     "areal_lite.rewards": "rewards",
 }

@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.messages import PushTargets
-from areal_lite.servers.process import ServerProcess
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
@@ -127,8 +127,9 @@ def make_pushers(
 
 def send_copies(pusher: WeightPusher) -> None:
     """Let the servers believe that the trainer is on another machine."""
-    source = pusher._memory.source
-    pusher._memory.source = lambda address: replace(source(address), namespace="another machine")
+    memory = pusher._transport._memory
+    source = memory.source
+    memory.source = lambda address: replace(source(address), namespace="another machine")
 
 
 def adapters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

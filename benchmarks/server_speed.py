@@ -30,7 +30,7 @@ import aiohttp
 import psutil
 
 from areal_lite.config import ServerConfig
-from areal_lite.servers.process import ServerProcess
+from areal_lite.launch.server import ServerProcess
 from areal_lite.system.network import free_port
 
 
@@ -57,10 +57,10 @@ STOCK = "--stock-operators"
 
 
 def serve_with_stock_operators(argv: list[str]) -> None:
-    """Serve as areal_lite.servers.serve does, but keep SGLang's own layers and attention."""
+    """Serve as areal_lite.launch.serve does, but keep SGLang's own layers and attention."""
     from areal_lite.cpu import sglang as cpu
     from areal_lite.cpu.sglang.stand_ins import install_stand_ins
-    from areal_lite.servers import serve
+    from areal_lite.launch import serve
 
     install_stand_ins()
     import sglang  # noqa: F401  first: it loads the platform itself

@@ -41,7 +41,7 @@ TRAIN = (
 ROLES = {
     "areal_lite.controller.service": "controller",
     "areal_lite.trainer.loop": "trainer",
-    "areal_lite.servers.serve": "server",
+    "areal_lite.launch.serve": "server",
 }
 EVERY_S = 10.0
 BLOCKS = 10

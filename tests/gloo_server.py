@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from areal_lite.servers import push_plugin
+from areal_lite.sglang_plugins import push as push_plugin
 from tests import nccl_double
 
 updater = SimpleNamespace(tp_rank=0, device="cpu", _model_update_group={})

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from areal_lite.servers import weight_group
-from areal_lite.servers.staged_file import ACTIVATE, CHECK, StagedFile
+from areal_lite.cpu.memory.staged import ACTIVATE, CHECK, StagedFile
+from areal_lite.sglang_plugins import weight_group
 from tests import gloo_server
 
 REFUSE, DIE, DIE_LATER, HANG = "refuse", "die", "die later", "hang"

@@ -27,15 +27,15 @@ from pathlib import Path
 
 from areal_lite.config import ServerConfig, TrainConfig, load_config
 from areal_lite.launch.roles import RoleFailed, interruptible
+from areal_lite.launch.server import ServerProcess
 from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
-from areal_lite.servers.process import ServerProcess
-from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import (
     announce_server,
     is_announced,
     unhealthy_reason,
     withdraw_server,
 )
+from areal_lite.sglang_plugins import ENV_READBACK
 from areal_lite.system.back_off import back_off_s
 from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
 from areal_lite.system.files import append_log

@@ -7,9 +7,9 @@ that refuses would leave rank 0 in the broadcast without end.
 
 When one server fails in a collective, all others fail with it. At the first failure, or when it
 takes too long, rank 0 gives up and closes the store of the group, which tells the servers to give
-up too (areal_lite/servers/weight_group.py). Only the cause is to blame, and the others join a new
-group without the culprits. If every server answers, the collective itself is the cause: no server
-is to blame, and the push fails with the error of the collective.
+up too (sglang_plugins/weight_group.py). Only the cause is to blame, and the others join a new group
+without the culprits. If every server answers, the collective itself is the cause: no server is to
+blame, and the push fails with the error of the collective.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +32,12 @@ import torch
 # torch documents this name but does not mark it as exported.
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from areal_lite.config import TrainConfig
 from areal_lite.servers.blocking import server_errors, start_post, start_reaching
 from areal_lite.servers.client import ServerError, ServerFailed, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.weight_group import (
+from areal_lite.sglang_plugins.weight_group import (
+    ADAPTERS,
     GIVEN_UP,
     GROUP_PREFIX,
     CollectiveError,
@@ -41,6 +46,8 @@ from areal_lite.servers.weight_group import (
 )
 from areal_lite.system.network import address_towards
 from areal_lite.system.threads import start_daemon
+from areal_lite.weights.recipients import PushRecipients
+from areal_lite.weights.transport import Bucket, Pause
 
 log = logging.getLogger(__name__)
 # How long to wait, after the first failure, for the failures that tell its cause.
@@ -67,6 +74,62 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
     }
     data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     return FlatBucket(description, torch.cat(data))
+
+
+class Broadcast:
+    """The transport over a process group, by torch's `backend`."""
+
+    def __init__(self, config: TrainConfig, backend: str):
+        self._bucket_format = "flattened_bucket"
+        if config.sync.adapters_only:
+            lora = config.trainer.lora
+            self._bucket_format = f"{ADAPTERS}:{lora.alpha / lora.rank}"
+        self._make_group = partial(BroadcastGroup, backend, config.sync.timeout_s)
+        self._group = self._make_group()
+
+    def transfer(
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+    ) -> None:
+        group = self._make_group() if apart else self._group
+        recipients.run_together(group.join)
+        stream = with_last(map(flatten, buckets))
+        first = next(stream)  # gathered and flattened before the pause
+        with pause(recipients) as window:
+            recipients.post("/begin_weight_update", {})
+            with ThreadPoolExecutor(1) as wire:
+                sending: Future[None] | None = None
+                # Each round gathers a bucket while another is on the wire.
+                for bucket, last in chain([first], stream):
+                    send = partial(
+                        group.send,
+                        bucket,
+                        version=str(recipients.report.version) if last else None,
+                        flush_cache=window.flush_cache and last,
+                        load_format=self._bucket_format,
+                    )
+                    if sending:
+                        sending.result()
+                    sending = wire.submit(recipients.run_together, send)
+                assert sending is not None
+                sending.result()
+            recipients.post("/end_weight_update", {})
+        if apart:
+            recipients.run_together(group.leave)
+
+    def close(self, servers: list[ServerInfo]) -> None:
+        # A group that torch destroys at the end would wait for its servers.
+        with suppress(ServersFailed):
+            self._group.leave(servers)
+
+
+def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Pair each of one or more buckets with whether it is the last."""
+    iterator = iter(buckets)
+    current = next(iterator)
+    for following in iterator:
+        yield current, False
+        current = following
+    yield current, True
 
 
 class BroadcastGroup:
@@ -169,7 +232,7 @@ class WeightGroup:
     ) -> None:
         """Broadcast one bucket. `version` marks the last bucket of a push.
 
-        `load_format` tells the servers whether it holds weights or adapters (`adapted_weights.py`).
+        `load_format` tells the servers whether it holds weights or adapters.
         """
         body = {
             **bucket.description,
@@ -243,7 +306,7 @@ def wait_together(
         return
 
     # Step 2: give up, which the other servers then answer. Meanwhile ask those that have not
-    # answered yet: all that hang cost the servers that do not one wait of _GRACE_S together.
+    # answered yet, all at once: hung servers delay the healthy ones by one grace period in total.
     reason = collective.exception() if collective.done() else None
     before = server_errors(call for call in calls if call.done())
     give_up()

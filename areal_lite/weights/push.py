@@ -17,33 +17,18 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from areal_lite.config import TrainConfig
-from areal_lite.run_dir.paths import WEIGHTS_DIR
-from areal_lite.servers.adapted_weights import ADAPTERS
-from areal_lite.servers.client import ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
-from areal_lite.system.network import address_towards
-from areal_lite.weights.broadcast import BroadcastGroup, flatten
-from areal_lite.weights.disk import WeightFolder
-from areal_lite.weights.memory import WeightMemory
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
-from areal_lite.weights.transport import choose_transport
+from areal_lite.weights.transport import Bucket, make_transport
 
 log = logging.getLogger(__name__)
-
-Bucket = list[tuple[str, torch.Tensor]]
-_FROM_DISK = "/update_weights_from_disk"
 
 
 class Pusher:
@@ -89,7 +74,6 @@ def make_pusher(
     if controller is None:
         return WeightContributor(weights, config)
     pusher = WeightPusher(weights, policy.device, controller, config, run_dir)
-    log.info("the servers get weights by %s", pusher.transport)
     if servers_stale:
         pusher.servers = []
     return pusher
@@ -114,8 +98,6 @@ class WeightContributor(Pusher):
 class WeightPusher(Pusher):
     """The pusher of trainer rank 0.
 
-    `transport` is how the weights get to the servers.
-
     Args:
         weights: the WeightStream that is pushed, which may be one of adapters.
         device: of the weights.
@@ -129,24 +111,12 @@ class WeightPusher(Pusher):
         self._controller = controller
         self._config = config
         self._timeout_s = config.sync.timeout_s
-        self.transport = choose_transport(config)
-        self._folder = WeightFolder(
-            Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model)
-        )
-        self._memory = WeightMemory()
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._group = BroadcastGroup(self._backend, self._timeout_s)
-        lora = config.trainer.lora
-        self._load_format = (
-            f"{ADAPTERS}:{lora.alpha / lora.rank}"
-            if config.sync.adapters_only
-            else "flattened_bucket"
-        )
+        self._transport = make_transport(config, device, run_dir)
 
     def push_all(self, version: int) -> PushReport:
         started = steady_time()
         recipients = self._begin(version)
-        readback = self._transfer(recipients, self._group)
+        readback = self._transfer(recipients)
         self._finish(recipients, readback, started)
         self.servers = recipients.servers
         if not recipients.servers:
@@ -158,10 +128,7 @@ class WeightPusher(Pusher):
     def push_stale(self, version: int) -> PushReport:
         started = steady_time()
         recipients = self._begin(version)
-        # The group of the other servers stays as it is.
-        group = BroadcastGroup(self._backend, self._timeout_s)
-        readback = self._transfer(recipients, group)
-        recipients.run_together(group.leave)
+        readback = self._transfer(recipients, apart=True)
         self._finish(recipients, readback, started)
         if self.servers is not None:
             self.servers = [*self.servers, *recipients.servers]
@@ -177,11 +144,7 @@ class WeightPusher(Pusher):
         self._controller.step_done(step)
 
     def close(self) -> None:
-        self._folder.close()
-        self._memory.close()
-        # A group that torch destroys at the end would wait for its servers.
-        with suppress(ServersFailed):
-            self._group.leave(self.servers or [])
+        self._transport.close(self.servers or [])
 
     def _begin(self, version: int) -> PushRecipients:
         asked = steady_time()
@@ -190,67 +153,13 @@ class WeightPusher(Pusher):
         report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
         return PushRecipients(answer.servers, report, self._timeout_s)
 
-    def _transfer(self, recipients: PushRecipients, group: BroadcastGroup) -> Readback:
+    def _transfer(self, recipients: PushRecipients, *, apart: bool = False) -> Readback:
         """Give the weights to the servers, and return the tensors to verify them with."""
         readback = Readback()
         buckets = self._weights.buckets(self._config.sync.bucket_mb * 2**20)
         buckets = readback.watch(_measured(buckets, recipients.report))
-        match self.transport:
-            case "memory":
-                self._transfer_memory(recipients, buckets)
-            case "disk":
-                self._transfer_folder(recipients, buckets)
-            case _:
-                self._transfer_buckets(recipients, buckets, group)
+        self._transport.transfer(recipients, buckets, self._pause, apart=apart)
         return readback
-
-    def _transfer_memory(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
-        staged = self._memory.write(buckets, recipients.report.version)
-        address = address_towards(server.url for server in recipients.servers)
-        recipients.post(_FROM_DISK, staged.check_request(self._memory.source(address)))
-        with self._pause(recipients, between_steps=True) as window:
-            body = staged.activate_request() | {"flush_cache": window.flush_cache}
-            window.take(_FROM_DISK, body)
-
-    def _transfer_folder(self, recipients: PushRecipients, buckets: Iterable[Bucket]) -> None:
-        version = recipients.report.version
-        folder = self._folder.write(buckets, version)
-        with self._pause(recipients) as window:
-            # The servers are paused: otherwise this call would wait until every running request
-            # has finished.
-            body = {
-                "model_path": str(folder),
-                "weight_version": str(version),
-                "flush_cache": window.flush_cache,
-            }
-            recipients.post(_FROM_DISK, body)
-        self._folder.keep_only(folder)
-
-    def _transfer_buckets(
-        self, recipients: PushRecipients, buckets: Iterable[Bucket], group: BroadcastGroup
-    ) -> None:
-        recipients.run_together(group.join)
-        stream = with_last(map(flatten, buckets))
-        first = next(stream)  # gathered and flattened before the pause
-        with self._pause(recipients) as window:
-            recipients.post("/begin_weight_update", {})
-            with ThreadPoolExecutor(1) as wire:
-                sending: Future[None] | None = None
-                # Each round gathers a bucket while another is on the wire.
-                for bucket, last in chain([first], stream):
-                    send = partial(
-                        group.send,
-                        bucket,
-                        version=str(recipients.report.version) if last else None,
-                        flush_cache=window.flush_cache and last,
-                        load_format=self._load_format,
-                    )
-                    if sending:
-                        sending.result()
-                    sending = wire.submit(recipients.run_together, send)
-                assert sending is not None
-                sending.result()
-            recipients.post("/end_weight_update", {})
 
     def _pause(self, recipients: PushRecipients, *, between_steps: bool = False) -> PauseWindow:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
@@ -267,15 +176,6 @@ class WeightPusher(Pusher):
             )
         self._controller.pushed(report.version, report.failed)
         report.total_s = steady_time() - started
-
-
-def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    iterator = iter(buckets)
-    current = next(iterator)
-    for following in iterator:
-        yield current, False
-        current = following
-    yield current, True
 
 
 def _measured(buckets: Iterable[Bucket], report: PushReport) -> Iterator[Bucket]:

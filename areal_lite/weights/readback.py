@@ -1,6 +1,6 @@
 """Proof that a push arrived: tensors are read back from every server and compared bit by bit.
 
-The servers need the plugin in areal_lite/servers/readback_plugin.py.
+The servers must have been started with AREAL_LITE_READBACK=1 (areal_lite/sglang_plugins).
 """
 
 import hashlib

@@ -10,7 +10,7 @@ from typing import Any
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.weight_group import CollectiveError
+from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system import heartbeat
 from areal_lite.system.clock import steady_time
 from areal_lite.trajectory import InterruptMode

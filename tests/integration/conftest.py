@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.servers.process import ServerProcess
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 

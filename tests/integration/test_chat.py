@@ -32,7 +32,7 @@ def servers_of(model: str) -> list[str]:
             text = path.read_bytes().decode(errors="replace")
         except OSError:  # it has ended
             continue
-        if "areal_lite.servers.serve" in text and model in text:
+        if "areal_lite.launch.serve" in text and model in text:
             found.append(text)
     return found
 

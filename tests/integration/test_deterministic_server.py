@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from areal_lite.config import ServerConfig
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
-from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 

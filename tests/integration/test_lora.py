@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 

@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.messages import PushTargets
+from areal_lite.cpu.memory.staged import DATA_OFFSET
+from areal_lite.cpu.memory.transport import WeightMemory
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.blocking import post, start_post
 from areal_lite.servers.client import ServerRefused, SGLangClient
-from areal_lite.servers.process import ServerProcess
-from areal_lite.servers.readback_plugin import ENV_READBACK
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.staged_file import DATA_OFFSET
+from areal_lite.sglang_plugins import ENV_READBACK
 from areal_lite.system.network import free_port
-from areal_lite.weights.memory import WeightMemory
 from areal_lite.weights.push import WeightPusher
 from areal_lite.weights.recipients import PushReport
 from benchmarks.push_pause import send_copies

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig
+from areal_lite.cpu.memory.transport import WeightMemory
+from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.blocking import post
-from areal_lite.servers.process import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.weights.broadcast import BroadcastGroup, flatten
-from areal_lite.weights.memory import WeightMemory
 from benchmarks.seams import (
     PUSHES,
     REQUESTS,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.servers import process
-from areal_lite.servers.process import ServerProcess
+from areal_lite.launch import server as process
+from areal_lite.launch.server import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 

@@ -104,10 +104,10 @@ def pusher(
     try:
         yield made
     finally:
-        if made._group._group:
-            made._group._group.break_up()
-        made._folder.close()
-        made._memory.close()
+        group = getattr(made._transport, "_group", None)
+        if group and group._group:
+            group._group.break_up()
+        made._transport.close([])
 
 
 def push(one: WeightPusher, version: int, kind: str) -> None:

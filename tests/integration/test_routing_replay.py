@@ -15,12 +15,12 @@ import torch
 
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.data.model_folder import expert_layout
+from areal_lite.launch.server import ServerProcess
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, SamplingParams
-from areal_lite.servers.process import ServerProcess
 from areal_lite.system.network import free_port
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory

@@ -57,7 +57,7 @@ def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_pa
             " ".join(child.cmdline())
             for child in psutil.Process(process.pid).children(recursive=True)
         ]
-        assert sum("areal_lite.servers.serve" in line for line in lines) >= 2 and not any(
+        assert sum("areal_lite.launch.serve" in line for line in lines) >= 2 and not any(
             key["SERVERS_KEY"] in line for line in lines
         )
         killed, stopped = (json.loads(a.read_text())["pid"] for a in announcements)

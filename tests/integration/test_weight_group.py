@@ -14,7 +14,7 @@ import torch.distributed as dist
 from areal_lite.servers.blocking import start_post
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.weight_group import CollectiveError
+from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights import broadcast
 from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, WeightGroup, flatten
 from areal_lite.weights.recipients import PushRecipients, PushReport

@@ -32,6 +32,8 @@ def activate() -> str | None:
         return None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from areal_lite.sglang_plugins import push
+
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
     )
@@ -42,7 +44,28 @@ def activate() -> str | None:
     )
     _fuse_layers()
     _allow_determinism()
+    push.empty_bucket = BucketMemory()
+    push.wait_for_streams = lambda scheduler: None  # what was launched has ended
     return "areal_lite.cpu.sglang.platform.CpuPlatform"
+
+
+class BucketMemory:
+    """The memory of the last bucket of a push, whose weights the model has by now.
+
+    The system would give new memory page by page, during the pause.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Any = None
+
+    def __call__(self, size: int, *, dtype: Any, device: str) -> Any:
+        """Return memory for `size` numbers."""
+        import torch
+
+        if self._kept is None or len(self._kept) < size:
+            self._kept = None  # before there are two
+            self._kept = torch.empty(size, dtype=dtype, device=device)
+        return self._kept[:size]
 
 
 def _fuse_layers() -> None:

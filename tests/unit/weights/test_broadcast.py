@@ -7,7 +7,7 @@ import pytest
 
 from areal_lite.servers.client import ServerFailed, ServerRefused, ServersFailed, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.weight_group import CollectiveError
+from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights import broadcast
 
 SERVERS = [

@@ -15,16 +15,16 @@ from areal_lite.config import TrainConfig
 from areal_lite.controller.messages import PushTargets
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.weight_group import CollectiveError
-from areal_lite.weights.disk import WeightFolder
+from areal_lite.sglang_plugins.weight_group import CollectiveError
+from areal_lite.weights.broadcast import with_last
 from areal_lite.weights.push import (
     NullPusher,
     WeightContributor,
     WeightPusher,
     make_pusher,
-    with_last,
 )
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
+from areal_lite.weights.transport import Folder
 
 CPU = torch.device("cpu")
 
@@ -189,7 +189,8 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
     config.sync.transport = "distributed"
     pusher = WeightPusher(weights, CPU, None, config, tmp_path)
     push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
-    pusher._transfer(push, Group())
+    pusher._transport._group = Group()
+    pusher._transfer(push)
     assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]
     assert server.calls["/end_weight_update"] == server.calls["/continue_generation"] == 1
 
@@ -223,7 +224,7 @@ def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_
     config.sync.transport, config.rollout.interrupt = "memory", interrupt
     pusher = WeightPusher(weights, CPU, None, config, tmp_path)
     push = PushRecipients([good.info, bad.info], PushReport(version=7), timeout_s=5)
-    pusher._transfer(push, None)
+    pusher._transfer(push)
     pusher.close()
     paused = int(interrupt != "in_place")
     assert good.calls == Counter(
@@ -266,14 +267,14 @@ def test_weight_folder_touches_nothing_but_its_own(tmp_path):
     model.mkdir(), root.mkdir()
     (model / "config.json").write_text("{}")
     (root / "v0").mkdir(), (root / "venv").mkdir()
-    folder = WeightFolder(root, model)
+    folder = Folder(root, model)
     first = folder.write([[("w", torch.ones(2))]], 1)
     second = folder.write([[("w", torch.ones(2))], [("u", torch.ones(1))]], 2)
     folder.keep_only(second)
     assert not first.exists() and sorted(p.name for p in second.iterdir()) == [
         "config.json", "model-00000.safetensors", "model-00001.safetensors",
     ]  # fmt: skip
-    folder.close()
+    folder.close([])
     assert sorted(p.name for p in root.iterdir()) == ["v0", "venv"]
 
 

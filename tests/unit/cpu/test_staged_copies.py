@@ -9,14 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from areal_lite.servers import staged_copy
-from areal_lite.servers.staged_copy import Source, StagedCopy
-from areal_lite.servers.staged_file import DATA_OFFSET, StagedError, StagedFile
+from areal_lite.cpu.memory import staged as staged_copy
+from areal_lite.cpu.memory import transport as sender
+from areal_lite.cpu.memory.staged import DATA_OFFSET, Source, StagedCopy, StagedError, StagedFile
+from areal_lite.cpu.memory.transport import WeightMemory, WeightSender
 from areal_lite.system.processes import process_namespace
-from areal_lite.weights import sender
-from areal_lite.weights.memory import WeightMemory
-from areal_lite.weights.sender import WeightSender
-from tests.unit.servers.staged_model import weights
+from tests.unit.cpu.staged_model import weights
 
 HOST = "127.0.0.1"
 

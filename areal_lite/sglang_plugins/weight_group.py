@@ -37,6 +37,8 @@ from torch.distributed import (
 from torch.distributed import distributed_c10d as c10d
 
 # Every group of ours has a name that begins with this.
+ADAPTERS = "areal_lite_adapters"
+"""Begins the `load_format` of a push of adapters alone: areal_lite_adapters:SCALE."""
 GROUP_PREFIX = "areal_lite_"
 JOIN_FAILED = "cannot join weight group"
 _FAILED = "the collective failed"

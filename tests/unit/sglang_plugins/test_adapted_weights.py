@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from areal_lite.servers import adapted_weights
-from areal_lite.servers.adapted_weights import AdaptedWeights
+from areal_lite.sglang_plugins import push as adapted_weights
+from areal_lite.sglang_plugins.push import AdaptedWeights
 
 SHAPES = {"layers.0.q_proj": (24, 16), "layers.0.k_proj": (8, 16), "layers.1.down_proj": (16, 40)}
 RANK, SCALE = 3, 1.7

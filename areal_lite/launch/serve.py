@@ -1,6 +1,6 @@
 """A stock SGLang server that ends with its parent process.
 
-    python -m areal_lite.servers.serve <arguments of sglang.launch_server>
+    python -m areal_lite.launch.serve <arguments of sglang.launch_server>
 
 SGLang's own workers ask the kernel to be killed when this process dies, so asking it for this
 process covers the whole server. The API key comes through the environment: every user of the
@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 
+from areal_lite import sglang_plugins
 from areal_lite.extensions import cpu_device
-from areal_lite.servers import push_plugin
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,9 @@ def main(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    if not push_plugin.installed:
+    if not sglang_plugins.installed:
         log.warning(
-            "areal_lite's SGLang plugin is not installed here, and a push over NCCL would fail:"
+            "areal_lite's SGLang plugins are not installed here, and a push over NCCL would fail:"
             " install areal_lite again (pip install -e .)"
         )
     try:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.servers.process import ServerProcess, server_command
+from areal_lite.launch.serve import ENV_API_KEY
+from areal_lite.launch.server import ServerProcess, server_command
 from areal_lite.servers.registry import (
     ServerInfo,
     announce_server,
@@ -20,14 +21,13 @@ from areal_lite.servers.registry import (
     unhealthy_reason,
     withdraw_server,
 )
-from areal_lite.servers.serve import ENV_API_KEY
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import free_port
 
 
 def flags(argv: list[str]) -> dict[str, str | bool]:
     """--a 1 --b -> {a: "1", b: True}"""
-    words = argv[argv.index("areal_lite.servers.serve") + 1 :]
+    words = argv[argv.index("areal_lite.launch.serve") + 1 :]
     out: dict[str, str | bool] = {}
     for word, following in zip(words, [*words[1:], "--"]):
         if word.startswith("--"):
@@ -46,7 +46,7 @@ def test_a_server_whose_scheduler_or_detokenizer_died_does_not_wait_for_dumps(de
 def test_the_cpu_command():
     argv, environment = server_command(ServerConfig(device="cpu", threads=3), "model", 1234, 7)
     got = flags(argv)
-    assert argv[:3] == [sys.executable, "-m", "areal_lite.servers.serve"]
+    assert argv[:3] == [sys.executable, "-m", "areal_lite.launch.serve"]
     expected = {
         "model-path": "model",
         "port": "1234",
@@ -123,7 +123,7 @@ def test_no_device_is_seen_when_hidden(monkeypatch):
 
 def test_the_module_needs_no_torch():
     code = (
-        "import sys, areal_lite.servers.process\n"
+        "import sys, areal_lite.launch.server\n"
         "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,59 +1,71 @@
-"""An SGLang plugin for pushes of weights. SGLang loads it through its entry-point group.
+"""What a server does in a push of weights.
 
 * Weight groups: a server joins, receives and leaves as `weight_group.py` describes. The answer to a
   request means that the weights have arrived, and a server whose group breaks can join the next.
-* Adapters alone: the server adds them to the weights of its checkpoint (`adapted_weights.py`).
+* Adapters alone: the server adds them to the weights of its checkpoint (`AdaptedWeights`).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
   pass launched whose result is not processed yet. It may still read the weights. With tensor
   parallelism its all-reduces could deadlock with the broadcast
   (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count the token that it
   samples to the version that comes after it.
 
+* Read-back: every architecture answers `/get_weights_by_name`, with the names of the server's own
+  parameters, if the server's environment has AREAL_LITE_READBACK=1. Pushes are verified with it.
+
 Groups and pauses of other clients stay as SGLang made them.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from areal_lite.servers import routes_plugin, sampling_plugin
+import torch
+from safetensors import safe_open
+
+from areal_lite.data.model_folder import weight_files
+from areal_lite.sglang_plugins import ENV_READBACK
+from areal_lite.sglang_plugins.weight_group import (
+    ADAPTERS,
+    GROUP_PREFIX,
+    JOIN_FAILED,
+    GroupMember,
+    connect,
+)
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_READ = (
+    "sglang.srt.model_executor.model_runner_components.weight_exporter"
+    ".WeightExporter.get_weights_by_name"
+)
 # SGLang's own limit for a group. The trainer closes the store long before.
 _LIMIT = timedelta(minutes=30)
 # How often to ask the trainer's store whether the group still lives, in seconds.
 _ASK_EVERY_S = 0.05
-# Whether SGLang has found this plugin in this process.
-installed = False
-# The memory of the last bucket, without a GPU.
-_kept: Any = None
+empty_bucket: Callable[..., torch.Tensor] = torch.empty
+"""Makes the memory of a bucket. A device may replace it."""
+# Elements of W that are in float32 at a time.
+_AT_A_TIME = 2**24
+
+Named = tuple[str, torch.Tensor]
 
 
-def install() -> None:
-    """Register the hooks. Entry point of the group `sglang.srt.plugins`."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    # It imports torch, which whoever starts servers does without.
-    from areal_lite.servers import memory_plugin
-
-    global installed
-    installed = True
-    sampling_plugin.install()
-    memory_plugin.install()
-    routes_plugin.install()
-    hooks = {
+def hooks() -> dict[str, Callable]:
+    """Return the functions that run around SGLang's, by its names."""
+    return {
         f"{_UPDATER}.init_weights_update_group": _join_group,
         f"{_UPDATER}.destroy_weights_update_group": _leave_group,
         f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
         f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
+        **({_READ: _read_parameter} if os.environ.get(ENV_READBACK) == "1" else {}),
     }
-    for target, hook in hooks.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def _join_group(
@@ -67,8 +79,6 @@ def _join_group(
     backend: str = "nccl",
 ) -> tuple[bool, str]:
     """Join a weight group and connect to its members. Return success and a message."""
-    from areal_lite.servers.weight_group import GROUP_PREFIX, JOIN_FAILED, GroupMember, connect
-
     if not group_name.startswith(GROUP_PREFIX):
         where = (master_address, master_port, rank_offset, world_size)
         return original(self, *where, group_name, backend)
@@ -89,8 +99,6 @@ def _join_group(
 
 def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, str]:
     """Leave a weight group. It succeeds if this server has left already."""
-    from areal_lite.servers.weight_group import GROUP_PREFIX
-
     if not group_name.startswith(GROUP_PREFIX):
         return original(self, group_name)
     member = self._model_update_group.pop(group_name, None)
@@ -101,9 +109,6 @@ def _leave_group(original: Callable, self: Any, group_name: str) -> tuple[bool, 
 
 def _receive_weights(original: Callable, self: Any, **request: Any) -> Iterable[tuple[str, Any]]:
     """Receive one flattened bucket and return its weights by name. A failure ends the group."""
-    from areal_lite.servers.adapted_weights import ADAPTERS, AdaptedWeights
-    from areal_lite.servers.weight_group import GroupMember
-
     member = self._model_update_group.get(request["group_name"])
     if not isinstance(member, GroupMember):
         return original(self, **request)
@@ -124,11 +129,9 @@ def receive_bucket(
     member: Any, names: list[str], dtypes: list[Any], shapes: list[Any], device: str
 ) -> list[tuple[str, Any]]:
     """Receive tensors that were flattened into one of uint8, and return them by name."""
-    import torch
-
     kinds = [kind if isinstance(kind, torch.dtype) else getattr(torch, kind) for kind in dtypes]
     sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds)]
-    data = _buffer(sum(sizes), device)
+    data = empty_bucket(sum(sizes), dtype=torch.uint8, device=device)
     asked_at = time.monotonic()
 
     def given_up() -> bool:
@@ -143,33 +146,24 @@ def receive_bucket(
     return [(name, part.view(kind).reshape(shape)) for name, part, kind, shape in parts]
 
 
-def _buffer(size: int, device: str) -> Any:
-    """Return memory for a bucket, uint8 [size].
-
-    Without a GPU it is that of the last bucket, whose weights the model has by now. The system
-    would give new memory page by page, during the pause.
-    """
-    global _kept
-    import torch
-
-    if device != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    if _kept is None or len(_kept) < size:
-        _kept = None  # before there are two
-        _kept = torch.empty(size, dtype=torch.uint8)
-    return _kept[:size]
-
-
 def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
     """Pause, and wait in mode `in_place` for what runs on this rank's GPU.
 
     Every rank of the server does so before it answers the next request, which begins the update.
     """
     result = original(self, recv_req)
-    if recv_req.mode == "in_place" and self.enable_overlap and self.device != "cpu":
-        self.forward_stream.synchronize()
-        self.schedule_stream.synchronize()
+    if recv_req.mode == "in_place" and self.enable_overlap:
+        wait_for_streams(self)
     return result
+
+
+def _wait_for_streams(scheduler: Any) -> None:
+    scheduler.forward_stream.synchronize()
+    scheduler.schedule_stream.synchronize()
+
+
+wait_for_streams: Callable[[Any], None] = _wait_for_streams
+"""Waits until a scheduler's device is idle. A device without streams replaces it."""
 
 
 def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) -> None:
@@ -189,3 +183,70 @@ def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) 
             if events and events[-1] == WeightVersionEvent(old, produced):
                 del events[-1]
             events.append(WeightVersionEvent(old, produced + 1))
+
+
+class AdaptedWeights:
+    """W + SCALE * B A of every adapted weight of a bucket, computed when it is asked for.
+
+    W is from the server's checkpoint. A and B come after the name of W, as in PEFT.
+    So a server holds one of them at a time. They have the dtype of A, and are computed in float32
+    and rounded once. Raises ValueError, before anything is loaded, for tensors that do not fit the
+    checkpoint.
+
+    Args:
+        tensors: A [rank, in] and B [out, rank] of each weight, in any order.
+        folder: the server's checkpoint. The trainer has started from the same one.
+        scale: alpha / rank.
+    """
+
+    def __init__(self, tensors: list[Named], folder: str, scale: float):
+        self._scale = scale
+        self._factors: dict[str, tuple[torch.Tensor, torch.Tensor, Any]] = {}
+        readers = _readers(folder)
+        named = dict(tensors)
+        for name in named:
+            stem, factor, _ = name.rpartition(".lora_A.weight")
+            if not factor:
+                continue
+            a, b = named[name], named[f"{stem}.lora_B.weight"]
+            weight = f"{stem}.weight"
+            if weight not in readers:
+                raise ValueError(f"{folder} has no {weight}, which an adapter of the push adapts")
+            shape = readers[weight].get_slice(weight).get_shape()
+            if shape != [len(b), a.shape[1]]:
+                raise ValueError(
+                    f"{folder}: {weight} has shape {shape}, and its adapter is for "
+                    f"{[len(b), a.shape[1]]}: start servers and trainer from one model"
+                )
+            self._factors[weight] = a, b, readers[weight]
+
+    def __iter__(self) -> Iterator[Named]:
+        for name, (a, b, reader) in self._factors.items():
+            yield name, _add(reader.get_tensor(name), a, b, self._scale)
+
+
+def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute W + scale * B A on the device of A, a few rows at a time."""
+    exact = torch.promote_types(a.dtype, torch.float32)
+    weight = weight.to(a.device, a.dtype)
+    result = torch.empty_like(weight)
+    rows = max(_AT_A_TIME // weight.shape[1], 1)
+    for own, part, out in zip(weight.split(rows), b.split(rows), result.split(rows)):
+        out.copy_(torch.addmm(own.to(exact), part.to(exact), a.to(exact), alpha=scale))
+    return result
+
+
+@cache
+def _readers(folder: str) -> dict[str, Any]:
+    """Map each tensor of a checkpoint to the open file that has it, which is read when asked."""
+    files = weight_files(Path(folder))
+    opened = {path: safe_open(path, "pt") for path in set(files.values())}
+    return {name: opened[path] for name, path in files.items()}
+
+
+def _read_parameter(
+    original: Callable, self: Any, name: str, truncate_size: int = 100
+) -> list | None:
+    """Return the first rows of a parameter as nested lists of floats; None if it is unknown."""
+    parameter = dict(self.get_model().named_parameters()).get(name)
+    return None if parameter is None else parameter[:truncate_size].float().cpu().tolist()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_lite.servers import push_plugin
+from areal_lite.cpu.sglang import BucketMemory
+from areal_lite.sglang_plugins import push as push_plugin
 
 
 class Stream:
@@ -16,11 +17,11 @@ class Stream:
         self.waits += 1
 
 
-def pause(mode: str, *, device: str = "cuda", overlap: bool = True) -> tuple[int, list[str]]:
+def pause(mode: str, *, overlap: bool = True) -> tuple[int, list[str]]:
     """Return how often the pause waited for each of two streams, and what SGLang was asked."""
     forward, schedule, asked = Stream(), Stream(), []
     scheduler = SimpleNamespace(
-        device=device, enable_overlap=overlap, forward_stream=forward, schedule_stream=schedule
+        enable_overlap=overlap, forward_stream=forward, schedule_stream=schedule
     )
 
     def original(self, request):
@@ -39,7 +40,7 @@ def test_a_pause_in_place_waits_for_the_forward_pass_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [dict(mode="retract"), dict(mode="in_place", device="cpu")], ids=str
+    "case", [dict(mode="retract"), dict(mode="in_place", overlap=False)], ids=str
 )
 def test_other_pauses_stay_as_they_are(case) -> None:
     """A retraction processes the pending result itself."""
@@ -67,7 +68,7 @@ def test_groups_of_other_clients_stay_sglangs() -> None:
 
 def test_a_server_without_a_gpu_keeps_the_memory_of_a_bucket(monkeypatch) -> None:
     """Memory that is new costs most of the time of a push."""
-    monkeypatch.setattr(push_plugin, "_kept", None)
+    monkeypatch.setattr(push_plugin, "empty_bucket", BucketMemory())
     sent = [torch.randn(30), torch.randn(2, 5), torch.randn(50)]
     addresses = []
     for tensor in sent:

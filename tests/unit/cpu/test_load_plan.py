@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from areal_lite.servers.load_plan import LoadPlan
-from areal_lite.servers.staged_file import StagedError
-from tests.unit.servers.staged_model import FusedModel, weights
+from areal_lite.cpu.memory.server import LoadPlan
+from areal_lite.cpu.memory.staged import StagedError
+from tests.unit.cpu.staged_model import FusedModel, weights
 
 
 def test_a_plan_writes_what_the_loader_would_and_only_when_it_is_run():

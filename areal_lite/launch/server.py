@@ -1,6 +1,6 @@
 """The processes of stock SGLang servers.
 
-* A server is `python -m areal_lite.servers.serve` with SGLang's own flags, in a process group of
+* A server is `python -m areal_lite.launch.serve` with SGLang's own flags, in a process group of
   its own. It logs to a file.
 * It serves token ids only and has no tokenizer. It starts at weight version 0.
 * Nothing of it outlives `ServerProcess.stop`, or the process that started it.
@@ -21,9 +21,9 @@ from typing import Any
 
 from areal_lite.config import ServerConfig
 from areal_lite.extensions import cpu_device
+from areal_lite.launch.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.system.cuda import check_cuda
 from areal_lite.system.gpus import nccl_environment, resolve_device
 from areal_lite.system.network import require_free_port
@@ -88,7 +88,7 @@ def server_command(
         flags |= _gpu_flags(config)
         environment |= nccl_environment()
     arguments = _arguments(flags | dict(config.args))
-    return [sys.executable, "-m", "areal_lite.servers.serve", *arguments], environment
+    return [sys.executable, "-m", "areal_lite.launch.serve", *arguments], environment
 
 
 def _gpu_flags(config: ServerConfig) -> dict[str, Any]:

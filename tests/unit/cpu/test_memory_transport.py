@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_lite.servers import memory_plugin
-from areal_lite.servers.staged_copy import Source
-from areal_lite.servers.staged_file import DATA_OFFSET, StagedError, StagedFile
-from areal_lite.weights.memory import StagedWeights, WeightMemory
-from tests.unit.servers.staged_model import FusedModel, weights
+from areal_lite.cpu.memory import server as memory_plugin
+from areal_lite.cpu.memory.staged import DATA_OFFSET, Source, StagedError, StagedFile
+from areal_lite.cpu.memory.transport import StagedWeights, WeightMemory
+from tests.unit.cpu.staged_model import FusedModel, weights
 
 
 @pytest.fixture
