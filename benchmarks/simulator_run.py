@@ -19,7 +19,7 @@ import numpy as np
 from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.simulate.calibrate import measured_workload
 from areal_lite.tools.simulate.run import simulate
 from areal_lite.tools.simulate.summary import rounded, summarize
@@ -31,9 +31,9 @@ def measured(run_dir: Path, max_staleness: int) -> dict:
     """Return what a run did after the warm-up."""
     records = read_metrics(run_dir)
     late, seconds = records[WARM_UP:], records[-1]["logged_at"] - records[WARM_UP - 1]["logged_at"]
-    store = Store(run_dir / STORE_FILE, read_only=True)
+    store = RunReader(run_dir / STORE_FILE)
     ages = np.zeros(max_staleness + 1)
-    for row in store.trajectories("used"):
+    for row in store.trajectories(state="used"):
         if row["step"] >= WARM_UP:
             staleness = row["step"] - row["versions"][row["versions"] >= 0]
             trained = staleness[staleness <= max_staleness]

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_lite.run_dir.paths import STORE_FILE
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_packing import pack_logprobs, pack_texts, pack_tokens
 from areal_lite.trajectory import Group, Trajectory
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--max-gib", type=float, default=0.05, help="store.max_gib")
     arguments = parser.parse_args()
     if arguments.run:
-        store = Store(arguments.run / STORE_FILE, read_only=True)
+        store = RunReader(arguments.run / STORE_FILE)
         result = bytes_per_token(store)
         store.close()
     else:

@@ -40,8 +40,8 @@ from areal_lite.controller.messages import (
 from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
-from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_schema import NOT_KEPT
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import Group, GroupState
@@ -72,7 +72,7 @@ def check_stored_run(config: TrainConfig) -> None:
     assert config.debug_run is not None
     run_dir = Path(config.debug_run)
     stored_max_staleness(run_dir)
-    store = Store(run_dir / STORE_FILE, read_only=True)
+    store = RunReader(run_dir / STORE_FILE)
     last = store.last_step_without_tokens(config.trainer.steps)
     store.close()
     if last is not None:
@@ -89,7 +89,7 @@ class StoredRunController:
         assert config.debug_run is not None
         self._config = config
         self._run_dir = Path(config.debug_run)
-        self._store = Store(self._run_dir / STORE_FILE, read_only=True)
+        self._store = RunReader(self._run_dir / STORE_FILE)
         self._trained = self._store.counts()[GroupState.USED] > 0
         self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
         stored = stored_settings(self._run_dir)

@@ -17,7 +17,7 @@ from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
 from areal_lite.launch.server_pool import train_pool
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import write_json
 
 _POLL_INTERVAL_S = 0.5
@@ -36,7 +36,7 @@ def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> No
         controller = roles.start_module("controller", "areal_lite.controller.service")
         pool.wait_ready(roles.check)
         client = ControllerClient(run_dir, config.sync.timeout_s)
-        store = Store(run_dir / STORE_FILE, read_only=True)
+        store = RunReader(run_dir / STORE_FILE)
 
         def done() -> int:
             return store.counts()["finished"]

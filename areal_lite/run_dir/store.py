@@ -32,9 +32,9 @@ from typing import Any
 
 import msgspec
 
+from areal_lite.run_dir.reader import DamagedGroup
 from areal_lite.run_dir.store_bound import BoundedStore
 from areal_lite.run_dir.store_file import REMEDY
-from areal_lite.run_dir.store_reader import DamagedGroup
 from areal_lite.run_dir.store_rows import to_rows
 from areal_lite.run_dir.store_schema import ADMISSION, checksum
 from areal_lite.trajectory import Group, GroupState

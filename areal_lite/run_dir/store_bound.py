@@ -12,11 +12,13 @@
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from areal_lite.run_dir.store_reader import StoreReader
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.run_dir.store_file import StoreFile
 
 # A call removes or returns about this many bytes, so that other calls do not wait for long.
 _BYTES_AT_ONCE = 8 * 2**20
@@ -35,11 +37,15 @@ ORDER BY finished_at
 """
 
 
-class BoundedStore(StoreReader):
+class BoundedStore(RunReader):
     """The part of a store that keeps its file small."""
 
     # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
     _unlearned_since = 0.0
+
+    def __init__(self, path: Path):
+        """Open the store to write, and create it if there is none."""
+        StoreFile.__init__(self, path)
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the store's size; those per token are of some groups.

@@ -46,7 +46,10 @@ class StoreFile:
             )
         tables = [sql for (sql,) in self._query("SELECT sql FROM sqlite_schema WHERE sql != ''")]
         if tables != [part.strip() for part in SCHEMA.split(";") if part.strip()]:
-            raise StoreError(f"{path} is empty or not a trajectory store: {REMEDY}")
+            raise StoreError(
+                f"{path} is empty, no trajectory store, or that of another version of the package: "
+                f"{REMEDY}"
+            )
         self._execute("PRAGMA synchronous = NORMAL")  # no sync per commit
         self._execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
 
@@ -70,7 +73,9 @@ class StoreFile:
         with self._explained():
             return self._db.execute(statement, values).rowcount
 
-    def _query(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    def _query(
+        self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> Iterator[tuple[Any, ...]]:
         with self._explained():
             yield from self._db.execute(query, values)
 
@@ -79,11 +84,10 @@ class StoreFile:
         self._execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
         self._execute("BEGIN IMMEDIATE")
 
-    def snapshot(self) -> sqlite3.Connection:
-        """Return the connection in a transaction: every query until `close` sees this moment."""
+    def snapshot(self) -> None:
+        """Begin a transaction: every query until `close` sees this moment."""
         self._execute("BEGIN")
         next(self._query("SELECT count(*) FROM sqlite_schema"))
-        return self._db
 
     def commit(self) -> None:
         """Commit the transaction."""
@@ -94,7 +98,9 @@ class StoreFile:
         if self._db.in_transaction:
             self._execute("ROLLBACK")
 
-    def _rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[dict[str, Any]]:
+    def _rows(
+        self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> Iterator[dict[str, Any]]:
         with self._explained():
             cursor = self._db.execute(query, values)
             names = [column[0] for column in cursor.description]

@@ -21,6 +21,8 @@ from typing import Any
 
 from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.run_dir.metrics import read_metrics
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.run_dir.store import Store
 from areal_lite.system.cuda import MIN_DRIVER, check_cuda
 from areal_lite.system.gpus import visible_gpus
 from areal_lite.system.machine import available_memory, problems
@@ -155,14 +157,13 @@ def check_store(folder: Path) -> str:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         path = Path(scratch) / "store.sqlite"
         try:
-            with closing(sqlite3.connect(path)) as writer, closing(sqlite3.connect(path)) as reader:
-                (mode,) = writer.execute("PRAGMA journal_mode = WAL").fetchone()
-                writer.execute("CREATE TABLE t (x)")
-                writer.execute("BEGIN IMMEDIATE")
-                reader.execute("SELECT * FROM t").fetchall()
-        except sqlite3.Error as error:
+            with closing(Store(path)) as writer, closing(RunReader(path)) as reader:
+                writer.begin()
+                reader.counts()
+                has_log = path.with_name(f"{path.name}-wal").exists()
+        except ValueError as error:
             raise ValueError(f"{folder}: SQLite fails ({error}): {_OTHER}") from None
-    if mode != "wal":
+    if not has_log:
         raise ValueError(f"{folder}: SQLite has no write-ahead log there: {_OTHER}")
     return f"SQLite {sqlite3.sqlite_version} writes and reads at a time in {folder}"
 

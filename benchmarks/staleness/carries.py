@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 
 # A line that states a carry of 1, and the carry that the next line takes: `=1z2\nb4+B8+1`.
 _CARRY = re.compile(r"=1[a-z]\d\n[a-z]\d\+[A-Z]\d\+([01])(?==)")
@@ -18,7 +18,7 @@ def carry_logprobs(store: Path) -> list[float | None]:
     warmed-up model writes nothing else there. None for a version without such a token.
     """
     found: dict[int, list[float]] = {}
-    reader = Store(store, read_only=True)
+    reader = RunReader(store)
     for row in reader.trajectories():
         for match in _CARRY.finditer(row["completion"]):
             # A token is a character.

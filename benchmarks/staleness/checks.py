@@ -21,7 +21,8 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
     unlikely, and for a loss over other tokens than sampled.
     """
     columns = read_columns(store)
-    used = np.bincount(columns.groups["step"][columns.groups["step"] >= 0], minlength=len(metrics))
+    step = columns.groups.step
+    used = np.bincount(step[step >= 0], minlength=len(metrics))
     for number, groups in enumerate(used[: len(metrics)].tolist(), start=1):
         if groups != groups_per_step:
             raise ValueError(f"step {number} used {groups} groups: {groups_per_step}")

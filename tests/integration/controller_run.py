@@ -11,7 +11,7 @@ import numpy as np
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.messages import PushTargets
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me
 from areal_lite.tools.audit.audit import audit
@@ -100,8 +100,8 @@ class Run:
             assert time.monotonic() < deadline, f"{text!r} is not in the log:\n{log}"
             time.sleep(0.02)
 
-    def store(self) -> Store:
-        return Store(self.path / "trajectories.sqlite", read_only=True)
+    def store(self) -> RunReader:
+        return RunReader(self.path / "trajectories.sqlite")
 
 
 def push(client: ControllerClient, version: int, mode: str | None) -> PushTargets:

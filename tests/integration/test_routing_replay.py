@@ -18,7 +18,7 @@ from areal_lite.data.model_folder import expert_layout
 from areal_lite.launch.server import ServerProcess
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, SamplingParams
 from areal_lite.system.network import free_port
@@ -203,7 +203,7 @@ def test_a_run_replays_resumes_and_stores(models, tmp_path) -> None:
     assert any(step["routes_changed"] > 0 for step in metrics)
     known = [d for step in metrics if (d := step["logprob_diff_sampled"]) is not None]
     assert known and max(known) < 1e-5
-    store = Store(tmp_path / "run/trajectories.sqlite", read_only=True)
+    store = RunReader(tmp_path / "run/trajectories.sqlite")
     stored = [t for group, _ in store.finished_groups() for t in group.trajectories]
     store.close()
     assert len(stored) >= 80

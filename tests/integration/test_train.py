@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history
 from tests.integration.controller_run import wrong_with
@@ -132,8 +132,8 @@ def check_common(run: Run, bound: int, pushes: tuple[int, ...] = (1, 2, 3, 4, 5)
     assert len(run.used("DISTINCT group_id, sample_index")) == 5 * 4 * 8
     states = dict(run.db.execute("SELECT state, count(*) FROM groups GROUP BY state"))
     assert states == {"used": 20}, "admission ends with the run"
-    with closing(Store(run.folder / "trajectories.sqlite", read_only=True)) as store:
-        assert all(np.isfinite(t["logprobs"]).all() for t in store.trajectories("used"))
+    with closing(RunReader(run.folder / "trajectories.sqlite")) as store:
+        assert all(np.isfinite(t["logprobs"]).all() for t in store.trajectories(state="used"))
 
 
 def test_async_in_place_push_in_flight(model, tmp_path):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_packing import pack_logprobs
 from areal_lite.run_dir.store_rows import to_rows
@@ -137,12 +138,12 @@ def foreign() -> bytes:
 
 
 @pytest.mark.parametrize("content", [b"", b"hello world" * 100, b"\0" * 8192, foreign()])
-@pytest.mark.parametrize("read_only", [True, False])
-def test_another_file_is_refused_and_left_alone(content, read_only, tmp_path):
+@pytest.mark.parametrize("opened", [Store, RunReader])
+def test_another_file_is_refused_and_left_alone(content, opened, tmp_path):
     path = tmp_path / "trajectories.sqlite"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="trajectories.sqlite.*(not a|damaged)"):
-        Store(path, read_only=read_only)
+    with pytest.raises(ValueError, match="trajectories.sqlite.*(no|not a|damaged)"):
+        opened(path)
     assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
@@ -236,7 +237,7 @@ def test_the_batches_of_a_stored_run_are_checked(good, tmp_path):
     with sqlite3.connect(path) as db:
         db.execute("UPDATE sequences SET logprobs = zeroblob(80) WHERE group_id = 1")
     db.close()
-    store = Store(path, read_only=True)
+    store = RunReader(path)
     with pytest.raises(ValueError, match="s.sqlite: trajectory 1/0 is damaged.*restore the file"):
         store.used_groups(0)
     store.close()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.audit.check import Check, count
 from areal_lite.tools.audit.files import (
     check_checkpoints,
@@ -33,12 +34,12 @@ from areal_lite.tools.audit.files import (
     check_evaluations,
     check_trained,
 )
-from areal_lite.tools.audit.groups import check_groups, check_use, read_groups
+from areal_lite.tools.audit.groups import check_groups, check_use
 from areal_lite.tools.audit.prompts import check_prompts
-from areal_lite.tools.audit.records import Records, Snapshot, open_records
+from areal_lite.tools.audit.records import Records, open_records
 from areal_lite.tools.audit.rows import check_rows
 from areal_lite.tools.audit.steps import StepSums, check_metrics
-from areal_lite.tools.audit.trajectories import DRAWN, EACH, Shapes, chunks
+from areal_lite.tools.audit.trajectories import COLUMNS, Shapes
 
 
 def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
@@ -59,24 +60,23 @@ def _checks(records: Records, tokens: bool) -> list[Check]:
     return [*checks[:-1], *files, checks[-1]]
 
 
-def _checks_of_store(records: Records, snapshot: Snapshot, tokens: bool) -> list[Check]:
-    store, db = snapshot
-    groups = read_groups(db)
+def _checks_of_store(records: Records, store: RunReader, tokens: bool) -> list[Check]:
+    groups = store.group_table()
     shapes = Shapes(groups.ids)
     sums = StepSums(records, int(groups.step.max(initial=-1)) + 1)
-    for chunk in chunks(db, EACH):
+    for chunk in store.chunks(COLUMNS):
         shapes.add(chunk)
         if not records.replays:
             sums.add(chunk)
     if records.replays:
-        for chunk in chunks(db, DRAWN):
+        for chunk in store.chunks(COLUMNS, drawn=True):
             sums.add(chunk)
     return [
-        check_groups(groups, shapes.found, records, db),
-        check_prompts(groups, records, db),
+        check_groups(groups, shapes.found, records, store),
+        check_prompts(groups, records, store),
         *shapes.checks(),
-        *([check_rows(db)] if tokens else []),
-        check_use(groups, records, db),
+        *([check_rows(store)] if tokens else []),
+        check_use(groups, records, store),
         sums.check(records),
         check_metrics(records, sums),
         check_trained(groups, records),

@@ -13,9 +13,8 @@ from areal_lite.run_dir.paths import (
     SUMMARY_FILE,
     TOTALS_FILE,
 )
-from areal_lite.run_dir.store_reader import StoreReader
+from areal_lite.run_dir.reader import Groups, RunReader
 from areal_lite.tools.audit.check import Check, count
-from areal_lite.tools.audit.groups import Groups
 from areal_lite.tools.audit.records import Records
 from areal_lite.tools.audit.steps import StepSums
 from areal_lite.trajectory import GroupState
@@ -100,7 +99,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
     return check
 
 
-def check_counts(groups: Groups, sums: StepSums, store: StoreReader, records: Records) -> Check:
+def check_counts(groups: Groups, sums: StepSums, store: RunReader, records: Records) -> Check:
     """Check the counts of the run at its end against the store."""
     check = Check(name="counts", looked_at="none: they are written when the run ends")
     if records.totals or records.summary:

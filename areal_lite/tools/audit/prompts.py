@@ -8,14 +8,13 @@ has a prompt that was put back: each dropped group puts its prompt back once. He
 
 from __future__ import annotations
 
-import sqlite3
 from dataclasses import replace
 
 import numpy as np
 
 from areal_lite.data.sampler import PromptSampler, SourceOrder
+from areal_lite.run_dir.reader import Groups, RunReader
 from areal_lite.tools.audit.check import Check
-from areal_lite.tools.audit.groups import Groups
 from areal_lite.tools.audit.records import Records
 from areal_lite.tools.audit.settings import Settings
 from areal_lite.trajectory import GroupState
@@ -25,7 +24,7 @@ from areal_lite.trajectory import GroupState
 _COMMIT_S = 60.0
 
 
-def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> Check:
+def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
     """Check that no prompt was lost and none was handed out once too often."""
     total = int(groups.drawn.max(initial=0))
     before = np.concatenate(([0], groups.drawn[:-1]))
@@ -36,7 +35,7 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
     put_back = np.bincount(place[dropped], minlength=len(prompts))
     pending = np.maximum(put_back - again, 0)
     skipped = np.setdiff1d(np.arange(1, total + 1), groups.drawn[fresh])
-    sampler = PromptSampler(*_orders(records.config, db))
+    sampler = PromptSampler(*_orders(records.config, store))
     check = Check(
         name="prompts",
         looked_at=f"{total:,} drawn{_epochs(sampler, total)}: "
@@ -53,7 +52,7 @@ def check_prompts(groups: Groups, records: Records, db: sqlite3.Connection) -> C
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
         f"groups whose prompt is not the next one of data.seed={records.config.data_seed}",
     )
-    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, db))
+    left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, store))
     check.none_of(
         left_out.tolist(), "prompts that were left out, and neither always nor never solved"
     )
@@ -73,9 +72,9 @@ def _epochs(sampler: PromptSampler, total: int) -> str:
     return f" ({'; '.join(passed)})" if passed else ""
 
 
-def _orders(settings: Settings, db: sqlite3.Connection) -> list[SourceOrder]:
+def _orders(settings: Settings, store: RunReader) -> list[SourceOrder]:
     """Return how the prompts of each source were drawn."""
-    sizes = dict(db.execute("SELECT name, value FROM totals WHERE name LIKE 'prompts%'"))
+    sizes = store.totals()
     orders = []
     for name, own in (settings.data_sources or {"": {}}).items():
         seed = own.get("seed", settings.data_seed)
@@ -85,7 +84,7 @@ def _orders(settings: Settings, db: sqlite3.Connection) -> list[SourceOrder]:
     return orders
 
 
-def _asked_less(records: Records, db: sqlite3.Connection) -> np.ndarray:
+def _asked_less(records: Records, store: RunReader) -> np.ndarray:
     """Return the prompts that may be left out, by the rewards of their groups.
 
     Two groups of a retired one were solved. No trajectory of a group of a resting one was.
@@ -95,10 +94,7 @@ def _asked_less(records: Records, db: sqlite3.Connection) -> np.ndarray:
     if not limits and not rests:
         return np.empty(0, np.int64)
     rates: dict[int, list[float]] = {}
-    for index, rate in db.execute(
-        "SELECT prompt_index, avg(reward > 0) FROM groups JOIN trajectories USING (group_id) "
-        "GROUP BY group_id"
-    ):
+    for index, rate in store.solved_shares():
         rates.setdefault(index, []).append(rate)
     retired = [
         index
@@ -115,6 +111,6 @@ def _lost(
     """Tell which prompts wait to be handed out again although new ones were drawn, bool [m]."""
     last_drop = np.full(len(pending), np.inf)
     last_drop[place[dropped]] = -np.inf
-    np.maximum.at(last_drop, place[dropped], groups.ended_at[dropped])
-    newest = groups.admitted_at[fresh].max(initial=-np.inf)
+    np.maximum.at(last_drop, place[dropped], groups.finished[dropped])
+    newest = groups.admitted[fresh].max(initial=-np.inf)
     return (pending > 0) & (last_drop + _COMMIT_S < newest)

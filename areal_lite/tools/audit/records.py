@@ -4,28 +4,18 @@ never behind what the files say of it.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, STORE_FILE, SUMMARY_FILE, TOTALS_FILE
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import checkpoint_steps, is_locked
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_file import REMEDY
-from areal_lite.run_dir.store_reader import StoreReader
 from areal_lite.system.files import read_json
 from areal_lite.tools.audit.settings import Settings, settings_of_starts
-
-
-class Snapshot(NamedTuple):
-    """A store at one moment: its queries, and the connection for others."""
-
-    store: StoreReader
-    db: sqlite3.Connection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +29,7 @@ class Records:
         checkpoints: the steps of the complete checkpoints.
         metrics, evals: the lines of metrics.jsonl and evals.jsonl.
         totals, summary: controller_totals.json and summary.json; empty without them.
-        store: the store; None without one.
+        store: the store, of which every query sees the same moment; None without one.
     """
 
     run_dir: Path
@@ -50,7 +40,7 @@ class Records:
     evals: list[dict[str, Any]]
     totals: dict[str, Any]
     summary: dict[str, Any]
-    store: Snapshot | None
+    store: RunReader | None
 
     @property
     def config(self) -> Settings:
@@ -88,10 +78,6 @@ def open_records(run_dir: Path) -> Iterator[Records]:
     if not path.exists():
         yield Records(**files, store=None)
         return
-    store = Store(path, read_only=True)
-    try:
-        yield Records(**files, store=Snapshot(store=store, db=store.snapshot()))
-    except sqlite3.Error as error:
-        raise ValueError(f"{path}: {error}: {REMEDY}") from error
-    finally:
-        store.close()
+    with closing(RunReader(path)) as reader:
+        reader.snapshot()
+        yield Records(**files, store=reader)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
-
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store_rows import check_sums, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_ROUTES
+from areal_lite.run_dir.store_schema import NOT_KEPT
 from areal_lite.tools.audit.check import Check
 from areal_lite.trajectory import trace_name
 
 
-def check_rows(db: sqlite3.Connection) -> Check:
+def check_rows(store: RunReader) -> Check:
     """Read the whole store, one trajectory at a time."""
-    cursor = db.execute(f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} ORDER BY {TRACE}")
-    names = [column[0] for column in cursor.description]
     damaged: list[str] = []
     total = without = 0
-    for values in cursor:
-        row = dict(zip(names, values))
+    for row in store.rows_to_check():
         total += 1
         without += row["tokens"] is None
         try:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from areal_lite.run_dir.reader import Chunk
 from areal_lite.tools.audit.check import Check, count
 from areal_lite.tools.audit.records import Records
-from areal_lite.tools.audit.trajectories import Chunk
 
 # A sum of float64 in another order.
 _TOLERANCE = 1e-9
@@ -45,21 +45,21 @@ class StepSums:
 
     def add(self, chunk: Chunk) -> None:
         """Add the trajectories of `chunk` that were trained on."""
-        used = chunk.step >= 0
+        used = chunk["step"] >= 0
         if not used.any():
             return
-        self._grow(int(chunk.step.max()) + 1)
+        self._grow(int(chunk["step"].max()) + 1)
         n = len(self.tokens)
-        step = chunk.step[used]
+        step = chunk["step"][used]
         self.trajectories += np.bincount(step, minlength=n)
-        share = 1 / chunk.columns["traces"][used]
+        share = 1 / chunk["traces"][used]
         self.episodes += np.bincount(step, share, n)
-        rewards = np.nan_to_num(chunk.columns["reward"][used])
+        rewards = np.nan_to_num(chunk["reward"][used])
         self.rewards += np.bincount(step, share * rewards, n)
         of_used = used[chunk.owner]
         owner, version = chunk.owner[of_used], chunk.version[of_used]
         length = (chunk.end - chunk.start)[of_used]
-        step = chunk.step[owner]
+        step = chunk["step"][owner]
         self.tokens += np.bincount(step, length, n).astype(np.int64)
         staleness = step - version
         for i, bound in enumerate(self.bounds):
@@ -69,8 +69,8 @@ class StepSums:
             self.staleness[i] += np.bincount(step, tokens * staleness, n).astype(np.int64)
             np.maximum.at(self.stalest[i], step[good], staleness[good])
         if not self._may_mask:
-            self._overdue.update(chunk.group[owner[staleness > self.bounds[-1]]].tolist())
-        self._too_new.update(chunk.group[owner[version > self._allowed(step)]].tolist())
+            self._overdue.update(chunk["group"][owner[staleness > self.bounds[-1]]].tolist())
+        self._too_new.update(chunk["group"][owner[version > self._allowed(step)]].tolist())
 
     def _grow(self, steps: int) -> None:
         sums = ("trajectories", "episodes", "tokens", "rewards", "within", "staleness", "stalest")

@@ -46,8 +46,7 @@ def diagnosis_text(run: History) -> str:
     findings = diagnose(run)
     state = "going on" if run.running else "ended"
     steps = f"{run.run_dir}: {state}, step {run.step} of {run.config.trainer.steps}"
-    groups = run.columns.groups
-    if removed := int(((groups["state"] == "used") & ~groups["kept"]).sum()):
+    if removed := run.columns.groups_without_tokens:
         steps += f"\n{NOT_KEPT}: {removed:,} groups, which are not compared token by token"
     if not findings:
         few = len(run.metrics) < limit("recent_steps")

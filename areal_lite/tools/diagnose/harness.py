@@ -14,17 +14,17 @@ Equal samples are a fault only if they are unlikely: equal tokens of probability
 chance with probability p.
 """
 
-import sqlite3
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_lite.run_dir.store_packing import unpack
-from areal_lite.tools.report.run_data import Columns, open_store
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.tools.report.run_data import Columns
 
 _BATCHES = 5
 _GROUPS = 100
@@ -33,12 +33,6 @@ _UNLIKELY = -20.0
 # Fewer prompts can be in the order of their file by chance: 1 / 20! is 4e-19.
 _LEAST_PROMPTS = 20
 _MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
-_SAMPLES = """
-SELECT n_tokens, tokens, logprobs FROM trajectories
-JOIN sequences USING (group_id, sample_index, trace_index)
-WHERE group_id = ? ORDER BY sample_index, trace_index
-"""
-_ORDER = "SELECT prompt_id FROM groups WHERE state = 'used' ORDER BY group_id"
 
 
 class Fault(NamedTuple):
@@ -74,10 +68,10 @@ def repeated_batch(columns: Columns, store: Path) -> Fault | None:
         and np.array_equal(columns.sampled[before], columns.sampled[after])
         and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
     ]
-    with open_store(store) as db:
+    with closing(RunReader(store)) as reader:
         for number in alike[-_BATCHES:]:
             before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
-            equal, chance = _compare(db, before.tolist(), after.tolist())
+            equal, chance = _compare(reader, before.tolist(), after.tolist())
             if equal and chance < _UNLIKELY:
                 text = f"steps {number} and {number + 1} have the same {len(rows[number])} samples"
                 return Fault(number + 1, f"{text}, {_probability(chance)}")
@@ -132,9 +126,9 @@ def repeated_samples(columns: Columns, store: Path) -> Fault | None:
     longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
     alike = np.flatnonzero((size > 1) & (shortest == longest))[-_GROUPS:]
     found: list[tuple[int, int, float]] = []
-    with open_store(store) as db:
+    with closing(RunReader(store)) as reader:
         for index in alike.tolist():
-            samples = list(_samples(db, int(groups[index])))
+            samples = list(_samples(reader, int(groups[index])))
             # A run may have removed the tokens meanwhile.
             chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
             if len({tokens for tokens, _ in samples}) == 1 and chance < _UNLIKELY:
@@ -156,7 +150,7 @@ def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> F
 
     Prompt i of source k of K has the index K i + k (data/sampler.py).
     """
-    index = columns.groups["prompt_index"]
+    index = columns.groups.prompt
     places = index[index % sources == number] // sources
     if len(places) < _LEAST_PROMPTS or not np.array_equal(places, np.arange(len(places))):
         return None
@@ -166,8 +160,8 @@ def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> F
 def prompt_order(store: Path) -> int:
     """Return a checksum of the ids of all used prompts in their order, to compare runs."""
     checksum, between = 0, b""
-    with open_store(store) as db:
-        for (prompt,) in db.execute(_ORDER):
+    with closing(RunReader(store)) as reader:
+        for prompt in reader.used_prompts():
             checksum = zlib.crc32(between + prompt.encode(), checksum)
             between = b"\n"
     return checksum
@@ -175,8 +169,8 @@ def prompt_order(store: Path) -> int:
 
 def _prompts_by_step(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
     """Yield each step, from 0, and the indices of its prompts in the order of admission."""
-    order = np.argsort(columns.groups["step"], kind="stable")
-    steps, prompts = columns.groups["step"][order], columns.groups["prompt_index"][order]
+    order = np.argsort(columns.groups.step, kind="stable")
+    steps, prompts = columns.groups.step[order], columns.groups.prompt[order]
     found, first = np.unique(steps, return_index=True)
     for step, own in zip(found.tolist(), np.split(prompts, first[1:])):
         if step >= 0:
@@ -196,24 +190,25 @@ def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
     return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
 
 
-def _compare(db: sqlite3.Connection, one: list[int], two: list[int]) -> tuple[bool, float]:
+def _compare(reader: RunReader, one: list[int], two: list[int]) -> tuple[bool, float]:
     """Return whether two batches have equal tokens, and the log-probability of the second."""
     if len(one) != len(two):
         return False, 0.0
     chance = 0.0
     for before, after in zip(one, two, strict=True):
-        for (tokens, _), (others, logprob) in zip(_samples(db, before), _samples(db, after)):
+        for (tokens, _), (others, logprob) in zip(
+            _samples(reader, before), _samples(reader, after)
+        ):
             if tokens != others:
                 return False, 0.0
             chance += logprob
     return True, chance
 
 
-def _samples(db: sqlite3.Connection, group: int) -> Iterator[tuple[bytes, float]]:
+def _samples(reader: RunReader, group: int) -> Iterator[tuple[bytes, float]]:
     """Yield the tokens of each sample of a group and its log-probability, in nats."""
-    for length, tokens, logprobs in db.execute(_SAMPLES, (group,)):
-        chance = np.nansum(unpack(logprobs, np.float32, length).astype(np.float64))
-        yield unpack(tokens, np.int32, length).tobytes(), float(chance)
+    for tokens, logprobs in reader.samples(group):
+        yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))
 
 
 def _probability(chance: float) -> str:

@@ -28,6 +28,7 @@ from areal_lite.run_dir.paths import (
     SUMMARY_FILE,
     TOTALS_FILE,
 )
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_schema import ADMISSION
 from areal_lite.system.files import publish_folder, scratch_folder, write_json
@@ -146,9 +147,9 @@ def pack(run_dir: Path, name: str) -> Path:
 
 
 def _read_groups(path: Path) -> list[_Group]:
-    store = Store(path, read_only=True)
+    store = RunReader(path)
     members: dict[int, list[_Trajectory]] = {}
-    for row in store.trajectories("used"):
+    for row in store.trajectories(state="used"):
         arrays = {key: row[key].tobytes() for key in ("tokens", "logprobs", "versions")}
         values = {key: row[key] for key in _Trajectory.__struct_fields__} | arrays
         members.setdefault(row["group_id"], []).append(_Trajectory(**values))

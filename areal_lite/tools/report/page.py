@@ -41,6 +41,7 @@ from areal_lite.tools.report.rollouts import CHOICE, choose_groups, read_groups,
 from areal_lite.tools.report.run_data import RunData, read_run
 from areal_lite.tools.report.summary import FACTS, count_facts, difference_rows, fact_rows, headline
 from areal_lite.tools.report.timeline import build_lanes, build_windows, time_edges
+from areal_lite.trajectory import GroupState
 
 _FOLDER = Path(__file__).with_name("assets")
 _SCRIPTS = ("dom.js", "charts.js", "lanes.js", "timeline.js", "rollouts.js", "page.js")
@@ -95,9 +96,9 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         lanes = lane_data(run, edges)
     windows = build_windows(run.columns, run.metrics)
     groups = rollout_sample(run)
-    used = run.columns.groups["state"] == "used"
-    removed = int((used & ~run.columns.groups["kept"]).sum())
-    rollouts = f"{len(groups)} of the {int(used.sum()):,} groups that were trained on. {CHOICE}" + (
+    used = run.columns.groups.number(GroupState.USED)
+    removed = run.columns.groups_without_tokens
+    rollouts = f"{len(groups)} of the {used:,} groups that were trained on. {CHOICE}" + (
         f" {NOT_KEPT.capitalize()}: {removed:,} groups." if removed else ""
     )
     return render(

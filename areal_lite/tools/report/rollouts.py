@@ -7,8 +7,8 @@ steps, and of each step the worst, the best and one with known importance weight
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.store_rows import decoded
-from areal_lite.run_dir.store_schema import NOT_KEPT, TOKENS, TRACE, WITH_TOKENS
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.run_dir.store_schema import NOT_KEPT
 from areal_lite.tools.commands import InspectConfig
 from areal_lite.tools.formatting import short, visible
-from areal_lite.tools.report.run_data import Columns, open_store, read_run_config
+from areal_lite.tools.report.run_data import Columns, read_run_config
 from areal_lite.trajectory import trace_name
 
 MAX_GROUPS = 45
@@ -98,38 +98,24 @@ def read_groups(
         decode: see `token_texts`.
         max_staleness: tokens that are staler are masked; None for no bound.
     """
-    with open_store(store) as db:
+    with closing(RunReader(store)) as reader:
         for group in groups:
-            prompt_id, state, step = db.execute(
-                "SELECT prompt_id, state, step FROM groups WHERE group_id = ?", (group,)
-            ).fetchone()
-            samples = [
-                _sample(row, prox.get(group, {}), decode, step, max_staleness)
-                for row in _rows(db, group)
-            ]
-            if not samples:
+            rows = list(reader.trajectories(group=group, kept=True, limit=_MEMBERS))
+            if not rows:
                 continue  # the run has removed its tokens meanwhile
+            step = rows[0]["step"]
+            samples = [
+                _sample(row, prox.get(group, {}), decode, step, max_staleness) for row in rows
+            ]
             known = [s["reward"] for s in samples if s["reward"] is not None]
             yield {
                 "group": group,
-                "prompt": prompt_id,
-                "state": state,
+                "prompt": rows[0]["prompt_id"],
+                "state": rows[0]["state"],
                 "step": None if step is None else step + 1,
                 "reward": sum(known) / len(known) if known else None,
                 "samples": samples,
             }
-
-
-def _rows(db: sqlite3.Connection, group: int) -> Iterator[dict[str, Any]]:
-    """Yield the first trajectories of a group that have their tokens, as `decoded` rows."""
-    cursor = db.execute(
-        f"SELECT {WITH_TOKENS} FROM trajectories {TOKENS} "
-        "WHERE group_id = ? AND tokens IS NOT NULL ORDER BY sample_index, trace_index LIMIT ?",
-        (group, _MEMBERS),
-    )
-    names = [column[0] for column in cursor.description]
-    for values in cursor:
-        yield decoded(dict(zip(names, values)))
 
 
 def _sample(
@@ -227,51 +213,31 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
 _COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
 
-def matching(run_dir: Path, filters: InspectConfig) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Return how many trajectories all filters let through, and the first `limit` of them.
+def show_matching(run_dir: Path, config: InspectConfig) -> Iterator[RenderableType]:
+    """Yield what to print: the number of matches, then each trajectory up to the limit.
 
     Raises ValueError without a store.
     """
-    conditions = {
-        "group_id = :group": filters.group,
-        "step = :step - 1": filters.step,
-        "EXISTS (SELECT 1 FROM json_each(segments) WHERE json_extract(value, '$[0]') = :version)": (
-            filters.version
-        ),
-        "reward >= :reward_min": filters.reward_min,
-        "reward <= :reward_max": filters.reward_max,
-    }
-    where = " AND ".join(["1", *(text for text, value in conditions.items() if value is not None)])
-    source = f"FROM trajectories {TOKENS} JOIN groups USING (group_id) WHERE {where}"
-    values = vars(filters)
-
-    def rows() -> Iterator[dict[str, Any]]:
-        with open_store(run_dir / STORE_FILE) as db:
-            cursor = db.execute(
-                f"SELECT {WITH_TOKENS}, state, step, prompt_id {source} "
-                f"ORDER BY {TRACE} LIMIT :limit",
-                values,
-            )
-            names = [column[0] for column in cursor.description]
-            for row in cursor:
-                yield decoded(dict(zip(names, row)))
-
-    with open_store(run_dir / STORE_FILE) as db:
-        (count,) = db.execute(f"SELECT count(*) {source}", values).fetchone()
-    return count, rows()
-
-
-def show_matching(run_dir: Path, filters: InspectConfig) -> Iterator[RenderableType]:
-    """Yield what to print: the number of matches, then each trajectory up to the limit."""
-    count, rows = matching(run_dir, filters)
+    filters = reader_filters(config)
     decode = token_decoder(run_dir, read_run_config(run_dir).get("model"))
-    shown = min(count, filters.limit)
-    found = "1 trajectory matches" if count == 1 else f"{count} trajectories match"
-    more = f"; the first {shown} follow (limit={filters.limit})" if shown < count else ""
-    yield Text(f"{found}{more}", style="bold")
-    for row in rows:
-        kept = row["tokens"] is not None
-        yield trajectory_text(row, token_texts(row["tokens"].tolist(), decode) if kept else None)
+    with closing(RunReader(run_dir / STORE_FILE)) as reader:
+        count = reader.count_trajectories(**filters)
+        shown = min(count, config.limit)
+        found = "1 trajectory matches" if count == 1 else f"{count} trajectories match"
+        more = f"; the first {shown} follow (limit={config.limit})" if shown < count else ""
+        yield Text(f"{found}{more}", style="bold")
+        for row in reader.trajectories(**filters, limit=config.limit):
+            tokens = row["tokens"]
+            yield trajectory_text(
+                row, None if tokens is None else token_texts(tokens.tolist(), decode)
+            )
+
+
+def reader_filters(config: InspectConfig) -> dict[str, Any]:
+    """Return the filters of RunReader, which counts steps from 0."""
+    names = ("group", "step", "version", "reward_min", "reward_max")
+    filters = {name: getattr(config, name) for name in names}
+    return filters | {"step": None if config.step is None else config.step - 1}
 
 
 def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableType:

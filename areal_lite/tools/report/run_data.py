@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-import sqlite3
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from omegaconf import OmegaConf
 
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
-from areal_lite.run_dir.store_file import REMEDY
-from areal_lite.run_dir.store_schema import SCHEMA
+from areal_lite.run_dir.reader import RunReader, to_chunk, to_groups
+from areal_lite.tools.audit.groups import Groups
+from areal_lite.trajectory import GroupState
 
 # The values of these keys are never shown.
 _SECRET = re.compile(r"(api_)?key|token|password|secret", re.IGNORECASE)
@@ -105,24 +104,8 @@ def _public(node: Any) -> Any:
     return [_public(value) for value in node] if isinstance(node, list) else node
 
 
-# Rows that are read at once.
-_CHUNK = 8192
-
-_TRAJECTORIES = """
-SELECT group_id, sample_index, trace_index, reward, finish_reason = 'length', n_prompt, n_tokens,
-       started_at, finished_at, server, segments
-FROM trajectories ORDER BY group_id, sample_index, trace_index
-"""
-_GROUPS = """
-SELECT group_id, state, coalesce(step, -1), admitted_at, finished_at, prompt_index, drawn,
-       coalesce(kept_bytes > 0, 0)
-FROM groups ORDER BY group_id
-"""
-_DTYPES = (
-    *(np.int64, np.int32, np.int32, np.float64, np.bool_, np.int32, np.int32),
-    *(np.float64, np.float64),
-)
-_SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
+_COLUMNS = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
+_TIMES = ("started", "finished")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,20 +113,18 @@ class Columns:
     """The trajectories of a store, in the order of group, sample and trace index: n of them.
 
     Args:
-        group, sample, trace: int [n], group id, sample index and trace index.
+        group, sample, trace: int64 [n], group id, sample index and trace index.
         reward: float64 [n], NaN without one.
         truncated: bool [n].
-        prompt, tokens: int32 [n], tokens of the prompt and of everything.
+        prompt, tokens: int64 [n], tokens of the prompt and of everything.
         started, finished: float64 [n], wall-clock seconds.
-        server: int32 [n], index into `servers`.
+        server: int64 [n], index into `servers`.
         servers: names, "" where the server is unknown.
-        step: int32 [n], the training step that used it, from 0; -1 for none.
+        step: int64 [n], the training step that used it, from 0; -1 for none.
         sampled: int64 [n], sampled tokens.
         owner: int64 [s], the trajectory of each segment.
         version, length: int64 [s], weight version and number of tokens of each segment.
-        groups: columns of all groups: group_id, state, step, admitted, finished (NaN before),
-            prompt_index, drawn, the prompts that were drawn up to this one, and kept, whether the
-            store has the tokens of its trajectories.
+        groups: the table of all groups.
     """
 
     group: np.ndarray
@@ -162,7 +143,7 @@ class Columns:
     owner: np.ndarray
     version: np.ndarray
     length: np.ndarray
-    groups: dict[str, np.ndarray]
+    groups: Groups
 
     def __len__(self) -> int:
         return len(self.group)
@@ -170,7 +151,12 @@ class Columns:
     @property
     def kept(self) -> np.ndarray:
         """Return whether the store has the tokens of each trajectory, bool [n]."""
-        return self.groups["kept"][np.searchsorted(self.groups["group_id"], self.group)]
+        return self.groups.kept[np.searchsorted(self.groups.ids, self.group)] > 0
+
+    @property
+    def groups_without_tokens(self) -> int:
+        """Count the used groups whose tokens the store has removed."""
+        return int((self.groups.are(GroupState.USED) & (self.groups.kept <= 0)).sum())
 
     def segments(self, trajectory: int) -> list[tuple[int, int]]:
         """Return (version, tokens) of each segment of a trajectory."""
@@ -178,98 +164,32 @@ class Columns:
         return list(zip(self.version[first:last].tolist(), self.length[first:last].tolist()))
 
 
-@contextmanager
-def open_store(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a store for reading, also while its run writes to it.
-
-    Raises ValueError if there is none, if it is damaged, or if an older version of the package
-    wrote it.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: give the directory of a training run")
-    try:
-        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-            if not db.execute("PRAGMA table_info(sequences)").fetchall():
-                raise ValueError(f"{path} is empty, or another version of the package wrote it")
-            yield db
-    except sqlite3.Error as error:
-        raise ValueError(f"{path}: {error}: {REMEDY}") from error
-
-
 def read_columns(path: Path) -> Columns:
     """Read the columns of the store at `path`, in one pass over each table.
 
-    Without a store there are no trajectories: a run with debug=train_only has none.
+    Without a store there are no trajectories: a run with debug=train_only has none. Raises
+    ValueError for a store that cannot be read.
     """
-    with open_store(path) if path.exists() else _empty_store() as db:
-        # One transaction: groups and trajectories of the same moment.
-        db.execute("BEGIN")
-        groups = _read_groups(db)
-        parts, names, segments = _read_trajectories(db)
-    group = parts[0]
-    used = groups["step"][np.searchsorted(groups["group_id"], group)]
-    servers, server = np.unique(np.array(names, np.str_), return_inverse=True)
-    owner, version, length = segments
+    names = (*_COLUMNS, *_TIMES, "server")
+    groups, chunks = to_groups(), [to_chunk(names)]
+    if path.exists():
+        with closing(RunReader(path)) as reader:
+            reader.snapshot()
+            groups = reader.group_table()
+            chunks += reader.chunks(names)
+    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
+    firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
+    owner = np.concatenate([first + chunk.owner for first, chunk in zip(firsts, chunks)])
+    length = np.concatenate([chunk.end - chunk.start for chunk in chunks])
+    servers, server = np.unique(columns.pop("server"), return_inverse=True)
     return Columns(
-        **dict(zip(("group", "sample", "trace", "reward", "truncated", "prompt", "tokens"), parts)),
-        started=parts[7],
-        finished=parts[8],
-        server=server.astype(np.int32),
+        **columns,
+        server=server,
         servers=servers.tolist(),
-        step=used.astype(np.int32),
-        sampled=np.bincount(owner, length, len(group)).astype(np.int64),
+        step=groups.step[np.searchsorted(groups.ids, columns["group"])],
+        sampled=np.bincount(owner, length, len(server)).astype(np.int64),
         owner=owner,
-        version=version,
+        version=np.concatenate([chunk.version for chunk in chunks]),
         length=length,
         groups=groups,
     )
-
-
-@contextmanager
-def _empty_store() -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(":memory:")) as db:
-        db.executescript(SCHEMA)
-        yield db
-
-
-def _read_groups(db: sqlite3.Connection) -> dict[str, np.ndarray]:
-    rows = db.execute(_GROUPS).fetchall()
-    columns = list(zip(*rows)) or [()] * 8
-    dtypes = {
-        "group_id": np.int64,
-        "state": np.str_,
-        "step": np.int64,
-        "admitted": np.float64,
-        "finished": np.float64,
-        "prompt_index": np.int64,
-        "drawn": np.int64,
-        "kept": np.bool_,
-    }
-    return {name: np.array(column, dtype) for (name, dtype), column in zip(dtypes.items(), columns)}
-
-
-def _read_trajectories(
-    db: sqlite3.Connection,
-) -> tuple[list[np.ndarray], list[str], list[np.ndarray]]:
-    """Return the numeric columns, the server of each row, and owner, version, length."""
-    chunks: list[list[np.ndarray]] = []
-    servers: list[str] = []
-    segments: list[np.ndarray] = []
-    cursor = db.execute(_TRAJECTORIES)
-    while rows := cursor.fetchmany(_CHUNK):
-        columns = list(zip(*rows))
-        chunks.append([np.array(c, dtype) for c, dtype in zip(columns, _DTYPES)])
-        decoded: list[Any] = _SEGMENTS.decode(f"[{','.join(columns[10])}]")
-        flat = [
-            (len(servers) + row, version, end - start)
-            for row, found in enumerate(decoded)
-            for version, start, end in found
-        ]
-        segments.append(np.array(flat, np.int64).reshape(-1, 3))
-        servers.extend(columns[9])
-    parts = [
-        np.concatenate([chunk[i] for chunk in chunks]) if chunks else np.empty(0, dtype)
-        for i, dtype in enumerate(_DTYPES)
-    ]
-    table = np.concatenate(segments) if segments else np.empty((0, 3), np.int64)
-    return parts, servers, list(table.T)

@@ -6,6 +6,7 @@ A value is None when the run did not get that far, because it was killed or eval
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
 from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.run_data import Columns, RunData, load_run
@@ -261,11 +262,8 @@ def _count_groups(path: Path) -> tuple[dict[str, int], int]:
     """Return the groups by state, and the number of trajectories that the store lacks."""
     if not path.exists():
         return {}, 0
-    store = Store(path, read_only=True)
-    try:
-        return store.counts(), store.missing_trajectories()
-    finally:
-        store.close()
+    with closing(RunReader(path)) as reader:
+        return reader.counts(), reader.missing_trajectories()
 
 
 def _accuracies(facts: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str, Any]:

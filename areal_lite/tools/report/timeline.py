@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_lite.system.files import to_plain
 from areal_lite.tools.report.run_data import Columns, read_run
-from areal_lite.trajectory import trace_name
+from areal_lite.trajectory import GroupState, trace_name
 
 Spans = tuple[np.ndarray, np.ndarray]
 """Starts and ends of spans of time, float64 [k] each, in wall-clock seconds."""
@@ -128,9 +128,9 @@ def queue_spans(
     """
     groups = columns.groups
     taken = batch_times(metrics)
-    queued = (groups["state"] == "used") | (groups["state"] == "finished")
-    joins = groups["finished"][queued]
-    leaves = np.array([taken.get(step, end) for step in groups["step"][queued].tolist()])
+    queued = groups.are(GroupState.USED) | groups.are(GroupState.FINISHED)
+    joins = groups.finished[queued]
+    leaves = np.array([taken.get(step, end) for step in groups.step[queued].tolist()])
     # A clock of another process may say that a group left before it came.
     times = np.concatenate((joins, np.maximum(joins, leaves)))
     order = np.argsort(times, kind="stable")
@@ -138,7 +138,7 @@ def queue_spans(
     times = times[order]
     ready = depth >= batch
     until = np.append(times[1:], end)
-    begin = float(groups["admitted"].min()) if len(groups["admitted"]) else end
+    begin = float(groups.admitted.min()) if len(groups.ids) else end
     lacks = np.concatenate(([begin], times[~ready])), np.concatenate((times[:1], until[~ready]))
     if not len(times):
         lacks = (np.array([begin]), np.array([end]))

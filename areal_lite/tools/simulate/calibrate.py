@@ -12,6 +12,7 @@
 The first steps are left out: servers and trainer warm up.
 """
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from scipy.optimize import least_squares
 from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.simulate.lengths import RecordedLengths
 from areal_lite.tools.simulate.run import Workload
 from areal_lite.tools.simulate.speed import ServerSpeed
@@ -90,13 +91,12 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
 
 def read_trajectories(run_dir: Path) -> Trajectories:
     """Read the trajectories of a run's store."""
-    store = Store(run_dir / STORE_FILE, read_only=True)
-    try:
-        columns = ("group_id", "server", "n_tokens", "n_prompt", "started_at", "finished_at")
-        rows = [[t[name] for name in columns] for t in store.trajectories()]
-    finally:
-        store.close()
-    groups, servers, tokens, prompts, started, finished = (np.array(one) for one in zip(*rows))
+    names = ("group", "server", "tokens", "prompt", "started", "finished")
+    with closing(RunReader(run_dir / STORE_FILE)) as reader:
+        chunks = list(reader.chunks(names))
+    groups, servers, tokens, prompts, started, finished = (
+        np.concatenate([chunk[name] for chunk in chunks]) for name in names
+    )
     return Trajectories(
         groups=groups,
         servers=servers,

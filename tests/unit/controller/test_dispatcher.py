@@ -15,6 +15,7 @@ from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.registry import ServerInfo
@@ -91,7 +92,7 @@ class Prompts:
         return Prompt(prompt_id=f"p{index}", text="?", answer="!", tokens=[1])
 
 
-async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
+async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> RunReader:
     """Train STEPS steps on what the dispatcher delivers, and drop some groups before use."""
     rng = random.Random(seed)
     monkeypatch.setattr(dispatcher_module, "load_workflow", lambda config: FakeWorkflow(rng))
@@ -150,7 +151,7 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> Store:
     failures = await thread.submit(Store.failures)
     assert failures["failed_rollouts"] == dispatcher.counts["failed_rollouts"] > 0
     await thread.close()
-    return Store(path, read_only=True)
+    return RunReader(path)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -21,6 +21,7 @@ from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.messages import PullBatch, Resync
 from areal_lite.controller.queue import GroupQueue
 from areal_lite.data.prompts import Prompt
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.request_seed import request_seed
@@ -144,7 +145,7 @@ class World:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of both tables as they are; the clock stands still."""
-        store = Store(self.path, read_only=True)
+        store = RunReader(self.path)
         rows = [*store.groups(), *store.trajectories()]
         store.close()
         return [{key: str(value) for key, value in row.items()} for row in rows]

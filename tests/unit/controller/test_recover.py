@@ -150,14 +150,14 @@ class Run:
         assert all(
             t["max_version"] <= self.saved
             for state in ("finished", "used")
-            for t in self.store.trajectories(state)
+            for t in self.store.trajectories(state=state)
         )
         lost = [
             t
             for t in self.store.groups()
             if t["state"] == "dropped" and before[t["group_id"]]["state"] in ("finished", "used")
         ]
-        newest = {t["group_id"]: t["max_version"] for t in self.store.trajectories("dropped")}
+        newest = {t["group_id"]: t["max_version"] for t in self.store.trajectories(state="dropped")}
         assert all(newest[t["group_id"]] > self.saved for t in lost), (
             "a trajectory that could be used was thrown away"
         )

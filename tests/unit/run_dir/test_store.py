@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_file import StoreError
 from areal_lite.run_dir.store_rows import to_rows
@@ -63,7 +64,7 @@ def store(tmp_path):
 
 def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
     finish(store, 3)
-    reader = Store(tmp_path / "t.sqlite", read_only=True)
+    reader = RunReader(tmp_path / "t.sqlite")
     first, second = reader.trajectories()
     written = trajectory(3, 0)
     for name, array in (
@@ -113,9 +114,9 @@ def test_what_was_written_is_read_back(store: Store, tmp_path) -> None:
         finished_at=12.0,
         step=None,
     )
-    assert not list(reader.trajectories("used"))
+    assert not list(reader.trajectories(state="used"))
     with pytest.raises(ValueError, match="t.sqlite: attempt to write a readonly database"):
-        reader.admit(4, "p", 0, 1, 2, 0.0)
+        reader._execute("DELETE FROM groups")
     reader.close()
 
 
@@ -156,7 +157,7 @@ def test_states(store: Store) -> None:
     store.use([0, 1], step=6)
     store.drop(2, "overdue", 13.0)
     store.finish(group(4), [(None, None)] * 2, "all right", 13.0, "filtered")
-    assert len(list(store.trajectories("filtered"))) == 2  # what it cost is kept
+    assert len(list(store.trajectories(state="filtered"))) == 2  # what it cost is kept
     assert store.counts() == {"in_flight": 1, "finished": 1, "used": 2, "filtered": 1, "dropped": 1}
     assert [t["step"] for t in store.groups()] == [6, 6, None, None, None, None]
     assert [t["reason"] for t in store.groups()] == [
@@ -195,7 +196,7 @@ def test_a_group_cannot_be_used_twice_or_unfinished(store: Store) -> None:
 
 def test_no_file_to_read(tmp_path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
-        Store(tmp_path / "none.sqlite", read_only=True)
+        RunReader(tmp_path / "none.sqlite")
 
 
 def test_the_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
@@ -221,7 +222,7 @@ def test_the_thread_commits_in_order_and_many_at_once(tmp_path) -> None:
 
     assert asyncio.run(run()) == dict.fromkeys(GroupState, 0) | {"finished": 150, "used": 50}
     assert commits < 200
-    assert Store(tmp_path / "t.sqlite", read_only=True).counts()["used"] == 50
+    assert RunReader(tmp_path / "t.sqlite").counts()["used"] == 50
 
 
 def test_the_thread_keeps_no_group(tmp_path) -> None:
@@ -337,7 +338,7 @@ def test_a_full_disk_names_its_remedy_and_loses_nothing(tmp_path) -> None:
         await thread.close()
 
     asyncio.run(test())
-    with contextlib.closing(Store(path, read_only=True)) as store:
+    with contextlib.closing(RunReader(path)) as store:
         assert [row["state"] for row in store.groups()][:2] == ["dropped", "in_flight"]
 
 

@@ -4,8 +4,10 @@ import fcntl
 import re
 import sqlite3
 import tomllib
+from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,10 +87,11 @@ def test_a_file_system_without_locks_is_refused(
 def test_a_file_system_without_a_write_ahead_log_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # SQLite keeps no log for a database in memory, as on file systems without shared memory.
-    connect = sqlite3.connect
-    name = "file:doctor?mode=memory&cache=shared"
-    monkeypatch.setattr(sqlite3, "connect", lambda path: connect(name, uri=True))
+    class WithoutLog(sqlite3.Connection):
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            return super().execute(statement.replace("= WAL", "= DELETE"), *values)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=WithoutLog))
     with pytest.raises(ValueError, match="SQLite"):
         doctor.check_store(tmp_path)
 

@@ -387,7 +387,6 @@ def test_times_on_a_coarse_clock_make_no_copies() -> None:
     steps, segments = np.zeros(n, np.int64), np.arange(n)
     chunk = Chunk(
         columns=columns,
-        step=steps,
         owner=segments,
         version=steps,
         start=steps,

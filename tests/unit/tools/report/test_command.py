@@ -12,14 +12,14 @@ from rich.console import Console
 
 from areal_lite.cli import main
 from areal_lite.run_dir.metrics import append_event
-from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.audit.audit import audit
 from areal_lite.tools.commands import InspectConfig
 from areal_lite.tools.report import demo
 from areal_lite.tools.report.command import LivePage, is_loopback, page_server
 from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.page import compare_page, config_differences, run_names
-from areal_lite.tools.report.rollouts import matching, show_matching
+from areal_lite.tools.report.rollouts import reader_filters, show_matching
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.summary import FACTS, count_facts
 from areal_lite.tools.report.timeline import trace_events, write_trace
@@ -155,8 +155,8 @@ def test_settings_differ_where_any_run_differs() -> None:
 )
 def test_filters_choose_what_a_plain_loop_chooses(tmp_path: Path, filters: dict) -> None:
     simulate(tmp_path, steps=6)
-    config = InspectConfig(**filters, limit=10_000)
-    store = Store(tmp_path / "trajectories.sqlite", read_only=True)
+    config = InspectConfig(**filters)
+    store = RunReader(tmp_path / "trajectories.sqlite")
     expected = [
         (row["group_id"], row["sample_index"])
         for row in store.trajectories()
@@ -166,12 +166,13 @@ def test_filters_choose_what_a_plain_loop_chooses(tmp_path: Path, filters: dict)
         and (config.reward_min is None or row["reward"] >= config.reward_min)
         and (config.reward_max is None or row["reward"] <= config.reward_max)
     ]
-    store.close()
-    count, rows = matching(tmp_path, config)
+    chosen = reader_filters(config)
+    rows = store.trajectories(**chosen)
     assert [(row["group_id"], row["sample_index"]) for row in rows] == expected
-    assert count == len(expected) > 0
-    config.limit = 1
-    assert [r["group_id"] for r in matching(tmp_path, config)[1]] == [expected[0][0]]
+    assert store.count_trajectories(**chosen) == len(expected) > 0
+    rows = store.trajectories(**chosen, limit=1)
+    assert [(row["group_id"], row["sample_index"]) for row in rows] == expected[:1]
+    store.close()
 
 
 def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:
