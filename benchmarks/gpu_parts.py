@@ -27,8 +27,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.system.cuda import check_cuda, gpu_memory
 from areal_lite.system.gpus import visible_gpus
-from areal_lite.tools.gpu_memory import trainer_bytes
-from areal_lite.tools.memory import num_parameters
+from areal_lite.tools.memory import num_parameters, trainer_bytes
 from areal_lite.train_batch import TrainBatch
 
 SERVER_ARGS: dict[str, str | bool] = {}  # no server is started here

@@ -25,7 +25,7 @@ import matplotlib.pyplot as plt
 
 from areal_lite.cli import checked_config
 from areal_lite.tools.simulate.comparisons import simulated
-from areal_lite.tools.simulate.summary import Summary
+from areal_lite.tools.simulate.run import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAL_PAPER = "AReaL, arXiv 2505.24298"

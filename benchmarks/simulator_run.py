@@ -21,8 +21,7 @@ from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.simulate.calibrate import measured_workload
-from areal_lite.tools.simulate.run import simulate
-from areal_lite.tools.simulate.summary import rounded, summarize
+from areal_lite.tools.simulate.run import rounded, simulate, summarize
 
 WARM_UP = 4  # steps
 

@@ -325,13 +325,13 @@ TRACE = Command(
 )
 DIAGNOSE = Command(
     schema=DiagnoseConfig,
-    entry="areal_lite.tools.diagnose.command:run",
+    entry="areal_lite.tools.diagnose.diagnosis:run",
     does="say what is wrong with a run, and which setting to change",
     words=_ONE_RUN,
 )
 AUDIT = Command(
     schema=AuditConfig,
-    entry="areal_lite.tools.audit.command:run",
+    entry="areal_lite.tools.audit.audit:run",
     does="prove from a run's files that nothing was lost",
     words=_ONE_RUN,
 )

@@ -31,7 +31,7 @@ from areal_lite.system.processes import tail
 from areal_lite.tools.commands import DoctorConfig
 
 PINNED = ("torch", "transformers", "megatron-core", "sglang")
-PLUGINS = {"areal_lite_push", "areal_lite_readback", "areal_lite_cpu"}
+PLUGINS = {"areal_lite", "areal_lite_cpu", "areal_lite_memory"}
 MAX_CLOCK_SKEW_S = 5.0
 RUN_TIMEOUT_S = 900.0
 MAX_LOGPROB_DIFF = 0.1  # nats; bfloat16 on a GPU takes a tenth of it

@@ -31,7 +31,7 @@ from areal_lite.system.cuda import gpu_memory
 from areal_lite.system.gpus import resolve_device
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import visible
-from areal_lite.tools.gpu_memory import SIZES, SharedGpu, longest_sequence, share_gpu
+from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.weights.transport import choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).

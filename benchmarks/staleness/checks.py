@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_lite.tools.diagnose import harness
+from areal_lite.tools.diagnose import integrity
 from areal_lite.tools.report.run_data import read_columns
 
 
@@ -28,16 +28,16 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
             raise ValueError(f"step {number} used {groups} groups: {groups_per_step}")
     faults = {
         # Each prompt of the study comes once.
-        "stuck batch": harness.repeated_prompts(columns)
-        or harness.repeated_batch(columns, store)
-        or harness.stuck_metrics(columns, metrics),
-        "rogue normalizer": harness.rogue_tokens(columns, metrics),
-        "lost seed": harness.repeated_samples(columns, store),
+        "stuck batch": integrity.repeated_prompts(columns)
+        or integrity.repeated_batch(columns, store)
+        or integrity.stuck_metrics(columns, metrics),
+        "rogue normalizer": integrity.rogue_tokens(columns, metrics),
+        "lost seed": integrity.repeated_samples(columns, store),
     }
     for kind, fault in faults.items():
         if fault:
             raise ValueError(f"{kind}: {fault.evidence}")
-    return harness.prompt_order(store)
+    return integrity.prompt_order(store)
 
 
 def check_study(records: Iterable[dict]) -> None:

@@ -27,19 +27,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.audit.check import Check, count
 from areal_lite.tools.audit.files import (
+    StepSums,
     check_checkpoints,
     check_counts,
     check_evaluations,
+    check_metrics,
     check_trained,
 )
-from areal_lite.tools.audit.groups import check_groups, check_use
-from areal_lite.tools.audit.prompts import check_prompts
-from areal_lite.tools.audit.records import Records, open_records
-from areal_lite.tools.audit.rows import check_rows
-from areal_lite.tools.audit.steps import StepSums, check_metrics
-from areal_lite.tools.audit.trajectories import COLUMNS, Shapes
+from areal_lite.tools.audit.groups import check_groups, check_prompts, check_use
+from areal_lite.tools.audit.records import Check, Records, count, open_records
+from areal_lite.tools.audit.trajectories import COLUMNS, Shapes, check_rows
+from areal_lite.tools.commands import AuditConfig
+from areal_lite.tools.report.command import chosen_run
 
 
 def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
@@ -96,3 +96,11 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
     off = sum(bool(check.wrong) for check in checks)
     result = f"{count(off, 'check')} off" if off else f"all {len(checks)} checks ok"
     return "\n".join([f"{run_dir}: {result}", "", *lines])
+
+
+def run(config: AuditConfig) -> int:
+    """Print the checks of a run; return 1 if one of them is off."""
+    run_dir = Path(chosen_run(config))
+    checks = audit(run_dir, config.tokens)
+    print(audit_text(run_dir, checks))
+    return int(any(check.wrong for check in checks))

@@ -1,21 +1,94 @@
-"""The records of a run as the audit reads them: files first, then the store, so that the store is
-never behind what the files say of it.
+"""The records of a run as the audit reads them, and the result of one check of them.
+
+The files are read first, then the store, so that the store is never behind what the files say of
+it. Settings are read without their schema, which takes much longer: a run may have many starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from areal_lite.config.files import CONFIG_FILE
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, STORE_FILE, SUMMARY_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import checkpoint_steps, is_locked
 from areal_lite.system.files import read_json
-from areal_lite.tools.audit.settings import Settings, settings_of_starts
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one start, by their names in the configuration."""
+
+    batch_groups: int
+    max_staleness: int
+    overdue: str
+    window: int | None
+    replay_capacity: int
+    retire_above: float | None
+    rest_unsolved: int
+    sync_every: int
+    eval_problems: int
+    eval_every: int
+    data_seed: int
+    data_shuffle: bool
+    data_sources: dict[str, dict[str, Any]]
+
+
+_KEYS = {
+    "batch_groups": "trainer.batch_groups",
+    "max_staleness": "buffer.max_staleness",
+    "overdue": "buffer.overdue",
+    "window": "buffer.window",
+    "replay_capacity": "buffer.replay.capacity",
+    "retire_above": "rollout.retire_above",
+    "rest_unsolved": "rollout.rest_unsolved",
+    "sync_every": "sync.every",
+    "eval_problems": "eval.problems",
+    "eval_every": "eval.every",
+    "data_seed": "data.seed",
+    "data_shuffle": "data.shuffle",
+    "data_sources": "data.sources",
+}
+
+
+def settings_of_starts(run_dir: Path) -> list[Settings]:
+    """Read the settings of each start of a run, the newest last.
+
+    Raises ValueError for a directory that is not that of a training run.
+    """
+    if not (run_dir / CONFIG_FILE).exists():
+        raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")
+    earlier = len(list(run_dir.glob("config-*.yaml")))
+    names = [*(f"config-{number}.yaml" for number in range(1, earlier + 1)), CONFIG_FILE]
+    return [_read(run_dir / name) for name in names]
+
+
+def _read(path: Path) -> Settings:
+    try:
+        stored = yaml.load(path.read_bytes(), _Loader)
+        return Settings(**{name: _select(stored, key) for name, key in _KEYS.items()})
+    except (OSError, yaml.YAMLError, UnicodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read: {reason}; mend it") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} lacks {error}: it is not that of a training run") from error
+
+
+def _select(stored: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(stored, dict) or part not in stored:
+            raise KeyError(key)
+        stored = stored[part]
+    return stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +154,44 @@ def open_records(run_dir: Path) -> Iterator[Records]:
     with closing(RunReader(path)) as reader:
         reader.snapshot()
         yield Records(**files, store=reader)
+
+
+# Ids that a line names, at most.
+_SHOWN = 10
+
+
+@dataclass(kw_only=True)
+class Check:
+    """One line of the audit.
+
+    Args:
+        name: one word.
+        looked_at: what was checked, with its numbers.
+        wrong: one sentence for each thing that is wrong; none if all is well.
+    """
+
+    name: str
+    looked_at: str
+    wrong: list[str] = field(default_factory=list)
+
+    def expect(self, good: bool, otherwise: str) -> None:
+        """Record that something is wrong unless `good`."""
+        if not good:
+            self.wrong.append(otherwise)
+
+    def none_of(self, found: Iterable[object], what: str) -> None:
+        """Record that `found` should be empty. `what` says what they are: "groups that …"."""
+        if ids := list(found):
+            self.wrong.append(f"{what}: {some(ids)}")
+
+
+def some(ids: Iterable[object]) -> str:
+    """Write the first few of `ids`, and how many more there are."""
+    listed = list(ids)
+    more = f" and {len(listed) - _SHOWN:,} more" if len(listed) > _SHOWN else ""
+    return ", ".join(map(str, listed[:_SHOWN])) + more
+
+
+def count(number: int, what: str) -> str:
+    """Write a number of things: "1 group", "1,024 groups"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

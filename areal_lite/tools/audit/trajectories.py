@@ -1,11 +1,13 @@
-"""The trajectories of a store in chunks: a few numbers of each, and its segments, as arrays."""
+"""The trajectories of the store: their segments, copies among them, and on request every token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from areal_lite.run_dir.reader import Chunk
-from areal_lite.tools.audit.check import Check
+from areal_lite.run_dir.reader import Chunk, RunReader
+from areal_lite.run_dir.store_rows import check_sums, from_row
+from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.tools.audit.records import Check
 from areal_lite.trajectory import trace_name
 
 COLUMNS = (
@@ -123,3 +125,24 @@ def _violations(chunk: Chunk) -> dict[str, np.ndarray]:
 
 def _owners(indices: np.ndarray, n: int) -> np.ndarray:
     return np.bincount(indices, minlength=n).astype(bool)
+
+
+def check_rows(store: RunReader) -> Check:
+    """Read the whole store, one trajectory at a time."""
+    damaged: list[str] = []
+    total = without = 0
+    for row in store.rows_to_check():
+        total += 1
+        without += row["tokens"] is None
+        try:
+            check_sums(row) if row["tokens"] is None else from_row(row, "")
+        except ValueError:
+            name = trace_name(row["sample_index"], row["trace_index"])
+            damaged.append(f"{row['group_id']}/{name}")
+    check = Check(
+        name="tokens",
+        looked_at=f"{total:,} trajectories: checksums, log-probs, versions"
+        + (f"; {NOT_KEPT}: {without:,}" if without else ""),
+    )
+    check.none_of(damaged, "trajectories that are damaged")
+    return check

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.run_dir.store_schema import NOT_KEPT
-from areal_lite.tools.diagnose.advice import Advice
-from areal_lite.tools.diagnose.guide import GUIDE
-from areal_lite.tools.diagnose.history import History, read_history
-from areal_lite.tools.diagnose.limits import limit
-from areal_lite.tools.diagnose.sign import Severity, Sign
+from areal_lite.tools.commands import DiagnoseConfig
+from areal_lite.tools.diagnose.guide import GUIDE, Advice
+from areal_lite.tools.diagnose.history import History, Severity, Sign, limit, read_history
+from areal_lite.tools.report.command import chosen_run
 
 
 class Finding(NamedTuple):
@@ -69,3 +71,18 @@ def alarm_line(run_dir: Path) -> str | None:
         return None
     count = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
     return f"areal-lite diagnose {run_dir} explains {count}"
+
+
+def run(config: DiagnoseConfig) -> int:
+    """Print the findings about a run, wrapped to the width of a terminal."""
+    text = diagnosis_text(read_history(Path(chosen_run(config))))
+    print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+    return 0
+
+
+def wrapped(text: str, width: int) -> str:
+    """Break long lines between words. What follows is below the words of the first part."""
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())

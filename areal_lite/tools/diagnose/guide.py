@@ -1,12 +1,37 @@
-"""Every finding: what it is called, which metrics show it, its likely cause and what to change.
+"""Every finding: its name, the metrics that show it, its likely cause and what to change.
 
 The order is that of the output, behind the severity. A finding that another one explains is left
-out (`unless`).
+out (`unless`). `python -m areal_lite.tools.diagnose.guide > docs/diagnose.md` writes the page of
+findings, metrics (run_dir/metric_table.py) and thresholds.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from areal_lite.config.reference import table_cell
+from areal_lite.run_dir.metric_table import GROUP_OF, HEALTHY, MEANINGS
 from areal_lite.tools.diagnose import integrity, learning, operation
-from areal_lite.tools.diagnose.advice import Advice
-from areal_lite.tools.diagnose.guide_options import OPTIONS
+from areal_lite.tools.diagnose.history import LIMITS, History, Sign
+
+
+class Advice(NamedTuple):
+    """A finding without its numbers. Settings stand in backticks."""
+
+    check: Callable[[History], Sign | None]
+    title: str
+    metrics: tuple[str, ...]
+    # When it is found, with the thresholds of limits.py in braces.
+    flag: str
+    cause: str
+    change: str
+    unless: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
+
 
 GUIDE = (
     Advice(
@@ -243,7 +268,90 @@ GUIDE = (
         "set `eval.servers=1` with one more server, which then keeps the version; or lower "
         "`eval.problems` or `eval.samples`, or raise `eval.every`",
     ),
-    *OPTIONS,
+    Advice(
+        learning.faint_adapters,
+        "The adapters have hardly changed the model",
+        ("adapter_share",),
+        "adapter_share below {adapter_share:g}, and a reward that did not rise by {reward_rise:g}",
+        "updates of adapters need a larger learning rate than those of all weights",
+        "raise `trainer.lr`, to ten times that of full training for example; raise "
+        "`trainer.lora.alpha`, or name more layers in `trainer.lora.targets`",
+    ),
+    Advice(
+        learning.lost_routes,
+        "Routes should be replayed, and there are none",
+        ("routes_changed",),
+        "no recorded route in {least_steps:g} steps with `algo.routing_replay=true`",
+        "the trajectories come from a workflow that drops routes, or from servers that record none",
+        "let `rollout.workflow` join the routes of its completions, as `Transcript` does; check "
+        "`server.args`",
+    ),
+    Advice(
+        learning.changed_routes,
+        "The trainer's routers would choose other experts",
+        ("routes_changed",),
+        "above {routes_changed:.0%} of the recorded routes",
+        "the weights moved far since the tokens were sampled, or server and trainer compute with "
+        "different precision",
+        "lower `trainer.lr` or `buffer.max_staleness` if the share has grown; otherwise use the "
+        "same `trainer.dtype` and `server.dtype`, and remove quantization from `server.args`",
+        ("logprob_mismatch",),
+    ),
+    Advice(
+        learning.distant_teacher,
+        "The student does not come closer to its teacher",
+        ("reference_kl",),
+        "reference_kl above {teacher_ratio:.0%} of its first value, which was above "
+        "{teacher_kl:g} nats, with `algo.advantage.estimator=off`",
+        "updates are too small or too large, or the teacher cannot judge texts like the student's",
+        "raise `trainer.lr` if reference_kl is flat, lower it if it grows; choose a teacher in "
+        "`algo.reference` that answers the same prompts in the same format",
+        ("bad_numbers", "logprob_mismatch"),
+    ),
+    Advice(
+        learning.split_episodes,
+        "Agents seldom continue a conversation",
+        ("traces_mean",),
+        "traces_mean above {traces_share:.0%} of `max_traces`",
+        "the agent edits what was said before each request (it drops reasoning, or writes answers "
+        "anew): each request then begins a trace, and server and trainer compute all of it again",
+        "return answers to the policy as they were; or raise `max_traces` in "
+        "`rollout.workflow_args` if the agent is meant to work like this, as requests beyond it "
+        "are refused",
+    ),
+    Advice(
+        learning.rare_source,
+        "A data source comes into batches less often than its weight says",
+        ("trajectories",),
+        "below {source_share:.0%} of its share of the groups of {recent_steps:g} steps",
+        "its groups are filtered out, its prompts are retired or rest, or its rollouts fail",
+        "look at `uniform_groups_share/NAME` and the counts of filtered groups; give the source "
+        "other prompts or another `weight`, or change `rollout.retire_above`, "
+        "`rollout.rest_unsolved`, `rollout.active_sampling` or `rollout.filters`",
+        ("workflow_failures", "reward_failures"),
+    ),
+    Advice(
+        learning.silent_source,
+        "A data source has no signal",
+        ("uniform_groups_share",),
+        "groups of equal rewards in {uniform_alarm:.0%} of those of one source",
+        "its prompts are solved, or too hard, or its reward function does not tell answers apart",
+        "lower its `weight`; set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` and "
+        "`rollout.rest_unsolved=8` where prompts repeat; read its trajectories "
+        "(`areal-lite inspect`)",
+        ("too_easy", "too_hard"),
+    ),
+    Advice(
+        learning.blind_critic,
+        "The critic explains nothing",
+        ("value_explained", "value_error"),
+        "value_explained below {value_explained:g} after {recent_steps:g} steps and more",
+        "the critic learns slowly, or its updates are too large; advantages are then noisier than "
+        "without it",
+        "change `algo.critic.lr`; let it learn longer with a smaller `trainer.lr`; or use an "
+        "estimator without a critic (`algo.advantage.estimator=grpo`)",
+        ("bad_numbers", "reward_collapse"),
+    ),
     Advice(
         operation.slow_servers,
         "The trainer waits for the servers",
@@ -311,3 +419,85 @@ GUIDE = (
         "`rollout.max_concurrent`",
     ),
 )
+
+
+_PAGE = """\
+# Diagnosing a run
+
+```
+areal-lite diagnose runs/NAME
+areal-lite diagnose --demo
+```
+
+`diagnose` reads the run directory of a run that ended, was killed, or is still going, and changes
+nothing. It prints findings, each with its numbers, its likely cause, and the settings to change.
+An *alarm* says that the run is broken or learns nothing. A *hint* says that it could be faster or
+better. Alarms come first, and a finding that another one explains is left out. A run whose records
+show an alarm says so when it ends.
+
+This page is made from the code: `python -m areal_lite.tools.diagnose.guide`. Most findings look at
+the newest {recent_steps:g} steps, and need {least_steps:g} of them.
+
+## Findings
+
+| finding | found when | likely cause | what to change |
+|---|---|---|---|
+{findings}
+
+## Metrics
+
+These are the keys of a line of metrics.jsonl. A filter adds `filtered_REASON`, a replay buffer
+adds `replay_…`, and Trajectory Balance adds `log_z`. With `data.sources`, `reward_mean`,
+`uniform_groups_share`, `length_mean`, `trajectories`, `epochs` and the number of `groups` come for
+each source, as in `reward_mean/NAME`. The last column names the findings that a bad value leads to.
+In [wandb](operations.md#wandb) the name of a metric begins with its group, as in
+`reward/reward_mean`. Metrics without a group are not sent there.
+
+| metric | group | meaning | healthy | findings |
+|---|---|---|---|---|
+{metrics}
+
+## Thresholds
+
+| threshold | value | reason |
+|---|---|---|
+{limits}
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    values = {name: limit.value for name, limit in LIMITS.items()}
+    findings = [
+        f"| {_anchor(advice.name)} {advice.title} | {table_cell(advice.flag.format(**values))} "
+        f"| {advice.cause} | {advice.change} |"
+        for advice in GUIDE
+    ]
+    metrics = [
+        f"| `{key}` | {GROUP_OF[key]} | {table_cell(meaning)} | {HEALTHY.get(key, '')} "
+        f"| {_found_by(key)} |"
+        for key, meaning in MEANINGS.items()
+    ]
+    limits = [
+        f"| {name.replace('_', ' ')} | {limit.value:g} | {table_cell(limit.reason)} |"
+        for name, limit in LIMITS.items()
+    ]
+    return _PAGE.format(
+        findings="\n".join(findings),
+        metrics="\n".join(metrics),
+        limits="\n".join(limits),
+        **values,
+    )
+
+
+def _found_by(key: str) -> str:
+    found = [advice.name for advice in GUIDE if key in advice.metrics]
+    return ", ".join(name.replace("_", " ") for name in found)
+
+
+def _anchor(name: str) -> str:
+    return f"**{name.replace('_', ' ')}**:"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,14 +1,222 @@
-"""Findings about the data: whether the run trained on what its store has (harness.py).
+"""Checks that a run trained on what its store has: faults that spoil an experiment without a sign.
 
-Each is a pure function of a history and of the store.
+The kinds are those of Probe the Harness (arXiv 2610.02911):
+
+    idle clip           the clip never acts (`idle_clip` in learning.py)
+    lost seed           a seed does not reach the prompts or the sampling
+    stuck batch         a batch comes again
+    rogue normalizer    the loss divides by something else than the tokens that were sampled
+
+The functions take columns, 80 bytes a trajectory, and metrics. They read the tokens of at most
+`_BATCHES` pairs of batches and `_GROUPS` groups, so memory stays bounded for a run of any length.
+
+Equal samples are a fault only if they are unlikely: equal tokens of probability p have it again by
+chance with probability p.
 """
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from areal_lite.config import source_configs
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.tools.diagnose import harness
-from areal_lite.tools.diagnose.harness import Fault
-from areal_lite.tools.diagnose.history import History
-from areal_lite.tools.diagnose.sign import Sign, alarm
+from areal_lite.run_dir.reader import RunReader
+from areal_lite.tools.diagnose.history import History, Sign, alarm
+from areal_lite.tools.report.run_data import Columns
+
+_BATCHES = 5
+_GROUPS = 100
+# A chance of 2e-9, in nats.
+_UNLIKELY = -20.0
+# Fewer prompts can be in the order of their file by chance: 1 / 20! is 4e-19.
+_LEAST_PROMPTS = 20
+_MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
+
+
+class Fault(NamedTuple):
+    """The step that has a fault, from 1, and the numbers that show it."""
+
+    step: int
+    evidence: str
+
+
+def repeated_prompts(columns: Columns) -> Fault | None:
+    """Find a step with the prompts of the step before, in the same order."""
+    for (_, before), (step, prompts) in pairwise(_prompts_by_step(columns)):
+        if np.array_equal(before, prompts):
+            return Fault(step + 1, f"steps {step} and {step + 1} have the same prompts")
+    return None
+
+
+def repeated_batch(columns: Columns, store: Path) -> Fault | None:
+    """Find a step whose trajectories are those of the step before, token for token.
+
+    Steps whose tokens are not kept are left out.
+    """
+    steps = np.argsort(columns.step, kind="stable")
+    first = np.searchsorted(columns.step[steps], np.arange(columns.step.max(initial=-1) + 2))
+    rows = [steps[start:end] for start, end in pairwise(first)]
+    kept = columns.kept
+    alike = [
+        number
+        for number, (before, after) in enumerate(pairwise(rows), start=1)
+        if len(after)
+        and kept[before].all()
+        and kept[after].all()
+        and np.array_equal(columns.sampled[before], columns.sampled[after])
+        and np.array_equal(columns.reward[before], columns.reward[after], equal_nan=True)
+    ]
+    with closing(RunReader(store)) as reader:
+        for number in alike[-_BATCHES:]:
+            before, after = (np.unique(columns.group[rows[n]]) for n in (number - 1, number))
+            equal, chance = _compare(reader, before.tolist(), after.tolist())
+            if equal and chance < _UNLIKELY:
+                text = f"steps {number} and {number + 1} have the same {len(rows[number])} samples"
+                return Fault(number + 1, f"{text}, {_probability(chance)}")
+    return None
+
+
+def stuck_metrics(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> Fault | None:
+    """Find a step that reports tokens and rewards of the step before, not those of its batch."""
+    tokens, rewards = _by_step(columns)
+    for row in metrics:
+        step = row["step"] - 1
+        if not 1 <= step < len(tokens) or not tokens[step] or row["reward_mean"] is None:
+            continue
+        reported = (row["tokens"], row["reward_mean"])
+        if not _near(reported, (tokens[step], rewards[step])) and _near(
+            reported, (tokens[step - 1], rewards[step - 1])
+        ):
+            return Fault(
+                step + 1,
+                f"step {step + 1} reports {reported[0]:,.0f} tokens and a mean reward of "
+                f"{reported[1]:.4g}, as the batch of step {step} has; its own batch in the store "
+                f"has {tokens[step]:,.0f} and {rewards[step]:.4g}",
+            )
+    return None
+
+
+def rogue_tokens(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> Fault | None:
+    """Find a step whose loss counts other tokens than were sampled for it and not masked."""
+    tokens, _ = _by_step(columns)
+    for row in metrics:
+        step = row["step"] - 1
+        if step >= len(tokens) or not tokens[step] or row.get("trained_tokens") is None:
+            continue
+        masked = sum(row.get(key) or 0.0 for key in _MASKED)
+        if row["trained_tokens"] + masked != tokens[step]:
+            return Fault(
+                step + 1,
+                f"step {step + 1} divides by {row['trained_tokens']:,.0f} tokens and masks "
+                f"{masked:,.0f}, and {tokens[step]:,.0f} were sampled",
+            )
+    return None
+
+
+def repeated_samples(columns: Columns, store: Path) -> Fault | None:
+    """Find a group whose samples are the same although that is unlikely.
+
+    Groups whose tokens are not kept are left out.
+    """
+    used = np.flatnonzero((columns.step >= 0) & columns.kept)
+    groups, first, size = np.unique(columns.group[used], return_index=True, return_counts=True)
+    shortest = np.minimum.reduceat(columns.sampled[used], first) if len(used) else first
+    longest = np.maximum.reduceat(columns.sampled[used], first) if len(used) else first
+    alike = np.flatnonzero((size > 1) & (shortest == longest))[-_GROUPS:]
+    found: list[tuple[int, int, float]] = []
+    with closing(RunReader(store)) as reader:
+        for index in alike.tolist():
+            samples = list(_samples(reader, int(groups[index])))
+            # A run may have removed the tokens meanwhile.
+            chance = (len(samples) - 1) * samples[0][1] if samples else 0.0
+            if len({tokens for tokens, _ in samples}) == 1 and chance < _UNLIKELY:
+                found.append((index, len(samples), chance))
+    if not found:
+        return None
+    index, samples, chance = found[0]
+    step = int(columns.step[used][first[index]]) + 1
+    return Fault(
+        step,
+        f"{len(found)} of the newest {len(alike)} groups of equal lengths have equal samples; "
+        f"group {groups[index]} of step {step}: {samples} times the same tokens, "
+        f"{_probability(chance)}",
+    )
+
+
+def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> Fault | None:
+    """Find prompts that came in the order of their data set: of data source `number` of `sources`.
+
+    Prompt i of source k of K has the index K i + k (data/sampler.py).
+    """
+    index = columns.groups.prompt
+    places = index[index % sources == number] // sources
+    if len(places) < _LEAST_PROMPTS or not np.array_equal(places, np.arange(len(places))):
+        return None
+    return Fault(1, f"the {len(places):,} prompts are numbers 0 to {len(places) - 1:,} of the data")
+
+
+def prompt_order(store: Path) -> int:
+    """Return a checksum of the ids of all used prompts in their order, to compare runs."""
+    checksum, between = 0, b""
+    with closing(RunReader(store)) as reader:
+        for prompt in reader.used_prompts():
+            checksum = zlib.crc32(between + prompt.encode(), checksum)
+            between = b"\n"
+    return checksum
+
+
+def _prompts_by_step(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each step, from 0, and the indices of its prompts in the order of admission."""
+    order = np.argsort(columns.groups.step, kind="stable")
+    steps, prompts = columns.groups.step[order], columns.groups.prompt[order]
+    found, first = np.unique(steps, return_index=True)
+    for step, own in zip(found.tolist(), np.split(prompts, first[1:])):
+        if step >= 0:
+            yield step, own
+
+
+def _by_step(columns: Columns) -> tuple[list[float], list[float]]:
+    """Return the sampled tokens and the mean reward of each step."""
+    used = columns.step >= 0
+    step = columns.step[used]
+    tokens = np.bincount(step, columns.sampled[used])
+    rewards = np.bincount(step, columns.reward[used])
+    return tokens.tolist(), (rewards / np.maximum(np.bincount(step), 1)).tolist()
+
+
+def _near(reported: tuple[float, float], stored: tuple[float, float]) -> bool:
+    return reported[0] == stored[0] and bool(np.isclose(reported[1], stored[1], atol=1e-9))
+
+
+def _compare(reader: RunReader, one: list[int], two: list[int]) -> tuple[bool, float]:
+    """Return whether two batches have equal tokens, and the log-probability of the second."""
+    if len(one) != len(two):
+        return False, 0.0
+    chance = 0.0
+    for before, after in zip(one, two, strict=True):
+        for (tokens, _), (others, logprob) in zip(
+            _samples(reader, before), _samples(reader, after)
+        ):
+            if tokens != others:
+                return False, 0.0
+            chance += logprob
+    return True, chance
+
+
+def _samples(reader: RunReader, group: int) -> Iterator[tuple[bytes, float]]:
+    """Yield the tokens of each sample of a group and its log-probability, in nats."""
+    for tokens, logprobs in reader.samples(group):
+        yield tokens.tobytes(), float(np.nansum(logprobs.astype(np.float64)))
+
+
+def _probability(chance: float) -> str:
+    return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"
+
 
 # Sources whose prompts have a file order. Those of other sources may be endless.
 _FILES = ("jsonl", "hf")
@@ -18,24 +226,24 @@ def stuck_batch(run: History) -> Sign | None:
     """Find a batch that came again in the next step."""
     if not _has_batches(run):
         return None
-    repeated = harness.repeated_batch(run.columns, run.run_dir / STORE_FILE)
-    return _sign(repeated or harness.stuck_metrics(run.columns, run.metrics))
+    repeated = repeated_batch(run.columns, run.run_dir / STORE_FILE)
+    return _sign(repeated or stuck_metrics(run.columns, run.metrics))
 
 
 def rogue_normalizer(run: History) -> Sign | None:
     """Find a loss over other tokens than were sampled."""
-    return _sign(harness.rogue_tokens(run.columns, run.metrics)) if _has_batches(run) else None
+    return _sign(rogue_tokens(run.columns, run.metrics)) if _has_batches(run) else None
 
 
 def lost_seed(run: History) -> Sign | None:
     """Find samples or prompts that no seed has reached."""
     if not len(run.columns):
         return None
-    if fault := harness.repeated_samples(run.columns, run.run_dir / STORE_FILE):
+    if fault := repeated_samples(run.columns, run.run_dir / STORE_FILE):
         return _sign(fault)
     sources = source_configs(run.config)
     for number, (name, own) in enumerate(sources.items()):
-        fault = harness.unshuffled_prompts(run.columns, number, len(sources))
+        fault = unshuffled_prompts(run.columns, number, len(sources))
         if fault and own.data.shuffle and own.data.source in _FILES:
             return alarm(f"data source {name}: {fault.evidence}" if name else fault.evidence)
     return None

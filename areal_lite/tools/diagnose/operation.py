@@ -6,9 +6,7 @@ import re
 
 import numpy as np
 
-from areal_lite.tools.diagnose.history import History
-from areal_lite.tools.diagnose.limits import limit
-from areal_lite.tools.diagnose.sign import Sign, alarm, hint
+from areal_lite.tools.diagnose.history import History, Sign, alarm, hint, limit
 
 _STATUS = re.compile(
     r"(?P<running>\d+) running, .*; (?P<requests>\d+) requests on \d+ servers; "

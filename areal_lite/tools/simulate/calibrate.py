@@ -23,10 +23,8 @@ from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.simulate.lengths import RecordedLengths
-from areal_lite.tools.simulate.run import Workload
-from areal_lite.tools.simulate.speed import ServerSpeed
-from areal_lite.tools.simulate.trainer import TrainerSpeed
+from areal_lite.tools.simulate.decoding import ServerSpeed
+from areal_lite.tools.simulate.workload import RecordedLengths, TrainerSpeed, Workload
 
 # Steps that are left out.
 _WARM_UP = 3

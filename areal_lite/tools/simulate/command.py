@@ -2,18 +2,21 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.commands import SimulateConfig
-from areal_lite.tools.simulate.advice import advise, conclude
-from areal_lite.tools.simulate.comparisons import Variant, compare, simulated
-from areal_lite.tools.simulate.picture import draw
-from areal_lite.tools.simulate.summary import Summary
-from areal_lite.tools.simulate.table import comparison_text, summary_text
-from areal_lite.tools.simulate.workload import check_simulation
+from areal_lite.tools.simulate.comparisons import (
+    QUESTIONS,
+    Variant,
+    check_simulation,
+    compare,
+    num_gpus,
+    simulated,
+)
+from areal_lite.tools.simulate.run import Summary
 
 
 def run(config: SimulateConfig) -> int:
@@ -58,3 +61,181 @@ def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) 
         picture = path.with_suffix(".png")
         draw(comparisons, picture)
         print(f"written: {picture}")
+
+
+def summary_text(config: SimulateConfig, summary: Summary) -> str:
+    """Return the table of one run."""
+    generating = config.server.count * config.server.tensor_parallel
+    little = summary.little_tokens_per_s
+    rows = [
+        ("GPUs", f"{num_gpus(config)}: {generating} generate, {config.trainer.world_size} train"),
+        ("trained tokens a second", f"{summary.tokens_per_s:,.0f}"),
+        ("by Little's law alone", f"{little:,.0f} ({little / summary.tokens_per_s - 1:+.0%})"),
+        ("seconds of a step", f"{summary.step_s:,.1f}"),
+        (
+            "trainer",
+            f"trains {summary.train_share:.0%}, waits {summary.wait_share:.0%}, "
+            f"pushes {summary.push_share:.0%}",
+        ),
+        (
+            "servers",
+            f"decode {summary.decode_share:.0%}, prompts {summary.prefill_share:.0%}, "
+            f"idle {summary.idle_share:.0%}, paused {summary.pause_share:.0%}",
+        ),
+        ("sequences a server decodes", f"{summary.batch:.1f}, {summary.preempted} preempted"),
+        ("staleness", f"mean {summary.staleness_mean:.2f}, largest {summary.staleness_max}"),
+        ("by staleness from 0", " ".join(f"{share:.0%}" for share in summary.staleness)),
+        (
+            "trajectories and tokens",
+            f"{summary.interrupted_share:.0%} of several versions, "
+            f"{summary.masked_share:.1%} of the tokens too stale",
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def comparison_text(question: str, variants: Sequence[Variant]) -> str:
+    """Return the table of a comparison. `index` is the speed against the first row."""
+    first = variants[0].summary.tokens_per_s
+    heads = ("tokens/s", "index", "trainer waits", "servers idle", "staleness", "Little's law")
+    cells = [
+        (
+            f"{v.summary.tokens_per_s:,.0f}",
+            f"{v.summary.tokens_per_s / first:.2f}",
+            f"{v.summary.wait_share:.0%}",
+            f"{v.summary.idle_share:.0%}",
+            f"{v.summary.staleness_mean:.2f}",
+            f"{v.summary.little_tokens_per_s:,.0f}",
+        )
+        for v in variants
+    ]
+    names = [QUESTIONS[question], *(v.name for v in variants)]
+    left = max(map(len, names))
+    widths = [max(map(len, column)) for column in zip(heads, *cells)]
+    lines = [
+        f"{name:<{left}}  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths))
+        for name, row in zip(names, [heads, *cells])
+    ]
+    return "\n".join(lines)
+
+
+# Shares of time from which something is worth a word.
+_NOTABLE = 0.1
+
+# A variant within this share of the best one is as good.
+_AS_GOOD = 0.03
+
+# Efficiency against the smallest number of GPUs below which more of them hardly help.
+_SCALES = 0.7
+
+
+def advise(config: SimulateConfig, summary: Summary) -> list[str]:
+    """Say what holds the run back, and which settings to try."""
+    advice = []
+    if summary.wait_share > _NOTABLE and summary.idle_share > _NOTABLE:
+        advice.append(
+            f"Trainer and servers wait for each other: the trainer {summary.wait_share:.0%} of its "
+            f"time, the servers {summary.idle_share:.0%}. Raise buffer.max_staleness (now "
+            f"{config.buffer.max_staleness}) or rollout.max_concurrent."
+        )
+    elif summary.wait_share > _NOTABLE:
+        advice.append(
+            f"The trainer waits {summary.wait_share:.0%} of its time for batches. Use more servers "
+            "and fewer trainer GPUs."
+        )
+    elif summary.idle_share > _NOTABLE:
+        advice.append(
+            f"The servers are idle {summary.idle_share:.0%} of their time. Use more trainer GPUs "
+            "and fewer servers."
+        )
+    else:
+        advice.append("Trainer and servers keep pace with each other.")
+    if summary.pause_share > _NOTABLE / 2:
+        advice.append(
+            f"Pushes pause the servers {summary.pause_share:.0%} of their time: push less often "
+            "with sync.every, and raise buffer.max_staleness by as many steps."
+        )
+    if summary.masked_share > 0.01:
+        advice.append(
+            f"{summary.masked_share:.0%} of the tokens are too stale to train on: raise "
+            "buffer.max_staleness, or set buffer.window."
+        )
+    if summary.preempted:
+        advice.append(
+            f"{summary.preempted} requests lost their KV cache because it was full: lower "
+            "rollout.max_concurrent, set rollout.adapt_concurrency=true, or raise "
+            "server.tensor_parallel."
+        )
+    return advice
+
+
+def conclude(question: str, variants: Sequence[Variant]) -> str:
+    """Say in a sentence or two what a comparison shows."""
+    best = max(variants, key=_speed)
+    if question == "servers":
+        config = best.config
+        generating = config.server.count * config.server.tensor_parallel
+        ratio = generating / config.trainer.world_size
+        return (
+            f"Fastest: {generating} GPUs generate and {config.trainer.world_size} train, "
+            f"{ratio:.1f} generating GPUs for each that trains (server.count={config.server.count} "
+            f"trainer.data_parallel={config.trainer.data_parallel})."
+        )
+    if question == "staleness":
+        enough = next(v for v in variants if _speed(v) >= (1 - _AS_GOOD) * _speed(best))
+        first = variants[0]
+        return (
+            f"buffer.max_staleness={enough.name} is within {_AS_GOOD:.0%} of the fastest, and "
+            f"{_speed(enough) / _speed(first):.2f} times as fast as {first.name}."
+        )
+    if question == "scale":
+        return _scaling(variants)
+    base = variants[0]
+    others = [f"{variant.name}: {_speed(variant) / _speed(base):.2f}" for variant in variants[1:]]
+    return f"Speed against {base.name!r}: {', '.join(others)}."
+
+
+def _scaling(variants: Sequence[Variant]) -> str:
+    """Say up to how many GPUs the speed follows their number."""
+    base = variants[0]
+    efficiency = {v.gpus: _speed(v) / _speed(base) * base.gpus / v.gpus for v in variants}
+    good = [gpus for gpus, share in efficiency.items() if share >= _SCALES]
+    shares = ", ".join(f"{gpus} GPUs {share:.0%}" for gpus, share in efficiency.items())
+    if len(good) == len(efficiency):
+        return f"It scales to {max(good)} GPUs. Speed per GPU: {shares}."
+    return f"Beyond {max(good)} GPUs more of them hardly help. Speed per GPU: {shares}."
+
+
+def _speed(variant: Variant) -> float:
+    return variant.summary.tokens_per_s
+
+
+def draw(comparisons: Mapping[str, Sequence[Variant]], path: Path) -> None:
+    """Draw one panel for each comparison into a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, _ = plt.subplots(
+        1, len(comparisons), figsize=(4.6 * len(comparisons), 3.6), layout="constrained"
+    )
+    for axes, (question, variants) in zip(figure.axes, comparisons.items()):
+        places = range(len(variants))
+        speeds = [v.summary.tokens_per_s / 1e3 for v in variants]
+        little = [v.summary.little_tokens_per_s / 1e3 for v in variants]
+        axes.bar(places, speeds, 0.6, color="#1f6fb4", label="simulated")
+        axes.plot(places, little, "o", color="#d1662b", label="Little's law")
+        axes.set(
+            xticks=places,
+            xticklabels=[v.name for v in variants],
+            xlabel=QUESTIONS[question],
+            title="thousand trained tokens a second",
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(path, dpi=90)
+    plt.close(figure)

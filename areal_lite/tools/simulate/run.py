@@ -1,10 +1,12 @@
-"""One simulated run: the real controller with modelled servers and trainer, in virtual time."""
+"""One simulated run: the real controller with modelled servers and trainer, and its numbers."""
 
 import asyncio
 import time
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
+
+import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
@@ -13,58 +15,19 @@ from areal_lite.controller.sources import Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.store_thread import StoreThread
-from areal_lite.tools.simulate.clock import run_virtual
 from areal_lite.tools.simulate.decoding import Usage
-from areal_lite.tools.simulate.episodes import SimulatedEpisodes
-from areal_lite.tools.simulate.lengths import Lengths
 from areal_lite.tools.simulate.servers import Requests, SimulatedServers
-from areal_lite.tools.simulate.speed import ServerSpeed
-from areal_lite.tools.simulate.stand_ins import Ledger, NoLag, NoRewards, NoTokenizer, Prompts
-from areal_lite.tools.simulate.trainer import SimulatedTrainer, StepRecord, TrainerSpeed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """Servers that are lost after the warm-up.
-
-    Args:
-        servers: how many.
-        after_s: seconds after the warm-up.
-        return_s: seconds until they are up again; None: they stay away.
-    """
-
-    servers: int
-    after_s: float
-    return_s: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The lengths, speeds and failures of a simulated run.
-
-    Args:
-        lengths: draws the lengths of completions, in tokens.
-        server, trainer: how fast they are.
-        prompt_tokens: length of a prompt.
-        share_prompts: whether the requests of a group share the computation of their prompt.
-        uniform_share: share of the groups whose rewards are all equal.
-        reward_s: seconds until a completion has its reward.
-        warm_up: steps before the measured ones. steps: measured steps.
-        grain: tokens that a simulated token stands for.
-        loss: servers that are lost.
-    """
-
-    lengths: Lengths
-    server: ServerSpeed
-    trainer: TrainerSpeed
-    prompt_tokens: int = 1
-    share_prompts: bool = True
-    uniform_share: float = 0.0
-    reward_s: float = 0.0
-    warm_up: int = 5
-    steps: int = 20
-    grain: int = 1
-    loss: Loss | None = None
+from areal_lite.tools.simulate.stand_ins import (
+    Ledger,
+    NoLag,
+    NoRewards,
+    NoTokenizer,
+    Prompts,
+    SimulatedEpisodes,
+    run_virtual,
+)
+from areal_lite.tools.simulate.trainer import SimulatedTrainer, StepRecord
+from areal_lite.tools.simulate.workload import Loss, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,3 +162,143 @@ async def _lose(servers: SimulatedServers, loss: Loss | None) -> None:
     if loss.return_s is not None:
         await asyncio.sleep(loss.return_s)
         servers.bring_back(gone)
+
+
+_DRAWN_GROUPS = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The results of a simulated run. Shares are of its time, per token or per server.
+
+    Args:
+        tokens_per_s: sampled tokens that were trained on, in a second.
+        all_tokens_per_s: with their prompts.
+        generated_per_s: tokens that the servers generated in a second.
+        step_s: seconds of a step.
+        train_share, push_share, wait_share: of the trainer's time.
+        decode_share, prefill_share, pause_share, idle_share: of the servers' time.
+        batch: sequences that a server decodes at a time, while it decodes.
+        staleness_mean: in steps, of the tokens that were trained on. staleness_max: the largest.
+        staleness: share of these tokens by staleness, from 0.
+        masked_share: tokens that were too stale to train on.
+        interrupted_share: trajectories with tokens of more than one version.
+        preempted: requests that lost their KV cache because it was full.
+        little_tokens_per_s: the estimate of Little's law for `tokens_per_s`.
+        virtual_s: virtual seconds of the measured steps.
+        computed_s: real seconds of the simulation, warm-up included.
+    """
+
+    tokens_per_s: float
+    all_tokens_per_s: float
+    generated_per_s: float
+    step_s: float
+    train_share: float
+    push_share: float
+    wait_share: float
+    decode_share: float
+    prefill_share: float
+    pause_share: float
+    idle_share: float
+    batch: float
+    staleness_mean: float
+    staleness_max: int
+    staleness: list[float]
+    masked_share: float
+    interrupted_share: float
+    preempted: int
+    little_tokens_per_s: float
+    virtual_s: float
+    computed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers for a JSON file, rounded to four digits."""
+        return rounded(asdict(self))
+
+
+def rounded(value: Any) -> Any:
+    """Round every number in a value to four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def summarize(config: TrainConfig, work: Workload, outcome: Outcome) -> Summary:
+    """Summarize the measured steps of a run."""
+    records, seconds, usage = outcome.records, outcome.seconds, outcome.usage
+    tokens = sum(record.tokens for record in records)
+    bins = max(len(record.staleness) for record in records)
+    ages = sum(np.pad(r.staleness, (0, bins - len(r.staleness))) for r in records)
+    assert isinstance(ages, np.ndarray)
+    trained = max(1, int(ages.sum()))
+    server_s = usage.decoding_s + usage.prefill_s + usage.paused_s + usage.idle_s
+    return Summary(
+        tokens_per_s=tokens / seconds,
+        all_tokens_per_s=sum(record.all_tokens for record in records) / seconds,
+        generated_per_s=usage.tokens / seconds,
+        step_s=seconds / len(records),
+        train_share=sum(record.train_s for record in records) / seconds,
+        push_share=sum(record.push_s for record in records) / seconds,
+        wait_share=sum(record.wait_s for record in records) / seconds,
+        decode_share=usage.decoding_s / server_s,
+        prefill_share=usage.prefill_s / server_s,
+        pause_share=usage.paused_s / server_s,
+        idle_share=usage.idle_s / server_s,
+        batch=usage.sequence_s / max(usage.decoding_s, 1e-9),
+        staleness_mean=float(ages @ np.arange(bins)) / trained,
+        staleness_max=int(np.flatnonzero(ages).max(initial=0)),
+        staleness=(ages / trained).tolist(),
+        masked_share=1 - trained / tokens,
+        interrupted_share=float(np.mean([r.info["interrupted_share"] for r in records])),
+        preempted=round(usage.preempted),
+        little_tokens_per_s=littles_law(config, work),
+        virtual_s=seconds,
+        computed_s=outcome.computed_s,
+    )
+
+
+def littles_law(config: TrainConfig, work: Workload) -> float:
+    """Estimate the trained tokens in a second without simulating.
+
+    Generation has N sequences in flight, as many as admission, concurrency and the KV cache allow.
+    A sequence of mean length n takes n decoding steps of a server with its share of N, and the
+    host's time for each request of that share. So the rate of tokens is N / (time of a token). A
+    group stays until its longest sample ends. Training takes its own time for a batch, and the
+    slower of both sets the pace. With `max_staleness` 0 the times add up, and the longest sequence
+    of the batch sets that of generation.
+    """
+    rollout, trainer, server = config.rollout, config.trainer, work.server
+    lengths = np.array(
+        [work.lengths.group(config.seed, i, rollout.group_size) for i in range(_DRAWN_GROUPS)]
+    )
+    batch = trainer.batch_groups * rollout.group_size
+    mean, held = float(lengths.mean()), float(lengths.max(axis=1).mean())
+    flat = lengths.ravel()
+    drawn_s = work.trainer.step_s([flat + work.prompt_tokens]) - work.trainer.fixed_s
+    step_s = drawn_s * batch / trainer.data_parallel / len(flat) + work.trainer.fixed_s
+    step_s += (work.trainer.prepare_s + work.trainer.pause_s) / config.sync.every
+    context = work.prompt_tokens + float((flat**2.0).mean()) / mean / 2
+
+    def token_s(in_flight: float) -> float:
+        """Return the seconds of each token with `in_flight` sequences on all servers."""
+        each = min(in_flight / config.server.count, server.max_running)
+        each = max(1.0, min(each, server.kv_tokens / context))
+        return (
+            server.steps_s(1, 1, 0)
+            + (each - 1) * server.per_sequence_s
+            + each * (server.per_context_s * context + server.request_s / mean)
+        )
+
+    if config.max_lead == 0 and config.sync.every == 1:
+        longest = float(np.resize(flat, batch).max())
+        tokens = batch * mean
+        # The batch shrinks as its sequences end: on average, mean / longest of it runs.
+        generate_s = longest * token_s(batch * mean / longest)
+        return tokens / (generate_s + step_s)
+    admitted = (config.max_lead + 1) * batch * mean / held
+    in_flight = min(rollout.max_concurrent, admitted)
+    running = min(in_flight, config.server.count * server.kv_tokens / context)
+    kept = 1 - (work.uniform_share if rollout.active_sampling else 0)
+    return min(kept * running / token_s(in_flight), batch * mean / step_s)

@@ -17,8 +17,7 @@ from areal_lite.servers.answers import ServerLoad
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.tools.simulate.decoding import DecodingServer, Generation, Usage
-from areal_lite.tools.simulate.speed import ServerSpeed
+from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
 from areal_lite.tools.simulate.stand_ins import TOKEN
 
 

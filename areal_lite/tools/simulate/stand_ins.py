@@ -1,12 +1,66 @@
-"""Stand-ins for what a controller gets from outside: prompts, tokenizer, rewards and the store."""
+"""Stand-ins for what a controller gets from outside: the clock, prompts, tokenizer, rewards, store.
+
+Virtual time is an asyncio event loop whose clock jumps to the next timer. Code that awaits timers,
+futures and tasks runs on it unchanged, and an hour passes as fast as its events are computed. The
+order of events depends on the program alone, so a run repeats exactly.
+
+* Time stands still while anything is ready to run. Work therefore takes no virtual time.
+* There are no sockets and no threads: their events would come at a real time.
+* A loop with nothing ready and no timer would wait without end. It raises RuntimeError instead.
+"""
 
 import asyncio
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 
 from areal_lite.data.prompts import Prompt
-from areal_lite.trajectory import Group, GroupState
+from areal_lite.rollout.episode import Episode
+from areal_lite.rollout.transcript import Transcript
+from areal_lite.tools.simulate.workload import Lengths
+from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
+
+T = TypeVar("T")
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """An event loop in virtual time, which starts at 0 seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        # The base class asks its selector how long to sleep, and for the events of sockets.
+        self._selector = self
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Pass `timeout` seconds of virtual time. No socket has an event."""
+        if timeout is None:
+            raise RuntimeError("the simulation waits for something that never happens")
+        self._now += timeout
+        return []
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        raise RuntimeError("no threads in virtual time: they would end at a real time")
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """Do nothing: `select` never returns an event."""
+
+    def _write_to_self(self) -> None:
+        """Do nothing: no other thread has to wake this loop."""
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` in virtual time and return its result."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
 
 TOKEN = 1
 """Every simulated token has this id. It never ends a sequence."""
@@ -108,3 +162,64 @@ class Ledger:
             now = self.states.get(group_id, "unknown")
             raise RuntimeError(f"group {group_id} was to become {state}, but is {now}")
         self.states[group_id] = state
+
+
+class SimulatedEpisodes:
+    """Plays episodes whose lengths are drawn.
+
+    Args:
+        lengths: draws the lengths of a group, in tokens.
+        seed: of the lengths and of the rewards.
+        group_size: samples of a prompt.
+        grain: tokens that a simulated token stands for.
+        uniform_share: share of the prompts whose answers all get the same reward.
+        reward_s: seconds until a completion has its reward.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        seed: int,
+        group_size: int,
+        grain: int,
+        uniform_share: float = 0.0,
+        reward_s: float = 0.0,
+    ):
+        self._lengths = lengths
+        self._seed = seed
+        self._group_size = group_size
+        self._grain = grain
+        self._uniform_share = uniform_share
+        self._reward_s = reward_s
+        # Drawn once for a group; its last sample removes them.
+        self._drawn: dict[int, np.ndarray] = {}
+
+    async def __call__(self, episode: Episode) -> Trajectory:
+        """Play one episode."""
+        length = self._length(episode)
+        transcript = Transcript(episode)
+        await transcript.sample(max_new_tokens=length)
+        if length < episode.params.max_new_tokens:
+            transcript.finish_reason = FinishReason.STOP
+        if self._reward_s:
+            await asyncio.sleep(self._reward_s)
+        return transcript.trajectory(self._reward(episode))
+
+    def _length(self, episode: Episode) -> int:
+        """Return the length of this sample in simulated tokens, at least one."""
+        group, sample = episode.group_id, episode.sample_index
+        if group not in self._drawn:
+            prompt = int(episode.prompt.prompt_id)
+            self._drawn[group] = self._lengths.group(self._seed, prompt, self._group_size)
+        drawn = self._drawn[group]
+        if sample == self._group_size - 1:
+            del self._drawn[group]
+        tokens = round(int(drawn[sample]) / self._grain)
+        return min(max(1, tokens), episode.params.max_new_tokens)
+
+    def _reward(self, episode: Episode) -> float:
+        """Return 1 for every sample of a uniform prompt, else 0 and 1 in turns."""
+        key = f"{self._seed} {episode.prompt.prompt_id}".encode()
+        draw = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
+        return 1.0 if draw < self._uniform_share else float(episode.sample_index % 2)

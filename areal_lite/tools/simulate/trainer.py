@@ -23,41 +23,13 @@ from areal_lite.controller.messages import (
     StepDone,
 )
 from areal_lite.tools.simulate.servers import SimulatedServers
+from areal_lite.tools.simulate.workload import TrainerSpeed
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trajectory import InterruptMode
 
 # Virtual seconds after which a batch will never come. Health checks never let time stand still.
 _PATIENCE_S = 24 * 3600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSpeed:
-    """The time of a training step and of a push.
-
-    Args:
-        fixed_s: seconds of a step, apart from the terms below.
-        per_token_s: seconds for each token of the largest shard.
-        per_square_s: seconds for the square of each sequence's length: attention.
-        prepare_s: seconds of a push before its pause.
-        pause_s: seconds in which the servers are paused.
-    """
-
-    fixed_s: float = 0.0
-    per_token_s: float
-    per_square_s: float = 0.0
-    prepare_s: float = 0.0
-    pause_s: float = 0.0
-
-    def step_s(self, shards: list[np.ndarray]) -> float:
-        """Return the seconds of a step; a shard is the lengths of its sequences, in tokens."""
-        squares = (float(np.square(lengths, dtype=np.float64).sum()) for lengths in shards)
-        tokens = (float(lengths.sum()) for lengths in shards)
-        slowest = max(
-            self.per_token_s * count + self.per_square_s * square
-            for count, square in zip(tokens, squares)
-        )
-        return self.fixed_s + slowest
 
 
 @dataclass(frozen=True, kw_only=True)

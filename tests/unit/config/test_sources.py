@@ -19,7 +19,7 @@ from areal_lite.config.cautions import cautions
 from areal_lite.config.rules import check_rules
 from areal_lite.config.sources import shares
 from areal_lite.launch.preflight import check_config
-from areal_lite.tools.gpu_memory import longest_sequence
+from areal_lite.tools.memory import longest_sequence
 
 MULTI_TURN = "areal_lite.rollout.workflows.multi_turn:MultiTurn"
 

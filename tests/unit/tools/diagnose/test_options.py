@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from areal_lite.rollout.workflows.agent import Agent
-from areal_lite.tools.diagnose import options
-from areal_lite.tools.diagnose.guide_options import OPTIONS
-from areal_lite.tools.diagnose.sign import Severity
+from areal_lite.tools.diagnose import learning
+from areal_lite.tools.diagnose.guide import GUIDE
+from areal_lite.tools.diagnose.history import Severity
+from tests.unit.tools.diagnose import test_findings
 from tests.unit.tools.diagnose.test_findings import findings, make_run, the_only
 
 ALARM, HINT = Severity.ALARM, Severity.HINT
@@ -121,8 +122,11 @@ def test_a_failure_is_the_only_finding_until_it_is_mended(
     assert not findings(make_run(tmp_path / "well", *settings, **series | healthy))
 
 
-def test_every_optional_finding_is_tested() -> None:
-    assert {case[0] for case in CASES} == {advice.name for advice in OPTIONS}
+def test_every_finding_is_tested() -> None:
+    others = {"stalled", "ended_early", "falling_accuracy", "mixed_evaluations", "restarted"}
+    others |= {"stuck_batch", "rogue_normalizer", "lost_seed"}  # test_integrity.py
+    tested = {case[0] for case in (*CASES, *test_findings.CASES)}
+    assert tested | others == {advice.name for advice in GUIDE}
 
 
 def test_routes_and_teachers_are_judged_where_they_are_asked_for(tmp_path: Path) -> None:
@@ -146,5 +150,5 @@ def test_a_missing_source_is_rare(tmp_path: Path) -> None:
 
 def test_the_default_of_max_traces_is_the_agents():
     default = inspect.signature(Agent).parameters["max_traces"].default
-    assert options._MAX_TRACES == default
-    assert options._AGENT == f"{Agent.__module__}:{Agent.__qualname__}"
+    assert learning._MAX_TRACES == default
+    assert learning._AGENT == f"{Agent.__module__}:{Agent.__qualname__}"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from areal_lite.tools.simulate.calibrate import Trajectories, _trainer_speed, fit_server
-from areal_lite.tools.simulate.decoding import DecodingServer, Generation
-from areal_lite.tools.simulate.speed import ServerSpeed
+from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
 
 RNG = np.random.default_rng(0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from areal_lite.cli import checked_config, main
 from areal_lite.tools.commands import COMPARISONS
-from areal_lite.tools.simulate.advice import advise, conclude
+from areal_lite.tools.simulate.command import advise, conclude
 from areal_lite.tools.simulate.comparisons import (
     QUESTIONS,
     Variant,

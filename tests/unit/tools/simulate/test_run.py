@@ -1,4 +1,4 @@
-"""Whole simulated runs: what the real controller promises holds, and runs repeat exactly."""
+"""Whole simulated runs: the promises of the real controller, exact repetition, their numbers."""
 
 from dataclasses import replace
 
@@ -8,10 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.config import BufferConfig, RolloutConfig, ServerConfig, TrainConfig, TrainerConfig
-from areal_lite.tools.simulate.lengths import LogNormalLengths, RecordedLengths
-from areal_lite.tools.simulate.run import Loss, Outcome, Workload, simulate
-from areal_lite.tools.simulate.speed import ServerSpeed
-from areal_lite.tools.simulate.trainer import TrainerSpeed
+from areal_lite.tools.simulate.decoding import ServerSpeed
+from areal_lite.tools.simulate.run import Outcome, littles_law, simulate, summarize
+from areal_lite.tools.simulate.workload import (
+    LogNormalLengths,
+    Loss,
+    RecordedLengths,
+    TrainerSpeed,
+    Workload,
+)
 
 WORK = Workload(
     lengths=LogNormalLengths(mean=60, spread=0.8, longest=256),
@@ -184,3 +189,42 @@ def test_no_group_is_lost_and_no_token_is_staler_than_the_bound(
         assert record.staleness.sum() + masked == record.tokens
         assert window is None or (masked == 0 and groups["dropped"] == 0)
         assert np.all(record.staleness >= 0)
+
+
+ALIKE = replace(WORK, lengths=RecordedLengths([[100, 100]]), share_prompts=False)
+
+
+def test_shares_add_up_and_every_token_has_an_age() -> None:
+    config = run_config()
+    summary = summarize(config, WORK, simulate(config, WORK))
+    assert summary.train_share + summary.push_share + summary.wait_share == pytest.approx(1)
+    server = ("decode_share", "prefill_share", "pause_share", "idle_share")
+    assert sum(getattr(summary, name) for name in server) == pytest.approx(1)
+    assert sum(summary.staleness) == pytest.approx(1)
+    assert summary.staleness_mean == pytest.approx(
+        sum(age * share for age, share in enumerate(summary.staleness))
+    )
+    assert summary.all_tokens_per_s > summary.tokens_per_s
+
+
+def test_littles_law_is_exact_for_a_trainer_that_never_waits() -> None:
+    work = replace(ALIKE, trainer=TrainerSpeed(fixed_s=30, per_token_s=1e-3, pause_s=0.1))
+    config = run_config()
+    summary = summarize(config, work, simulate(config, work))
+    assert summary.tokens_per_s == pytest.approx(1600 / (30 + 960e-3 + 0.1))
+    assert littles_law(config, work) == pytest.approx(summary.tokens_per_s)
+
+
+def test_littles_law_is_close_when_taking_turns_with_equal_lengths() -> None:
+    config = run_config(0, "none")
+    summary = summarize(config, ALIKE, simulate(config, ALIKE))
+    assert littles_law(config, ALIKE) == pytest.approx(summary.tokens_per_s, rel=0.01)
+
+
+def test_littles_law_is_close_for_servers_that_are_always_full() -> None:
+    server = ServerSpeed(step_s=0.01, per_sequence_s=2e-4)
+    work = replace(WORK, server=server, trainer=TrainerSpeed(per_token_s=1e-6), steps=60)
+    config = run_config(16)
+    config.rollout.max_concurrent = 32
+    summary = summarize(config, work, simulate(config, work))
+    assert littles_law(config, work) == pytest.approx(summary.tokens_per_s, rel=0.12)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from areal_lite.run_dir.metric_table import GROUPS, HEALTHY, MEANINGS, STEP_KEYS
 from areal_lite.run_dir.metrics import read_metrics
-from areal_lite.tools.diagnose import guide, learning, operation, options
-from areal_lite.tools.diagnose.guide import GUIDE
-from areal_lite.tools.diagnose.limits import LIMITS
-from areal_lite.tools.diagnose.page import page
+from areal_lite.tools.diagnose import history, learning, operation
+from areal_lite.tools.diagnose.guide import GUIDE, page
+from areal_lite.tools.diagnose.history import LIMITS
 from areal_lite.tools.report import demo
 
 # Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
@@ -24,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 def test_the_page_is_current() -> None:
     assert (ROOT / "docs/diagnose.md").read_text() == page(), (
-        "write it again: python -m areal_lite.tools.diagnose.page > docs/diagnose.md"
+        "write it again: python -m areal_lite.tools.diagnose.guide > docs/diagnose.md"
     )
 
 
@@ -38,15 +37,8 @@ def test_every_metric_of_a_run_is_explained(tmp_path: Path) -> None:
 
 
 def test_every_threshold_is_used_and_every_explanation_exists() -> None:
-    source = "".join(
-        Path(str(module.__file__)).with_name(name).read_text()
-        for module, name in (
-            (learning, "learning.py"),
-            (operation, "operation.py"),
-            (options, "options.py"),
-            (guide, "history.py"),
-        )
-    )
+    modules = (learning, operation, history)
+    source = "".join(Path(module.__file__).read_text() for module in modules)
     assert set(re.findall(r'limit\("(\w+)"\)', source)) == LIMITS.keys()
     names = [advice.name for advice in GUIDE]
     assert len(set(names)) == len(names)
