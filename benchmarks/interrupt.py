@@ -33,7 +33,7 @@ from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.messages import PushTargets
 from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import Completion, SamplingParams
+from areal_lite.servers.completion import Completion, SamplingParams, Session
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
@@ -118,7 +118,9 @@ async def measure(
     started = time.perf_counter()
     servers = [await fleet.reserve(1) for _ in range(arguments.requests)]
     tasks = [
-        asyncio.create_task(fleet.complete(PROMPT, params, f"{mode}-{transport}-{i}", server))
+        asyncio.create_task(
+            fleet.complete(Session(f"{mode}-{transport}-{i}", server), PROMPT, params)
+        )
         for i, server in enumerate(servers)
     ]
     pauses = []

@@ -6,6 +6,7 @@ It uses the rollout servers, at the same time as training rollouts.
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NotRequired
 
 import numpy as np
@@ -20,7 +21,6 @@ from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sample
 from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory, episode_reward
 
 ALL_SOURCES = "all"
@@ -175,9 +175,7 @@ class _Scorer:
 
     async def _play(self, prompt: Prompt, index: int, sample: int) -> list[Trajectory]:
         params = self._params if sample else replace(self._params, temperature=0.0)
-        rid = f"{self._name}-{index}-{sample}"
-        server = await self._fleet.reserve(1)
-        session = RolloutSession(self._fleet, params, self._tokenizer, rid, server)
+        session = await self._fleet.open_session(f"{self._name}-{index}-{sample}")
         episode = Episode(
             prompt=prompt,
             sample_index=sample,
@@ -185,9 +183,9 @@ class _Scorer:
             tokenizer=self._tokenizer,
             params=params,
             clock=self._clock,
-            complete=session.complete,
+            complete=partial(self._fleet.complete, session),
         )
         try:
             return await WorkflowRun(self._workflow, [episode]).traces(0)
         finally:
-            session.release()
+            self._fleet.close_session(session)

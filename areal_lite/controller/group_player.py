@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,9 +22,8 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
 from areal_lite.rollout.runner import WorkflowRun
-from areal_lite.servers.completion import sampling_params
+from areal_lite.servers.completion import Session, sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -91,26 +91,23 @@ class GroupPlayer:
                 tokenizer=self._tokenizer,
                 params=self._params,
                 clock=self._clock,
-                complete=session.complete,
+                complete=partial(self._fleet.complete, session),
             )
             for sample_index, session in enumerate(sessions)
         ]
         run = WorkflowRun(self._workflow, episodes)
         results = await asyncio.gather(*(self._play(episode, run) for episode in episodes))
         for session, result in zip(sessions, results):
-            session.release()
+            self._fleet.close_session(session)
             if isinstance(result, Rollout):
                 for trace in result.traces:
                     trace.server = session.server.name
         return results
 
-    async def _reserve(self, group_id: int) -> list[RolloutSession]:
+    async def _reserve(self, group_id: int) -> list[Session]:
         """Wait for a ready server, and open a session on it for each rollout."""
         server = await self._fleet.reserve(self._group_size)
-        return [
-            RolloutSession(self._fleet, self._params, self._tokenizer, f"{group_id}-{i}", server)
-            for i in range(self._group_size)
-        ]
+        return [Session(f"{group_id}-{i}", server) for i in range(self._group_size)]
 
     async def _play(self, episode: Episode, run: WorkflowRun) -> Rollout | RolloutFailure:
         """Play one episode and score its traces."""

@@ -44,10 +44,8 @@ class Episode:
     `params.max_new_tokens` bounds everything that follows the prompt, environment tokens included.
     `clock()` returns seconds.
 
-    `complete(tokens, max_new_tokens=None, stop=(), first_route=0)` continues `tokens` (int32 [n])
-    and returns the finished Completion. It ends at an end token, after `max_new_tokens`, or with
-    the token that completes one of the texts in `stop`. With `algo.routing_replay` it has the
-    routes from token `first_route` on.
+    `complete(tokens, params)` continues `tokens` (int32 [n]) and returns the finished Completion.
+    Transcript calls it.
     """
 
     prompt: Prompt

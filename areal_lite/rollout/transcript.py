@@ -1,10 +1,12 @@
 """A trajectory under construction: its tokens, in the order in which the servers saw them."""
 
+import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from areal_lite.data.tokenizer import Message
+from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.episode import Episode
 from areal_lite.routes import unrecorded
 from areal_lite.servers.completion import Completion, GenerationChunk
@@ -55,14 +57,26 @@ class Transcript:
     ) -> Completion:
         """Sample a completion and return its tokens without decoding them.
 
-        `remaining_tokens` must be positive; it bounds `max_new_tokens`.
+        It ends at an end token, after `max_new_tokens`, or with the token that completes one of the
+        texts in `stop`. `remaining_tokens` must be positive; it bounds `max_new_tokens`.
         """
+        episode, tokenizer = self.episode, self.episode.tokenizer
         budget = self.remaining_tokens
         if max_new_tokens is not None:
             budget = min(max_new_tokens, budget)
-        completion = await self.episode.complete(
-            self.tokens, max_new_tokens=budget, stop=stop, first_route=sum(map(len, self._routes))
+        # A server knows no text. A stop text of one token ends the sampling; a longer one is cut
+        # off afterwards, exactly where sampling would have ended.
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
+        single_tokens = tuple(ids[0] for ids in encoded if len(ids) == 1)
+        params = replace(
+            episode.params,
+            max_new_tokens=budget,
+            stop_token_ids=(*episode.params.stop_token_ids, *single_tokens),
+            first_route=sum(map(len, self._routes)),
         )
+        completion = await episode.complete(self.tokens, params)
+        if stop:
+            completion = _cut_at_stop(completion, stop, tokenizer)
         self._chunks += completion.chunks
         self._requests += completion.requests
         self.finish_reason = completion.finish_reason
@@ -160,3 +174,26 @@ class Transcript:
                 finish_reason="",
             )
         )
+
+
+def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
+    """Cut `completion` after the token with which its text first contains one of `stop`."""
+    tokens = completion.tokens
+
+    def has_stop(count: int) -> bool:
+        text = tokenizer.decode(tokens[:count])
+        return any(s in text for s in stop)
+
+    if not has_stop(len(tokens)):
+        return completion
+    end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
+    routes = completion.routes
+    chunk = GenerationChunk(
+        tokens=tokens[:end],
+        logprobs=completion.logprobs[:end],
+        versions=completion.versions[:end],
+        finish_reason="stop",
+        kv_version=min(chunk.kv_version for chunk in completion.chunks),
+        routes=None if routes is None else routes[: len(routes) + end - len(tokens)],
+    )
+    return Completion([chunk], completion.requests, "stop")

@@ -1,5 +1,17 @@
-"""Sampling parameters, the tokens of one request, and a whole completion."""
+"""Sampling parameters, the tokens of one request, a whole completion, and an episode's session.
 
+Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
+softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered:
+the log-probs would be of another distribution than the one sampled from.
+
+A request draws the same random numbers on any server and at any time. It is named by what it is
+for: `GROUP-SAMPLE-TURN` in training, `evalVERSION-PROBLEM-SAMPLE-TURN` in an evaluation. A server
+with `server.deterministic` hashes the seed with the position in the sequence and the token
+(MurmurHash3, `multinomial_with_seed` in SGLang). A request that continues elsewhere after an abort
+therefore continues the same stream of random numbers. Without that setting SGLang ignores the seed.
+"""
+
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,6 +19,7 @@ import numpy as np
 from areal_lite.config import RolloutConfig
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
+from areal_lite.servers.registry import ServerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +31,7 @@ class SamplingParams:
         stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
             sequence and has a log-probability.
         vocab_size: every token id is below it.
-        seed: of the request (request_seed.py). None: the server's own.
+        seed: of the request. None: the server's own.
         experts: of the model, if the routes of the tokens are asked for (areal_lite/routes.py).
         first_route: the first token whose route is asked for; those before it are known.
     """
@@ -103,3 +116,28 @@ class Completion:
         """Return the routes of all chunks, [r, layers, top_k], or None if no chunk has any."""
         known = [c.routes for c in self.chunks if c.routes is not None]
         return np.concatenate(known) if known else None
+
+
+@dataclass(slots=True)
+class Session:
+    """One episode on the servers: the start of its requests' ids, and where its next turn goes.
+
+    Its turns go to the server that holds their prefix, as long as that server is ready. A session
+    starts with a reservation on `server`, which is later the server of its last turn.
+    """
+
+    rid: str
+    server: ServerInfo
+    reserved: bool = True
+    turns: int = 0
+
+
+def request_seed(run_seed: int, request: str) -> int:
+    """Return the seed of a request: 63 bits, the same in every release.
+
+    Args:
+        run_seed: the setting `seed`.
+        request: its name within the run.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{request}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

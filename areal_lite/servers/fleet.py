@@ -1,12 +1,12 @@
 """The servers as one: choose a server for each completion, and move it when that server fails.
 
-    RolloutSession -> Fleet (chooses servers) -> generate (one completion) -> RequestGate -> Client
+    Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> Client
 
 * A completion is never lost with its server. It waits until another one is ready, and continues
   after its last known token.
 * A server has failed when its health check says so, which the server's own scheduler must answer,
   or when its connection breaks. A slow completion alone says nothing.
-* A server whose answer is not exactly the expected one has failed, too (answers.py). So has one
+* A server whose answer is not exactly the expected one has failed, too (client.py). So has one
   that refuses what another server accepts.
 * A server that failed is marked unhealthy, so that the process that started it replaces it.
 """
@@ -21,22 +21,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from areal_lite.servers.answers import ServerLoad
 from areal_lite.servers.client import (
     Client,
     ConnectionLost,
     ServerError,
     ServerFailed,
+    ServerLoad,
     ServerNotReady,
     ServerRefused,
     ServerUnreachable,
 )
-from areal_lite.servers.completion import Completion, SamplingParams
-from areal_lite.servers.generate import generate
-from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.request_seed import request_seed
-from areal_lite.servers.requests import RequestGate
-from areal_lite.servers.router import UNTRUSTED, Router
+from areal_lite.servers.completion import Completion, SamplingParams, Session, request_seed
+from areal_lite.servers.gate import RequestGate
+from areal_lite.servers.registry import UNTRUSTED, Router, ServerInfo
 
 log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.5
@@ -171,24 +168,27 @@ class Fleet:
         self.router.load[server.name] -= 1
 
     async def complete(
-        self, prompt: np.ndarray, params: SamplingParams, rid: str, server: ServerInfo
+        self, session: Session, prompt: np.ndarray, params: SamplingParams
     ) -> Completion:
-        """Sample a whole completion of `prompt` (int32 [n]), and give its reservation back.
+        """Sample one turn of an episode: a whole completion of `prompt` (int32 [n]).
 
-        It starts on `server`, where the caller reserved it. If it has to move, it prefers servers
-        with other completions of its group: they hold the prefix. A server loses one connection of
-        it for free if it is healthy.
+        If it has to move, it prefers servers with other completions of its group: they hold the
+        prefix. The first dropped connection is forgiven if the server passes a health check.
         """
         completion = Completion()
+        rid = f"{session.rid}-{session.turns}"
         params = replace(params, seed=request_seed(self._seed, rid))
         prefix = prompt.tobytes()
         refusals: dict[ServerInfo, ServerRefused] = {}
         forgiven: set[ServerInfo] = set()
+        server = session.server if session.reserved else await self.reserve(1, [session.server])
+        session.turns, session.reserved = session.turns + 1, False
         while True:
+            session.server = server
             with self._placed(server, prefix):
                 try:
                     rid_of_run = f"{self._run_id}-{rid}"
-                    await generate(self.gate, server, prompt, params, rid_of_run, completion)
+                    await self.gate.generate(server, prompt, params, rid_of_run, completion)
                     break
                 except ServerNotReady:
                     pass
@@ -205,6 +205,16 @@ class Fleet:
         for error in refusals.values():
             self._fail(error)
         return completion
+
+    async def open_session(self, rid: str) -> Session:
+        """Wait for a ready server, and open a session on it."""
+        return Session(rid, await self.reserve(1))
+
+    def close_session(self, session: Session) -> None:
+        """Give back the reservation of a session without a turn."""
+        if session.reserved:
+            session.reserved = False
+            self.release(session.server)
 
     async def _lost_only_a_connection(self, error: ServerFailed) -> bool:
         """Return whether a request failed with its connection while its server is healthy."""

@@ -1,11 +1,24 @@
-"""The servers of a run: small files under `<run_dir>/servers/` by which others find them.
+"""The servers of a run: how others find them, and which of them a trajectory goes to.
+
+Small files under `<run_dir>/servers/`:
 
 <name>.json         the announcement: the server is up, and how to reach it
 <name>.unhealthy    the server has failed: the process that started it should replace it
+
+The router chooses the least loaded server that has the trainer's weights:
+
+* A server is ready while the version that it holds is the trainer's.
+* A server that starts late or comes back has older weights. It is stale until a push brings it to
+  the trainer's version.
+* A server that failed is left out until another process is announced under its name.
+* A server whose announcement is withdrawn gets no new requests.
+* A lent server keeps its version: it gets no requests here and no pushes until it is back.
 """
 
 import json
 import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -104,3 +117,111 @@ def _announcement(run_dir: Path, name: str) -> Path:
 
 def _unhealthy_file(run_dir: Path, name: str) -> Path:
     return Path(run_dir, "servers", f"{name}.unhealthy")
+
+
+UNTRUSTED = -1
+"""The version of a server whose weights are not known. It is stale until a push."""
+
+
+def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:
+    """Return the server with the fewest trajectories in flight per tensor-parallel rank.
+
+    The name decides between equals. None without servers.
+    """
+    return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
+
+
+class Router:
+    """The announced servers, the versions that they hold, and their trajectories in flight.
+
+    `version` is the trainer's, `pushing` the last whose push has begun. `servers` and `load`
+    (trajectories in flight) are keyed by name, `ready` holds names, `stale` is sorted by name.
+    `lent` has the versions of the servers that are lent, which are among `servers`, too.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.pushing = 0
+        self.servers: dict[str, ServerInfo] = {}
+        self.load: Counter[str] = Counter()
+        # Only of servers that reported their version or took a push.
+        self._versions: dict[ServerInfo, int] = {}
+        self._failed: set[ServerInfo] = set()
+        self.lent: dict[ServerInfo, int] = {}
+
+    def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
+        """Take over the announced servers, without processes that failed. Return the new ones."""
+        current = {s.name: s for s in announced if s not in self._failed}
+        new = [s for name, s in current.items() if self.servers.get(name) != s]
+        self.servers = current
+        announced_now = set(current.values())
+        self._versions = {s: v for s, v in self._versions.items() if s in announced_now}
+        self.lent = {s: v for s, v in self.lent.items() if s in announced_now}
+        return new
+
+    def record_version(self, server: ServerInfo, version: int) -> None:
+        """Record that `server` reported `version`. A push in the meantime takes precedence."""
+        if self.servers.get(server.name) == server:
+            self._versions.setdefault(server, version)
+
+    def record_push(self, server: ServerInfo) -> None:
+        if self.servers.get(server.name) == server:
+            self._versions[server] = self.version
+
+    def mark_failed(self, server: ServerInfo) -> bool:
+        """Leave `server` out. Return whether it was in use until now."""
+        self._failed.add(server)
+        if self.servers.get(server.name) != server:
+            return False
+        del self.servers[server.name]
+        self._versions.pop(server, None)
+        self.lent.pop(server, None)
+        return True
+
+    def lend(self, count: int) -> list[ServerInfo]:
+        """Lend the `count` least loaded ready servers. None if no other would be left."""
+        ready = [server for server in self._versions if self.is_ready(server)]
+        if len(ready) <= count:
+            return []
+        lent = []
+        for _ in range(count):
+            server = least_loaded(filter(self.is_ready, self._versions), self.load)
+            assert server is not None
+            self.lent[server] = self._versions.pop(server)
+            lent.append(server)
+        return lent
+
+    def take_back(self, server: ServerInfo) -> None:
+        """Take a lent server back, unless it is gone. It is stale after a push in the meantime."""
+        if server in self.lent:
+            self._versions[server] = self.lent.pop(server)
+
+    @property
+    def newest_version(self) -> int:
+        """Return the newest version that a server can have."""
+        return max(self.version, self.pushing)
+
+    @property
+    def ready(self) -> set[str]:
+        return {s.name for s, version in self._versions.items() if version == self.version}
+
+    @property
+    def takes_pushes(self) -> list[ServerInfo]:
+        """Return the servers that a push of a new version goes to."""
+        return [server for server in self.servers.values() if server not in self.lent]
+
+    @property
+    def stale(self) -> list[ServerInfo]:
+        stale = (s for s, version in self._versions.items() if version != self.version)
+        return sorted(stale, key=lambda s: s.name)
+
+    def is_ready(self, server: ServerInfo) -> bool:
+        return self._versions.get(server) == self.version
+
+    def choose(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:
+        """Return the least loaded ready server among `prefer`, or else among all.
+
+        Servers in `prefer` hold a prefix of the request already.
+        """
+        preferred = least_loaded(filter(self.is_ready, prefer), self.load)
+        return preferred or least_loaded(filter(self.is_ready, self._versions), self.load)

@@ -131,9 +131,8 @@ async def _answer(fleet: Fleet, conversation: Conversation, prompt: np.ndarray) 
     while reason != "stop" and (left := params.max_new_tokens - len(tokens)):
         part = replace(params, max_new_tokens=min(left, _TOKENS_AT_ONCE))
         so_far = np.concatenate([prompt, np.asarray(tokens, np.int32)])
-        completion = await fleet.complete(
-            so_far, part, f"chat-{len(prompt)}-{len(tokens)}", await fleet.reserve(1)
-        )
+        session = await fleet.open_session(f"chat-{len(prompt)}-{len(tokens)}")
+        completion = await fleet.complete(session, so_far, part)
         tokens += completion.tokens.tolist()
         reason = completion.finish_reason
         # The last characters may still lack bytes, which stand in the next tokens.

@@ -155,10 +155,9 @@ async def _generate(config: GenerateConfig, run_dir: Path) -> None:
     async with open_fleet(config.server, run_dir, config.seed) as fleet:
 
         async def sample(prompt: Prompt, number: int) -> str:
-            server = await fleet.reserve(1)
+            session = await fleet.open_session(f"{prompt.prompt_id}-{number}")
             tokens = np.asarray(prompt.tokens, np.int32)
-            rid = f"{prompt.prompt_id}-{number}"
-            completion = await fleet.complete(tokens, params, rid, server)
+            completion = await fleet.complete(session, tokens, params)
             text = tokenizer.decode(completion.tokens)
             return f"[{completion.finish_reason}, {len(completion.tokens)} tokens]\n{text}"
 

@@ -101,6 +101,6 @@ def test_compiled_kernels_are_in_a_volume(images):
 def test_its_command_works_and_sglang_finds_the_plugins(images):
     assert "quickstart" in docker("run", "--rm", IMAGE, "--help")
     entries = "from importlib.metadata import entry_points as e; print(*e(group='{}').names)"
-    for group, plugin in (("plugins", "areal_lite_push"), ("platforms", "areal_lite_cpu")):
+    for group, plugin in (("plugins", "areal_lite"), ("platforms", "areal_lite_cpu")):
         names = run_in(IMAGE, f'python3 -c "{entries.format("sglang.srt." + group)}"')
         assert plugin in names.split()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -20,7 +21,6 @@ from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
 from tests.fake_sglang import EOS, FakeSGLang, completion, logprob
 from tests.integration.controller_run import Run, push
@@ -44,9 +44,7 @@ class Policy:
         """An openai client and its conversations."""
         params = SamplingParams(budget, self.temperature, self.tokenizer.eos_ids)
         sample_index, self.episodes = self.episodes, self.episodes + 1
-        session = RolloutSession(
-            self.fleet, params, self.tokenizer, f"0-{sample_index}", await self.fleet.reserve(1)
-        )
+        session = await self.fleet.open_session(f"0-{sample_index}")
         prompt = Prompt(prompt_id="p", tokens=[2], answer="", text="")
         with self.endpoint.conversations(
             Episode(
@@ -56,12 +54,12 @@ class Policy:
                 tokenizer=self.tokenizer,
                 params=params,
                 clock=time.time,
-                complete=session.complete,
+                complete=partial(self.fleet.complete, session),
             )
         ) as (key, conversations):
             async with AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key) as client:
                 yield client, conversations
-        session.release()
+        self.fleet.close_session(session)
 
 
 @contextlib.asynccontextmanager

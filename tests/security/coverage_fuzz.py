@@ -33,7 +33,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
     from areal_lite.run_dir.manifest import damage
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
-    from areal_lite.servers.answers import (
+    from areal_lite.servers.client import (
         parse_generation,
         parse_load,
         parse_model_info,

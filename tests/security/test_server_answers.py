@@ -17,7 +17,6 @@ import pytest
 from aiohttp import web
 
 from areal_lite.routes import ExpertLayout
-from areal_lite.servers.answers import parse_generation
 from areal_lite.servers.client import (
     ConnectionLost,
     ServerError,
@@ -25,8 +24,9 @@ from areal_lite.servers.client import (
     ServerRefused,
     ServerUnreachable,
     SGLangClient,
+    parse_generation,
 )
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.completion import SamplingParams, Session
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import EOS, FakeSGLang
@@ -310,7 +310,7 @@ def test_the_fleet_leaves_the_liar_out_and_goes_on(lies: dict) -> None:
             async with asyncio.timeout(10):
                 for number in range(3):
                     server = await fleet.reserve(1)
-                    done = await fleet.complete(PROMPT, PARAMS, str(number), server)
+                    done = await fleet.complete(Session(str(number), server), PROMPT, PARAMS)
                     assert done.finish_reason in ("stop", "length")
                     await fleet.loads()
                 while not unhealthy:
@@ -339,7 +339,7 @@ def test_what_every_server_refuses_is_no_failure_of_theirs() -> None:
             )
             watching = asyncio.create_task(fleet.watch())
             with pytest.raises(ServerRefused, match="too long"):
-                await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
+                await fleet.complete(Session("0", await fleet.reserve(1)), PROMPT, PARAMS)
             assert not unhealthy and not any(fleet.router.load.values())
             watching.cancel()
 
@@ -353,7 +353,7 @@ WORDS += [b"[" * 10, b"[" * 2000, b"[" * 100_000]
 def fuzz(cases: int, seed: int) -> None:
     """Each mutated answer is a ServerFailed, or a chunk that keeps every promise."""
     from areal_lite.servers import client
-    from areal_lite.servers.answers import (
+    from areal_lite.servers.client import (
         parse_load,
         parse_model_info,
         parse_reply,

@@ -13,8 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from areal_lite.servers.answers import ServerLoad
-from areal_lite.servers.client import ServerUnreachable
+from areal_lite.servers.client import ServerLoad, ServerUnreachable
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage

@@ -12,8 +12,7 @@ from areal_lite.controller import queue
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.messages import BatchReady, PullBatch, Resync, StepDone
-from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.router import UNTRUSTED
+from areal_lite.servers.registry import UNTRUSTED, ServerInfo
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group
 from tests.unit.controller.one_source import one_source

@@ -18,6 +18,7 @@ from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.servers.completion import Completion, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory
 from tests.unit.controller.one_source import one_source
@@ -37,8 +38,11 @@ class FakeFleet:
         self.load += count
         return SERVER
 
-    def release(self, server: ServerInfo) -> None:
-        self.load -= 1
+    async def complete(self, *_: object) -> Completion:
+        raise AssertionError("the workflows of these tests ask no server")
+
+    def close_session(self, session: Session) -> None:
+        self.load -= session.reserved
 
 
 class FakeWorkflow:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 
 import numpy as np
 
@@ -13,10 +14,9 @@ from areal_lite.rollout.episode import Episode, Workflow
 from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import ServerFailed
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.session import RolloutSession
 from areal_lite.trajectory import Trajectory
 
 SERVERS = [
@@ -127,10 +127,7 @@ async def playing(
     try:
         server = await fleet.reserve(len(script))
         params = SamplingParams(max_new_tokens, 0.7, tokenizer.eos_ids, experts=experts)
-        sessions = [
-            RolloutSession(fleet, params, tokenizer, f"0-{sample_index}", server)
-            for sample_index in range(len(script))
-        ]
+        sessions = [Session(f"0-{sample_index}", server) for sample_index in range(len(script))]
         yield (
             [
                 Episode(
@@ -140,7 +137,7 @@ async def playing(
                     tokenizer=tokenizer,
                     params=params,
                     clock=lambda: 0.0,
-                    complete=session.complete,
+                    complete=partial(fleet.complete, session),
                 )
                 for i, session in enumerate(sessions)
             ],
@@ -148,7 +145,7 @@ async def playing(
             fleet,
         )
         for session in sessions:
-            session.release()
+            fleet.close_session(session)
         assert not any(fleet.router.load.values())
     finally:
         watching.cancel()

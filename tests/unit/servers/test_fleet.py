@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_lite.servers.client import ServerError, ServerFailed, ServerUnreachable
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 
@@ -121,15 +121,15 @@ def test_requests_share_prefixes_within_a_version_only() -> None:
         client = OneToken()
         fleet = Fleet(client, lambda: [A], lambda: None)
         await watched_once(fleet)
-        await fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1))
+        await fleet.complete(await fleet.open_session("0"), PROMPT, PARAMS)
         fleet.begin_push(1, [A])
         client.versions[A] = 1
         fleet.finish_push(1, [])
-        await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))
+        await fleet.complete(await fleet.open_session("1"), PROMPT, PARAMS)
         again = Fleet(client, lambda: [A], lambda: None)
         again.router.version = 1
         await watched_once(again)
-        await again.complete(PROMPT, PARAMS, "2", await again.reserve(1))
+        await again.complete(Session("2", await again.reserve(1)), PROMPT, PARAMS)
         assert len(set(client.cache_keys)) == 3, "another controller may have other weights"
 
     asyncio.run(run())
@@ -141,7 +141,7 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
         fleet = Fleet(client, lambda: [A], lambda: None)
         await watched_once(fleet)
         client.slow.add(A)
-        queued = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
+        queued = asyncio.create_task(fleet.complete(await fleet.open_session("0"), PROMPT, PARAMS))
         await asyncio.sleep(0.01)
         fleet.begin_push(1, [A])
         client.versions[A] = 1
@@ -149,7 +149,7 @@ def test_a_request_in_a_queue_during_a_push_may_use_what_older_weights_cached() 
         fleet.finish_push(1, [])
         (chunk,) = (await queued).chunks
         assert (chunk.versions.tolist(), chunk.kv_version) == ([1], 0)
-        (chunk,) = (await fleet.complete(PROMPT, PARAMS, "1", await fleet.reserve(1))).chunks
+        (chunk,) = (await fleet.complete(await fleet.open_session("1"), PROMPT, PARAMS)).chunks
         assert (chunk.versions.tolist(), chunk.kv_version) == ([1], 1)
 
     asyncio.run(run())
@@ -164,7 +164,7 @@ def test_completions_move_on_and_give_their_reservations_back() -> None:
         server = await fleet.reserve(3)
         assert server == A and (await fleet.reserve(1)) == B
         results = await asyncio.gather(
-            *(fleet.complete(PROMPT, PARAMS, str(i), server) for i in range(3))
+            *(fleet.complete(Session(str(i), server), PROMPT, PARAMS) for i in range(3))
         )
         assert [r.requests for r in results] == [2, 2, 2] and fleet.counts["retries"] == 3
         assert (
@@ -200,7 +200,7 @@ def test_no_ready_server_while_something_waits() -> None:
         server = await fleet.reserve(1)
         client.dead.add(A)
         assert not fleet.no_ready_server
-        moving = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
+        moving = asyncio.create_task(fleet.complete(Session("0", server), PROMPT, PARAMS))
         await until(lambda: fleet.no_ready_server)
         client.versions[B] = 3
         servers.append(B)  # has other weights than the trainer
@@ -228,13 +228,13 @@ def test_drain_waits_for_what_is_in_flight() -> None:
         fleet = Fleet(client, lambda: [A], lambda: None)
         await watched_once(fleet)
         tasks = [
-            asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), await fleet.reserve(1)))
+            asyncio.create_task(fleet.complete(await fleet.open_session(str(i)), PROMPT, PARAMS))
             for i in range(2)
         ]
         await asyncio.sleep(0)
         fleet.pause_dispatch()
         assert await fleet.gate.drain() == 2 and fleet.gate.in_flight == 0
-        held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "2", await fleet.reserve(1)))
+        held = asyncio.create_task(fleet.complete(await fleet.open_session("2"), PROMPT, PARAMS))
         await asyncio.sleep(0.01)
         assert fleet.gate.in_flight == 0 and not held.done()
         fleet.begin_push(1, [A])
@@ -293,7 +293,7 @@ def test_requests_on_a_hung_server_move_and_it_is_marked_unhealthy() -> None:
             servers = [await fleet.reserve(1) for _ in range(4)]
             results = await asyncio.gather(
                 *(
-                    fleet.complete(PROMPT, PARAMS, str(i), server)
+                    fleet.complete(Session(str(i), server), PROMPT, PARAMS)
                     for i, server in enumerate(servers)
                 )
             )
@@ -361,7 +361,7 @@ def test_a_withdrawn_server_finishes_its_requests_and_is_monitored_until_then() 
         async with watched(client, servers, unhealthy) as fleet:
             server = await fleet.reserve(1)
             client.slow.add(A)
-            task = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", server))
+            task = asyncio.create_task(fleet.complete(Session("0", server), PROMPT, PARAMS))
             await asyncio.sleep(0.005)
             servers.remove(A)
             fleet.router.update_servers(servers)
@@ -383,7 +383,8 @@ def test_the_samples_of_a_group_move_to_one_server() -> None:
             client.dead.add(B)
             client.slow.add(C)  # keeps them there long enough to look
             tasks = [
-                asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(i), group)) for i in range(4)
+                asyncio.create_task(fleet.complete(Session(str(i), group), PROMPT, PARAMS))
+                for i in range(4)
             ]
             await until(lambda: fleet.gate.in_flight_on(C) == 4)
             client.slow.clear()
@@ -398,7 +399,9 @@ def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_waited() -
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B], unhealthy) as fleet:
             fleet.pause_dispatch()
-            held = asyncio.create_task(fleet.complete(PROMPT, PARAMS, "0", await fleet.reserve(1)))
+            held = asyncio.create_task(
+                fleet.complete(await fleet.open_session("0"), PROMPT, PARAMS)
+            )
             await asyncio.sleep(0.005)
             client.versions[B] = 1
             fleet.begin_push(1, [B])

@@ -8,13 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from areal_lite.rollout.transcript import _cut_at_stop
 from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
-from areal_lite.servers.generate import generate
-from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.requests import RequestGate
-from areal_lite.servers.router import Router
-from areal_lite.servers.session import _cut_at_stop
+from areal_lite.servers.gate import RequestGate
+from areal_lite.servers.registry import Router, ServerInfo
 from tests.fake_sglang import EOS, EXPERTS, FakeSGLang, completion, logprob, route
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -40,7 +38,7 @@ async def finished(
     so_far: Completion | None = None,
 ) -> Completion:
     so_far = so_far or Completion()
-    await generate(gate, server, prompt, params, rid, so_far)
+    await gate.generate(server, prompt, params, rid, so_far)
     return so_far
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_lite.servers.client import ConnectionLost, ServerUnreachable, SGLangClient
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.completion import SamplingParams, Session
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import FakeSGLang, completion
@@ -50,7 +50,7 @@ def test_a_healthy_server_loses_one_connection_of_a_request_for_free(cuts: int) 
             watching = asyncio.create_task(fleet.watch())
             server = await fleet.reserve(2)
             answers = [
-                asyncio.create_task(fleet.complete(PROMPT, PARAMS, str(number), server))
+                asyncio.create_task(fleet.complete(Session(str(number), server), PROMPT, PARAMS))
                 for number in range(2)
             ]
             for cut in range(1, cuts + 1):

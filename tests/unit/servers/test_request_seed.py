@@ -6,10 +6,9 @@ from collections import Counter
 import numpy as np
 
 from areal_lite.servers.client import ServerFailed
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session, request_seed
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.request_seed import request_seed
 
 
 def test_the_seeds_of_a_release_are_those_of_the_next() -> None:
@@ -67,7 +66,7 @@ def test_a_request_keeps_its_seed_through_aborts_and_on_another_server() -> None
             await asyncio.sleep(0)
         await fleet.reserve(1)
         params = SamplingParams(3, 1.0, (0,))
-        await fleet.complete(np.ones(2, np.int32), params, "5-1-0", servers[0])
+        await fleet.complete(Session("5-1", servers[0]), np.ones(2, np.int32), params)
         watch.cancel()
         return client.sent
 

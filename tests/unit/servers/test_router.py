@@ -1,7 +1,6 @@
 """The server that a request goes to."""
 
-from areal_lite.servers.registry import ServerInfo
-from areal_lite.servers.router import Router, least_loaded
+from areal_lite.servers.registry import Router, ServerInfo, least_loaded
 
 
 def info(name: str, pid: int = 1, tensor_parallel: int = 1) -> ServerInfo:
