@@ -36,7 +36,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
-from areal_lite.controller.messages import PushTargets
+from areal_lite.controller.protocol import PushTargets
 from areal_lite.launch.server import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port

@@ -25,8 +25,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from areal_lite.config import BufferConfig, TrainConfig, TrainerConfig
-from areal_lite.controller.admission import AdmissionGate
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.buffer import AdmissionGate, GroupQueue
 from areal_lite.trajectory import Group, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -98,7 +98,7 @@ class TrainConfig:
     def max_lead(self) -> int:
         """Return the steps from the version at which a group may start to the step of its turn.
 
-        The window takes its part of the staleness bound (controller/queue.py).
+        The window takes its part of the staleness bound (controller/buffer.py).
         """
         passing = self.buffer.window or 0
         return self.buffer.max_staleness - -(-passing // self.trainer.batch_groups)

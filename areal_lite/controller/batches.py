@@ -1,30 +1,77 @@
-"""The batches: each step gets one, once, and every rank pulls its shard of it.
+"""The batches: assign exactly one batch to each step; each rank pulls its shard.
 
 * Every rank can pull its shard any number of times. All ranks see the same order of batches and
   resyncs.
 * While the trainer waits for a batch anyway, it pushes its weights to stale servers (`Resync`).
-* `step` counts the trainer's completed steps, which only some pushes follow (`sync.every`).
-* A batch and a resync are recorded before a rank hears of them, so that another controller can
-  continue under the same trainer (handover.py).
+* `step` counts the trainer's completed steps. With `sync.every`, only some of them end with a push.
+
+The trainer loses no step when its controller is killed. Its ranks wait for the next controller, and
+ask it again what the last one did not answer (client.py). The answers must fit what other ranks
+have been told. The store therefore knows, before any rank does (`Handover`):
+
+* the batch that was assigned to a step (`Store.assign`);
+* how many resyncs were requested. Every rank makes them in the same order relative to the batches;
+* the version of the last push, and whether a push is going on. Servers are trusted to have the
+  version that they report unless one was;
+* whether the evaluation of the last version has ended.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from areal_lite.config import TrainConfig
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.handover import Handover, record_handover
-from areal_lite.controller.loop_lag import LoopLag
-from areal_lite.controller.messages import Answer, BatchReady, PullBatch, Resync
-from areal_lite.controller.queue import BatchAssignment, GroupQueue
+from areal_lite.controller.metrics import LoopLag, batch_info
+from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
 from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.controller.run_stats import batch_info
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group
+
+_PREFIX = "handover_"  # of the names in the table `totals`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What the trainer has been told, besides its batches.
+
+    Args:
+        resyncs: number of resyncs that were requested since the trainer's start.
+        version: version of the last push.
+        pushing: 1 between the beginning and the end of a push, else 0.
+        evaluated: 1 after the end of the evaluation of the last version, else 0.
+    """
+
+    resyncs: int = 0
+    version: int = 0
+    pushing: int = 0
+    evaluated: int = 0
+
+
+def read_handover(store: Store) -> Handover:
+    """Read what the last controller recorded."""
+    totals = store.totals()
+    return Handover(**{f.name: totals.get(_PREFIX + f.name, 0) for f in fields(Handover)})
+
+
+def begin_handover(store: Store, version: int) -> Handover:
+    """Record that a trainer starts at `version`: nothing has been requested of it."""
+    handover = Handover(version=version)
+    store.set_totals(_named({f.name: getattr(handover, f.name) for f in fields(Handover)}))
+    return handover
+
+
+async def record_handover(store: StoreThread, **changes: int) -> None:
+    """Record changed fields of Handover. They outlive this process when this returns."""
+    await store.submit(Store.set_totals, _named(changes))
+
+
+def _named(values: Mapping[str, int]) -> dict[str, int]:
+    return {_PREFIX + name: value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)

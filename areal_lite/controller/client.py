@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from areal_lite.controller.messages import (
+from areal_lite.controller.protocol import (
     HEARTBEAT_MS,
     SILENCE_MS,
     Address,
@@ -56,7 +56,7 @@ class ControllerClient:
 
     * Every call raises RuntimeError with the controller's error message.
     * If the connection is lost, libzmq connects again, and the call sends its request again: the
-      reply may have been on its way. The controller answers it once (message_server.py).
+      reply may have been on its way. The controller answers it once (protocol.py).
     * If the controller is killed, the call waits for the one that takes its place, and asks it. It
       raises RuntimeError if none does within ten minutes.
     * After `timeout_s` seconds it raises TimeoutError, which names the request.

@@ -4,25 +4,31 @@
                     ^ admission                                                         |
                     +------------ step_done, or begin_push and pushed <-----------------+
 
-* Generation continues while the trainer works. Only admission (`admission.py`) makes it wait.
+* Generation continues while the trainer works. Only admission (buffer.py) makes it wait.
 * The router's version is that of the last push: the number of completed steps of its weights.
 * A group becomes used when the end of its step is recorded, with a push or without one.
 * An error in any part ends the process, and every open request gets its message.
 
-`controller/service.py` runs it, `controller/messages.py` defines the requests.
+`controller/service.py` runs it, `controller/protocol.py` defines the requests.
 """
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.batches import Batches
-from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.batches import Batches, begin_handover, read_handover, record_handover
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.evaluator import Evaluator
-from areal_lite.controller.handover import begin_handover, read_handover, record_handover
-from areal_lite.controller.messages import (
+from areal_lite.controller.evaluation import Evaluator
+from areal_lite.controller.metrics import (
+    REQUEST_COUNTS,
+    controller_status,
+    run_totals,
+    unrecorded_counts,
+)
+from areal_lite.controller.protocol import (
     Answer,
     AwaitEvaluation,
     BeginPush,
@@ -37,19 +43,85 @@ from areal_lite.controller.messages import (
     RunTotals,
     StepDone,
 )
-from areal_lite.controller.retention import Retention
-from areal_lite.controller.run_stats import (
-    REQUEST_COUNTS,
-    controller_status,
-    run_totals,
-    unrecorded_counts,
-)
+from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.controller.sources import Dependencies
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
+from areal_lite.run_dir.resume import needed_since
 from areal_lite.run_dir.store import Store
+from areal_lite.run_dir.store_thread import StoreThread
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, InterruptMode
+
+log = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+
+class Retention:
+    """Removes tokens after each step, in a task of its own.
+
+    Args:
+        config: the run's configuration.
+        store: the store.
+        dispatcher: knows the groups that are not delivered yet.
+        batches: knows the groups of the replay buffer, and gets the size of the store.
+    """
+
+    def __init__(
+        self, config: TrainConfig, store: StoreThread, dispatcher: Dispatcher, batches: Batches
+    ):
+        self._max_gib = config.store.max_gib
+        self._run_dir = Path(config.run_dir)
+        self._store = store
+        self._dispatcher = dispatcher
+        self._batches = batches
+        self._due = asyncio.Event()
+        self._due.set()
+        self._last_step: list[int] = []
+        self._warned = False
+
+    def on_step(self, group_ids: Sequence[int]) -> None:
+        """Record that a step used these groups, and that the store may have grown."""
+        self._last_step = list(group_ids)
+        self._due.set()
+
+    async def run(self) -> None:
+        """Measure and trim the store after each step. Runs until cancelled."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            size = await self._store.submit(Store.size, self._last_step)
+            if self._max_gib is not None and size.get("store_mib", 0) > 1024 * self._max_gib:
+                size = await self._trim(self._max_gib)
+            self._batches.store_size = size
+
+    async def _trim(self, max_gib: float) -> dict[str, float]:
+        """Remove what may be removed, and return the size of the store then."""
+        since = await asyncio.to_thread(needed_since, self._run_dir)
+        max_bytes = int(max_gib * _GIB)
+        while await self._store.submit(Store.trim, max_bytes, since, self._held()):
+            pass
+        size = await self._store.submit(Store.size, self._last_step)
+        if size["store_mib"] > 1024 * max_gib and not self._warned:
+            self._warned = True
+            log.warning(
+                "the store takes %.1f GiB, more than store.max_gib=%g: a resume needs the rest, "
+                "which are the steps since step %d and the groups that wait; save checkpoints more "
+                "often (trainer.save_every), or raise store.max_gib",
+                size["store_mib"] / 1024,
+                max_gib,
+                since,
+            )
+        return size
+
+    def _held(self) -> list[int] | None:
+        """Return the groups that a replay buffer holds or is about to get; None without one."""
+        queue = self._batches.queue
+        if not isinstance(queue, ReplayBuffer):
+            return None
+        return list(queue.group_ids | self._dispatcher.running)
 
 
 class Controller:

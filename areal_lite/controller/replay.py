@@ -20,7 +20,7 @@ size K:
 * A draw depends only on the seed, the version and the content. The store records it, because the
   content depends on when groups finish.
 * A resumed run fills the buffer again from `Store.finished_groups`. The store keeps the tokens of
-  `group_ids` (`controller/retention.py`).
+  `group_ids` (`controller/controller.py`).
 
 No clock and no I/O here.
 """
@@ -32,7 +32,7 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.config import ReplayConfig
-from areal_lite.controller.queue import BatchAssignment, make_shards
+from areal_lite.controller.buffer import BatchAssignment, make_shards
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 
 

@@ -2,7 +2,7 @@
 
 It reads `<run_dir>/config.yaml`, finds the servers by their announcements in the run directory, and
 answers the trainer until `Finish`, SIGTERM or an error. With `trainer-runs` it takes the place of a
-controller that was killed (handover.py).
+controller that was killed (batches.py).
 """
 
 import asyncio
@@ -20,10 +20,9 @@ import uvloop
 
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.controller import Controller
-from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.message_server import MessageServer, run_until
-from areal_lite.controller.run_stats import status_line
-from areal_lite.controller.sources import Source, open_sources
+from areal_lite.controller.metrics import status_line
+from areal_lite.controller.protocol import MessageServer, run_until
+from areal_lite.controller.sources import Dependencies, Source, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import remove_status, write_status

@@ -1,15 +1,18 @@
 """The data sources of a run: their prompts, and what scores the completions."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_lite.config import TrainConfig, naming, source_configs
 from areal_lite.config.sources import Sampled, weight_of
 from areal_lite.data.mixture import MixedPrompts
 from areal_lite.data.prompts import PromptSet, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
+from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
+from areal_lite.rollout.episode import Workflow
+from areal_lite.run_dir.store_thread import StoreThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +69,24 @@ def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSa
         size, weight = source.prompts.num_prompts, weight_of(data)
         orders.append(SourceOrder(size, data.seed, data.shuffle, weight, name))
     return MixedPrompts(prompts), PromptSampler(*orders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """The parts that a simulator may replace.
+
+    Args:
+        sources: the data sources by name; a single one may have none.
+        tokenizer: decodes completions for the reward function.
+        store: keeps groups and trajectories; None when nothing is trained.
+        clock: returns seconds since 1970.
+        eval_sets: further held-out sets of a single source, by name.
+        workflow: plays the episodes; None: that of `rollout.workflow` for each source.
+    """
+
+    sources: Mapping[str, Source]
+    tokenizer: Tokenizer
+    store: StoreThread | None
+    clock: Callable[[], float]
+    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)
+    workflow: Workflow | None = None

@@ -22,13 +22,14 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config, stored_settings
-from areal_lite.controller.batch_stats import batch_stats, source_stats
-from areal_lite.controller.message_server import MessageServer, run_until
-from areal_lite.controller.messages import (
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue
+from areal_lite.controller.metrics import batch_stats, source_stats
+from areal_lite.controller.protocol import (
     Answer,
     BatchReady,
     BeginPush,
     Finish,
+    MessageServer,
     PullBatch,
     Pushed,
     PushTargets,
@@ -36,8 +37,8 @@ from areal_lite.controller.messages import (
     Request,
     RunTotals,
     StepDone,
+    run_until,
 )
-from areal_lite.controller.queue import BatchAssignment, GroupQueue
 from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader

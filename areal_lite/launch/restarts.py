@@ -1,7 +1,7 @@
 """The restarts of controller and trainer during a run on one machine.
 
 * A controller that is killed or hangs starts again alone. The trainer keeps its step and its batch,
-  and asks the new controller what the old one did not answer (controller/handover.py).
+  and asks the new controller what the old one did not answer (controller/batches.py).
 * After any other failure both start again, from the newest checkpoint, as `resume=auto` starts
   them. The new trainer pushes its weights to the servers before they get another request
   (Fleet.take_over).

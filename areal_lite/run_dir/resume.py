@@ -15,7 +15,7 @@ A file `stop` in the run directory asks a run to stop: the trainer finishes its 
 checkpoint and exits normally. The supervisor creates the file on SIGUSR1, and then exits with
 `STOPPED`. The file stays until the next start: it says that there are steps left.
 
-A controller that is killed can also be replaced under the running trainer: controller/handover.py.
+A controller that is killed can also be replaced under the running trainer: controller/batches.py.
 
 No torch here: supervisor and controller use this module.
 """

@@ -14,10 +14,8 @@ import numpy as np
 from areal_lite.config import ServerConfig, save_config
 from areal_lite.config.rules import check_data, check_one_source
 from areal_lite.config.rules import check_sources as check_source_rules
-from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.evaluation import score_problems
-from areal_lite.controller.scores import Interval, Scores, pooled
-from areal_lite.controller.sources import open_sources
+from areal_lite.controller.evaluation import Interval, Scores, pooled, score_problems
+from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer

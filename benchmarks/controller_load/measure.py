@@ -12,7 +12,7 @@ import psutil
 import uvloop
 
 from areal_lite.controller.client import ControllerClient
-from areal_lite.controller.loop_lag import LoopLag
+from areal_lite.controller.metrics import LoopLag
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me
 from benchmarks.controller_load.load import GROUP_SIZE, Load

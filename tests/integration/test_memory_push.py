@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
-from areal_lite.controller.messages import PushTargets
+from areal_lite.controller.protocol import PushTargets
 from areal_lite.cpu.memory.staged import DATA_OFFSET
 from areal_lite.cpu.memory.transport import WeightMemory
 from areal_lite.launch.server import ServerProcess

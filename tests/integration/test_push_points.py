@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.messages import PushTargets
+from areal_lite.controller.protocol import PushTargets
 from areal_lite.servers import blocking
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import ServerInfo

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import uvloop
 
-from areal_lite.controller.loop_lag import LoopLag
+from areal_lite.controller.metrics import LoopLag
 from areal_lite.data.text_bound import characters_per_token
 from areal_lite.rollout.endpoint import connections
 from areal_lite.rollout.endpoint.server import AgentEndpoint

@@ -17,8 +17,15 @@ import zmq
 import zmq.asyncio
 
 from areal_lite.controller.client import ControllerClient
-from areal_lite.controller.message_server import MessageServer
-from areal_lite.controller.messages import Address, BeginPush, Envelope, Evaluate, PullBatch, Pushed
+from areal_lite.controller.protocol import (
+    Address,
+    BeginPush,
+    Envelope,
+    Evaluate,
+    MessageServer,
+    PullBatch,
+    Pushed,
+)
 from tests.security.mutation import mutated
 from tests.unit.controller.test_messages import handler
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
-from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.sources import Source
+from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.store_thread import StoreThread

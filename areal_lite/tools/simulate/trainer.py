@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
-from areal_lite.controller.messages import (
+from areal_lite.controller.protocol import (
     BatchReady,
     BeginPush,
     PullBatch,

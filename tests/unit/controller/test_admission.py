@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from areal_lite.controller.admission import AdmissionGate
+from areal_lite.controller.buffer import AdmissionGate
 
 
 def test_the_docstring_example() -> None:

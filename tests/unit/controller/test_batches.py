@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller import queue
+from areal_lite.controller import buffer as queue
 from areal_lite.controller.controller import Controller
-from areal_lite.controller.dependencies import Dependencies
-from areal_lite.controller.messages import BatchReady, PullBatch, Resync, StepDone
+from areal_lite.controller.protocol import BatchReady, PullBatch, Resync, StepDone
+from areal_lite.controller.sources import Dependencies
 from areal_lite.servers.registry import UNTRUSTED, ServerInfo
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.controller.concurrency import Concurrency
+from areal_lite.controller.buffer import Concurrency
 from areal_lite.servers.client import ServerLoad
 
 GROUP = 4

@@ -11,8 +11,8 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller import dispatcher as dispatcher_module
-from areal_lite.controller.dependencies import Dependencies
 from areal_lite.controller.dispatcher import Dispatcher
+from areal_lite.controller.sources import Dependencies
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.reader import RunReader

@@ -18,16 +18,16 @@ import numpy as np
 import pytest
 import zmq
 
-from areal_lite.controller import message_server
+from areal_lite.controller import protocol
 from areal_lite.controller.client import ControllerClient
-from areal_lite.controller.message_server import MessageServer
-from areal_lite.controller.messages import (
+from areal_lite.controller.protocol import (
     Address,
     BatchReady,
     BeginPush,
     Evaluate,
     Evaluation,
     Finish,
+    MessageServer,
     PullBatch,
     Pushed,
     PushTargets,
@@ -316,7 +316,7 @@ LENGTHS = {2**30: b"", 2**62: b"", 2**64 - 1: b""}
 @pytest.mark.parametrize("greeting", GREETINGS)
 def test_connections_without_a_handshake_end(monkeypatch, tmp_path, greeting: str) -> None:
     """They neither stay nor keep a trainer from being served, whatever they announce."""
-    monkeypatch.setattr(message_server, "_HANDSHAKE_MS", 300)
+    monkeypatch.setattr(protocol, "_HANDSHAKE_MS", 300)
 
     async def main() -> None:
         server = MessageServer(tmp_path, handler)
@@ -345,10 +345,10 @@ def separate_server(run_dir, setup: str = "") -> Iterator[int]:
     code = f"""
 import asyncio, resource, sys
 from pathlib import Path
-from areal_lite.controller import message_server
+from areal_lite.controller import protocol
 from tests.unit.controller.test_messages import handler
 {setup}
-asyncio.run(message_server.MessageServer(Path(sys.argv[1]), handler).serve())
+asyncio.run(protocol.MessageServer(Path(sys.argv[1]), handler).serve())
 """
     server = subprocess.Popen([sys.executable, "-c", code, str(run_dir)])
     try:
@@ -360,7 +360,7 @@ asyncio.run(message_server.MessageServer(Path(sys.argv[1]), handler).serve())
 
 def test_a_trainer_is_served_although_strangers_took_every_descriptor(tmp_path) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
-    with separate_server(tmp_path, f"{limit}; message_server._HANDSHAKE_MS = 500"):
+    with separate_server(tmp_path, f"{limit}; protocol._HANDSHAKE_MS = 500"):
         with closing(ControllerClient(tmp_path, timeout_s=20)) as early:
             assert early.evaluate(1)["versions"] == [1]
             where = host_and_port(tmp_path)
@@ -521,7 +521,7 @@ def test_a_request_survives_its_connection_and_is_handled_once(wire, handled, lo
 
 
 def test_replies_to_clients_that_are_gone_are_forgotten(wire, monkeypatch) -> None:
-    monkeypatch.setattr(message_server, "_MAX_CLIENTS", 3)
+    monkeypatch.setattr(protocol, "_MAX_CLIENTS", 3)
     for version in range(5):
         with closing(ControllerClient(wire[0], timeout_s=5)) as client:
             assert client.evaluate(version)["versions"] == [version]

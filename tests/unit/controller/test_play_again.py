@@ -16,10 +16,10 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches
-from areal_lite.controller.dependencies import Dependencies
+from areal_lite.controller.buffer import GroupQueue
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.messages import PullBatch, Resync
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.protocol import PullBatch, Resync
+from areal_lite.controller.sources import Dependencies
 from areal_lite.data.prompts import Prompt
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from areal_lite.config import ReplayConfig, TrainConfig
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.buffer import GroupQueue
+from areal_lite.controller.controller import Retention
 from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.controller.retention import Retention
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, STORE_FILE
 from areal_lite.run_dir.store import Store
 from areal_lite.run_dir.store_thread import StoreThread

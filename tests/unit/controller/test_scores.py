@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from areal_lite.controller.scores import Scores, interval, pass_at_k
+from areal_lite.controller.evaluation import Scores, interval, pass_at_k
 
 
 @given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), st.data())

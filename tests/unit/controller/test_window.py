@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_lite.config import BufferConfig, TrainConfig, TrainerConfig
-from areal_lite.controller.admission import AdmissionGate
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.buffer import AdmissionGate, GroupQueue
 from tests.unit.controller.test_queue import group
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.messages import PushTargets
+from areal_lite.controller.protocol import PushTargets
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, source_configs
 from areal_lite.config.sources import weight_of
-from areal_lite.controller.batch_stats import batch_stats
+from areal_lite.controller.buffer import GroupQueue
 from areal_lite.controller.curriculum import Curriculum
-from areal_lite.controller.queue import GroupQueue
+from areal_lite.controller.metrics import batch_stats
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.manifest import write_manifest

@@ -1,20 +1,50 @@
-"""The queue of finished groups between dispatcher and trainer, oldest first.
+"""Between generation and training: what may start, what is trained on next, how much runs.
+
+**Admission** (`AdmissionGate`): no group starts that would be too stale when it is used. With B
+groups per training step, the servers' version v and the bound eta = `max_staleness`, a group may
+start while
+
+    accepted + running < (eta + v + 1) * B            (AReaL, arXiv 2505.24298, eq. 3)
+
+`running` groups are being generated. `accepted` groups have finished since the start of the run;
+they wait for the trainer or were used by it. v is the trainer's step at the last push, so that eta
+is in training steps. With `sync.every` = N the trainer is up to N - 1 steps ahead of v, and these
+steps need the batches v to v + N - 1: eta must be at least N - 1.
+
+Invariants, asserted in tests/unit/controller/test_admission.py:
+
+* submitted = running + accepted + rejected: a group that is filtered, fails or is dropped is
+  rejected, and returns its capacity to the next prompt. Otherwise admission would stop one day.
+* The n-th group (n from 0) is used at step floor(n / B) if groups are used in order. It was
+  admitted at a version v with n + 1 <= (eta + v + 1) * B, so floor(n / B) - v <= eta, and its
+  tokens are of version v or newer. A group that younger groups overtake can exceed eta, hence the
+  hard bound at consumption.
+
+Example, B = 2 and eta = 1. At version 0 four groups may start: two for step 0, two for step 1. The
+trainer completes step 0, `on_version(1)`, and two more may start, which step 2 will use with
+staleness 1. If one group fails, `on_rejected()`, one more may start at once. With eta = 0 only the
+groups of the coming step may start: synchronous training.
+
+A run that resumes after s steps has used s * B groups. These and the finished groups that wait
+count as accepted again (`recover`). Groups that were in flight are lost and do not count. Counters
+that started at 0 would admit the groups of all completed steps at once.
+
+**The queue** (`GroupQueue`) holds finished groups, oldest first.
 
 * Oldest means admitted first (lowest `group_id`): a slow group is next as soon as it has finished.
   While it runs, younger groups pass it.
-* Admission keeps groups within `max_staleness` if they are used in order (`admission.py`). A group
-  that was passed may still exceed it, so the hard bound is applied here, when the trainer takes a
-  batch. At step s a token is overdue if its version is below s - max_staleness.
+* A group that was passed may exceed `max_staleness`, so the hard bound is applied when the trainer
+  takes a batch. At step s a token is overdue if its version is below s - max_staleness.
 * `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
   sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
-  prompt is drawn again. Dropped groups are counted by length, because long ones tend to be late.
+  prompt is drawn again. Dropped groups are counted by length, because long groups tend to be late.
 * `buffer.window` = W: at most W groups pass a group that still runs. Then the batch waits for it.
   No token is ever overdue, so nothing is masked or dropped, and long groups are used as often as
   short ones.
 
-The bound with a window. Let admission use the bound eta, and let group g start at version v. Then
+The bound with a window. Let group g start at version v. Then
 
-    accepted + running <= (eta + v + 1) * B - 1      without g          (admission.py)
+    accepted + running <= (eta + v + 1) * B - 1      without g
 
 and every older group is among these. g is used at step s, after s * B other groups. Of these, at
 most the above are older than g. At most W are younger: none is taken once g has finished, as the
@@ -30,10 +60,24 @@ Example, B = 4, max_staleness = 3 and W = 6: the window takes two steps, and adm
 Group 5 is slow. The second batch is 4, 6, 7 and 8, of which three pass it. Four more would make
 seven, so the third batch waits until group 5 has finished, and takes it first.
 
+**Concurrency** (`Concurrency`) keeps as many trajectories in flight as the servers can run. With
+too few, a server has a free slot and no prompt for it. With too many, requests wait in a server's
+queue, where they are bound to that server; with a full KV cache the server also retracts running
+requests. How many a server can run depends on the lengths of its sequences, and so changes while a
+policy learns. The servers report it (`GET /v1/loads`, which SGLang answers from shared memory
+without asking its scheduler):
+
+    requests wait, or the KV cache is nearly full    the servers are full: limit = running + target
+    else, if the limit holds generation back         the limit grows by a tenth
+
+The target is a short queue: a tenth of the running requests, and at least one group. The limit
+falls at once and rises within seconds. It starts at its cap, `rollout.max_concurrent`.
+
 No clock and no I/O here.
 """
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,8 +85,109 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from areal_lite.routes import join_routes
+from areal_lite.servers.client import ServerLoad
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Group
+
+
+@dataclass(slots=True, kw_only=True)
+class AdmissionGate:
+    """Counts groups and decides whether another one may start. No clock and no I/O.
+
+    Args:
+        max_staleness: the bound eta in steps. With None, as replay needs it, generation never
+            waits.
+        batch_groups: groups per training step, B.
+        steps: training steps of the run. No group starts that no step would use. None: no end.
+        version: the servers' version.
+        step: completed training steps.
+    """
+
+    max_staleness: int | None
+    batch_groups: int
+    steps: int | None = None
+    version: int = 0
+    step: int = 0
+    running: int = 0
+    accepted: int = 0
+    rejected: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(
+                f"buffer.max_staleness is {self.max_staleness}: it must be 0 (synchronous) or more"
+            )
+        if self.batch_groups < 1:
+            raise ValueError(
+                f"trainer.batch_groups is {self.batch_groups}: a step needs at least one group"
+            )
+
+    @property
+    def capacity(self) -> float:
+        """Return how many groups may start now."""
+        if self.max_staleness is None:
+            return math.inf
+        ahead = self.max_staleness + self.version + 1
+        if self.steps is not None:
+            ahead = min(ahead, self.steps)
+        return ahead * self.batch_groups - self.accepted - self.running
+
+    def can_admit(self) -> bool:
+        """Return whether a group may start now."""
+        return self.capacity > 0
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of accepted groups that no completed step has used."""
+        return self.accepted - self.step * self.batch_groups
+
+    @property
+    def drained(self) -> bool:
+        """Return whether no group is running and none may start before the next version."""
+        return self.running == 0 and self.capacity <= 0
+
+    def on_admitted(self) -> None:
+        """Count a group that starts."""
+        assert self.capacity > 0, "admitted a group without capacity"
+        self.running += 1
+
+    def on_accepted(self) -> None:
+        """Count a running group that has finished and waits for the trainer."""
+        assert self.running > 0, "accepted a group that was not running"
+        self.running -= 1
+        self.accepted += 1
+
+    def on_rejected(self) -> None:
+        """Count a running group that failed or was filtered; its capacity is free again."""
+        assert self.running > 0, "rejected a group that was not running"
+        self.running -= 1
+        self.rejected += 1
+
+    def on_revoked(self) -> None:
+        """Count an accepted group that was dropped before use; its capacity is free again."""
+        assert self.accepted > 0, "revoked a group that was not accepted"
+        self.accepted -= 1
+        self.rejected += 1
+
+    def on_step(self, step: int) -> None:
+        """Record that `step` steps are complete."""
+        assert step >= self.step, f"completed steps went back from {self.step} to {step}"
+        self.step = step
+
+    def on_version(self, version: int) -> None:
+        """Record that `version` steps are complete and that the servers have these weights."""
+        self.on_step(version)
+        self.version = version
+
+    def recover(self, step: int, version: int, waiting: int) -> None:
+        """Resume after `step` steps with `waiting` finished groups that no step has used.
+
+        Call this before anything is admitted. The servers have `version`.
+        """
+        assert self.running == self.accepted == self.step == 0, "the run has already begun"
+        self.step, self.version = step, version
+        self.accepted = step * self.batch_groups + waiting
+
 
 # In versions: more steps than any run has.
 _NO_BOUND = 2**30
@@ -227,3 +372,33 @@ def _mask_overdue(batch: TrainBatch, oldest: int) -> int:
     overdue = batch.loss_mask & (batch.versions < oldest)
     batch.loss_mask &= ~overdue
     return int(np.count_nonzero(overdue))
+
+
+# Queue target as a share of the running requests, and growth of the limit.
+_SHARE = 0.1
+
+# Share of the KV cache. Near 1 SGLang starts to retract requests.
+_FULL = 0.95
+
+
+class Concurrency:
+    """The limit of the trajectories in flight over all servers, in `limit`.
+
+    It stays between one group and `cap`.
+    """
+
+    def __init__(self, cap: int, group_size: int):
+        self.limit = cap
+        self._cap = cap
+        self._group_size = group_size
+
+    def observe(self, loads: Sequence[ServerLoad], in_flight: int) -> None:
+        """Adjust the limit to the loads of all servers and the trajectories in flight."""
+        running = sum(load.running for load in loads)
+        waiting = sum(load.waiting for load in loads)
+        target = max(self._group_size, math.ceil(_SHARE * running))
+        if waiting > target or any(load.cache_used > _FULL for load in loads):
+            self.limit = min(self.limit, running + target)
+        elif in_flight + self._group_size > self.limit and not waiting:
+            self.limit += max(self._group_size, math.ceil(_SHARE * self.limit))
+        self.limit = max(self._group_size, min(self.limit, self._cap))

@@ -1,0 +1,268 @@
+"""What the controller reports: the metrics of a batch, the totals of the run, its status."""
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue
+from areal_lite.controller.dispatcher import FAILURE_COUNTS, Dispatcher
+from areal_lite.controller.replay import ReplayBuffer
+from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
+from areal_lite.servers.fleet import Fleet
+from areal_lite.trajectory import FinishReason, Group, Trajectory, episode_reward
+
+# What is also reported of each data source.
+_BY_SOURCE = ("reward_mean", "uniform_groups_share", "length_mean", "trajectories")
+
+
+def batch_stats(
+    groups: Sequence[Group], version: int, max_staleness: int | None
+) -> dict[str, float]:
+    """Describe a batch as a trainer at `version` sees it.
+
+    * `staleness_*`: versions, over the sampled tokens that are not overdue and so are trained on
+      (all of them without a bound).
+    * `length_*`: sampled tokens of a trajectory.
+    * `*_share`: shares of trajectories, except `uniform_groups_share`, the share of groups whose
+      rewards are all equal: such a group has no advantage to learn from.
+    * `reward_*`: over episodes. `traces_mean`: trajectories of an episode.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = np.array([reward for group in groups for reward in group.rewards], np.float64)
+    starts = np.concatenate(([0], np.cumsum([len(t.tokens) for t in trajectories])))[:-1]
+    versions = np.concatenate([t.versions for t in trajectories])
+    sampled = versions >= 0
+    # No sequence starts with a sampled token, so a segment never continues the previous sequence.
+    begins_segment = sampled & (versions != np.concatenate(([-1], versions[:-1])))
+    oldest = np.minimum.reduceat(np.where(sampled, versions, np.iinfo(np.int32).max), starts)
+    interrupted = np.maximum.reduceat(versions, starts) > oldest
+    staleness = version - versions[sampled]
+    trained = staleness if max_staleness is None else staleness[staleness <= max_staleness]
+    # Log-probs are 0 where nothing was sampled.
+    logprobs = np.concatenate([t.behavior_logprobs for t in trajectories])
+    lengths = np.add.reduceat(sampled, starts, dtype=np.int64)
+    uniform = [len({t.reward for t in group.trajectories}) == 1 for group in groups]
+    truncated = [t.finish_reason == FinishReason.LENGTH for t in trajectories]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "uniform_groups_share": float(np.mean(uniform)),
+        "staleness_mean": float(trained.mean()) if len(trained) else 0.0,
+        "staleness_max": int(trained.max(initial=0)),
+        "interrupted_share": float(np.mean(interrupted)),
+        "segments_mean": float(np.count_nonzero(begins_segment) / len(trajectories)),
+        "length_mean": float(lengths.mean()),
+        "length_max": int(lengths.max()),
+        "truncated_share": float(np.mean(truncated)),
+        "trajectories": len(trajectories),
+        "traces_mean": len(trajectories) / len(rewards),
+        "tokens": int(lengths.sum()),
+        "nonfinite_tokens": int(np.count_nonzero(~np.isfinite(logprobs))),
+    }
+
+
+def source_stats(groups: Sequence[Group], sources: Sequence[str]) -> dict[str, float]:
+    """Describe the groups of each data source as `key/NAME`; a source without one is left out.
+
+    `sources` are the names, empty for a single source: nothing is then said of it.
+    """
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        by_source.setdefault(group.prompt_id.partition("/")[0], []).append(group)
+    stats: dict[str, float] = {}
+    for name in filter(None, sources):
+        if own := by_source.get(name):
+            stats[of_source("groups", name)] = len(own)
+            for key, value in batch_stats(own, 0, None).items():
+                if key in _BY_SOURCE:
+                    stats[of_source(key, name)] = value
+    return stats
+
+
+def of_source(key: str, source: str) -> str:
+    """Return the name of a metric of one data source; `key` itself for one without a name."""
+    return f"{key}/{source}" if source else key
+
+
+def diversity(prompts: Iterable[Sequence[Sequence[Trajectory]]]) -> dict[str, float]:
+    """Measure diversity, as means over prompts; 0 without prompts.
+
+    Args:
+        prompts: the scored episodes of each prompt. Their traces are one completion.
+
+    Returns:
+        `distinct_share`: different completions as a share of all completions.
+        `distinct_correct`: number of different completions with a positive reward.
+    """
+    shares: list[float] = []
+    correct: list[int] = []
+    for episodes in prompts:
+        completions = {
+            tuple(t.tokens.tobytes() for t in traces): episode_reward(traces) > 0
+            for traces in episodes
+        }
+        shares.append(len(completions) / len(episodes))
+        correct.append(sum(completions.values()))
+    return {
+        "distinct_share": float(np.mean(shares or 0)),
+        "distinct_correct": float(np.mean(correct or 0)),
+    }
+
+
+_INTERVAL_S = 0.01
+
+
+class LoopLag:
+    """Measures the lag of the running event loop."""
+
+    def __init__(self) -> None:
+        self._lags_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Sleep and measure. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
+            self._lags_s.append(loop.time() - due)
+
+    def take_p99(self) -> float:
+        """Return the 99th percentile of the lags since the last call, in seconds; 0 if none."""
+        lags, self._lags_s = self._lags_s, []
+        return float(np.quantile(lags, 0.99)) if lags else 0.0
+
+
+# Counts of the dispatcher.
+_COUNTS = (
+    "dropped_groups",
+    "empty_groups",
+    "failed_rollouts",
+    "workflow_failures",
+    "reward_failures",
+)
+
+REQUEST_COUNTS = ("requests", "aborts", "retries")
+"""Counts of the fleet."""
+
+
+def unrecorded_counts(dispatcher: Dispatcher, fleet: Fleet) -> dict[str, int]:
+    """Return the counts of the run that the rows of the store do not show."""
+    return {
+        **{name: fleet.counts[name] for name in REQUEST_COUNTS},
+        **{name: dispatcher.counts[name] for name in FAILURE_COUNTS},
+    }
+
+
+def batch_info(
+    assignment: BatchAssignment,
+    version: int,
+    max_staleness: int | None,
+    dispatcher: Dispatcher,
+    queue: GroupQueue | ReplayBuffer,
+) -> dict[str, Any]:
+    """Describe a batch for a trainer at `version` and, with cumulative counts, the run."""
+    return {
+        **batch_stats(assignment.groups, version, max_staleness),
+        **source_stats(assignment.groups, [source.name for source in dispatcher.sampler.sources]),
+        **diversity(group.episodes for group in assignment.groups),
+        **(_replay_stats(queue) if isinstance(queue, ReplayBuffer) else {}),
+        "masked_tokens": assignment.masked_tokens,
+        "passed_groups": assignment.passed,
+        "queue_depth": len(queue),
+        "in_flight": dispatcher.in_flight,
+        "concurrency_limit": dispatcher.concurrency.limit,
+        **{name: dispatcher.counts[name] for name in _COUNTS},
+        "filtered_groups": dispatcher.filtered.total(),
+        **{f"filtered_{reason}": groups for reason, groups in dispatcher.filtered.items()},
+        "retired_prompts": len(dispatcher.sampler.retired),
+        "resting_prompts": dispatcher.sampler.num_resting,
+        **{of_source("epochs", name): n for name, n in dispatcher.sampler.epochs.items()},
+    }
+
+
+def run_totals(
+    dispatcher: Dispatcher, queue: GroupQueue | ReplayBuffer, fleet: Fleet
+) -> dict[str, Any]:
+    """Return the counts of the run at its end."""
+    dropped_by_length = sorted(queue.dropped_by_length.items())
+    return {
+        **{name: fleet.counts[name] for name in REQUEST_COUNTS},
+        "dropped_by_length": {str(length): groups for length, groups in dropped_by_length},
+        **{name: dispatcher.counts[name] for name in _COUNTS},
+        "filtered": dict(dispatcher.filtered),
+        "retired_prompts": len(dispatcher.sampler.retired),
+    }
+
+
+def controller_status(
+    dispatcher: Dispatcher,
+    queue: GroupQueue | ReplayBuffer,
+    fleet: Fleet,
+    trainer: TrainerPhase,
+    pending_steps: Sequence[int],
+    evaluating: Iterable[int],
+) -> ControllerStatus:
+    """Describe what the controller has and what it waits for.
+
+    Args:
+        dispatcher: what is being generated.
+        queue: what waits for the trainer.
+        fleet: the servers.
+        trainer: what the trainer does.
+        pending_steps: the steps whose batch was asked for and is not complete.
+        evaluating: the versions that are being evaluated.
+    """
+    admission = dispatcher.admission
+    router = fleet.router
+    oldest = min(dispatcher.running, default=None)
+    held_back = bool(pending_steps) and queue.held_back(admission.batch_groups, oldest)
+    return ControllerStatus(
+        version=admission.version,
+        step=admission.step,
+        trainer=trainer,
+        batch_step=pending_steps[0] if pending_steps else None,
+        missing_groups=max(0, admission.batch_groups - len(queue)),
+        held_by=oldest if held_back else None,
+        queued_groups=len(queue),
+        running_groups=admission.running,
+        capacity=None if math.isinf(admission.capacity) else int(admission.capacity),
+        in_flight=dispatcher.in_flight,
+        concurrency_limit=dispatcher.concurrency.limit,
+        requests=fleet.gate.in_flight,
+        servers_ready=len(router.ready),
+        servers_announced=len(router.servers),
+        evaluating=sorted(evaluating),
+    )
+
+
+def status_line(status: ControllerStatus) -> str:
+    """Write a status as a line of the log."""
+    if not status.servers_ready:
+        need = f"a server ({status.servers_announced} announced, none ready)"
+    elif status.batch_step is not None and status.missing_groups:
+        need = f"{status.missing_groups} more groups for the batch of step {status.batch_step}"
+    elif status.held_by is not None:
+        need = f"group {status.held_by}, which no more groups may pass"
+    elif status.can_admit:
+        need = "trajectories in flight"
+    else:
+        need = f"the trainer (step {status.step})"
+    capacity = "any number" if status.capacity is None else status.capacity
+    return (
+        f"version {status.version}: {status.queued_groups} groups queued, "
+        f"{status.running_groups} running, capacity for {capacity}; {status.requests} requests on "
+        f"{status.servers_ready} servers; waiting for {need}"
+    )
+
+
+def _replay_stats(buffer: ReplayBuffer) -> dict[str, float]:
+    """Describe the content of the buffer, of which a batch is only a sample."""
+    content = diversity(buffer)
+    return {
+        "replay_prompts": len(buffer),
+        "replay_trajectories": buffer.num_trajectories,
+        "replay_distinct_correct": content["distinct_correct"],
+    }
