@@ -1,7 +1,7 @@
 """Arguments as people type them, turned into overrides.
 
-    areal-lite report runs/a --follow        is  areal-lite report run_dir=runs/a follow=true
-    areal-lite compare runs/a runs/b         is  areal-lite compare runs=[runs/a,runs/b]
+    areal-lite audit runs/a --tokens         is  areal-lite audit run_dir=runs/a tokens=true
+    areal-lite report runs/a runs/b          is  areal-lite report runs=[runs/a,runs/b]
 
 A word without `=` is a folder, for commands with `words`: a run, or for `chat` also a model.
 `--NAME` is `NAME=true`, for every setting of a command that is true or false.

@@ -7,7 +7,7 @@ run_dir/
     proximal.jsonl            one line per training step: log-probs of one group before the step
     trajectories.sqlite       rollout groups and their trajectories
     summary.json              written at the end, with report.png and report.html
-    trace.json                written by `areal-lite trace`
+    trace.json                written by `areal-lite report --trace`
     checkpoints/              step-N/ (complete once it has a manifest.json), hf/ (last weights)
     exports/                  step-N/: checkpoints that `areal-lite export` has converted
     weights/                  what `sync.transport=disk` hands to the servers

@@ -1,7 +1,8 @@
 """Run `areal-lite chat`: talk to a model, or to a run's newest checkpoint, in the terminal.
 
 One server runs on this machine as long as the chat does. Standard input may also be a file or a
-pipe, where each line is a turn. `/quit`, Ctrl-D and Ctrl-C end the chat.
+pipe, where each line is a turn. `/quit`, Ctrl-D and Ctrl-C end the chat. With `prompts=[…]` each
+prompt is answered by itself, and the command ends.
 """
 
 import asyncio
@@ -40,13 +41,14 @@ def check(config: ChatConfig) -> None:
 
 
 def run(config: ChatConfig) -> int:
-    """Start a server, answer every line of standard input, and stop the server.
+    """Start a server, answer the prompts or the lines of standard input, and stop the server.
 
     Returns the exit status.
     """
     folder = Path(config.model) if config.model else model_of_run(Path(config.run_dir or ""))
     check_model_folder(folder)
-    conversation = Conversation(Tokenizer(folder), config)
+    tokenizer = Tokenizer(folder)
+    conversation = Conversation(tokenizer, config)
     with tempfile.TemporaryDirectory(prefix="areal_lite-chat-") as scratch:
         pool = server_pool(
             config.server,
@@ -58,8 +60,13 @@ def run(config: ChatConfig) -> int:
         try:
             with pool:
                 pool.wait_ready()
-                print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
-                for line in _lines():
+                if not config.prompts:
+                    kind = conversation.kind
+                    print(f"{folder} ({kind}); {_QUIT} ends the chat", file=sys.stderr)
+                for line in config.prompts or _lines():
+                    if config.prompts:
+                        conversation = Conversation(tokenizer, config)
+                        print(f"--- {line}")
                     turn = _turn(config, Path(scratch), conversation, line)
                     asyncio.run(while_servers_last(turn, pool))
         except (RuntimeError, TimeoutError) as error:

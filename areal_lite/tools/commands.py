@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, ServerConfig, TrainConfig
-from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
+from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command, Mode
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
 
 _RUN = "Run directory of a run that has ended or is still running."
@@ -33,20 +33,6 @@ class EvalCommandConfig:
 
 
 @dataclass
-class GenerateConfig:
-    """Completions of a few prompts."""
-
-    model: str = setting(MISSING, MODEL_HELP)
-    run_dir: str = setting("runs/generate-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
-    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
-    prompts: list[str] = setting([], "Prompts to complete. []: a few held-out problems.")
-    samples: int = setting(1, "Completions of each prompt.", minimum=1, maximum=10_000)
-    data: DataConfig = field(default_factory=DataConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-
-
-@dataclass
 class ChatConfig:
     """A conversation in the terminal, with a model or with a run's newest checkpoint."""
 
@@ -54,6 +40,9 @@ class ChatConfig:
     run_dir: str | None = setting(
         None,
         "Run directory: talk to its newest checkpoint, which is exported first if it must be.",
+    )
+    prompts: list[str] = setting(
+        [], "Answer each of these prompts by itself, and exit. []: the lines of standard input."
     )
     seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
     temperature: float = setting(1.0, "Sampling temperature. 0: greedy.", minimum=0, maximum=100)
@@ -97,56 +86,47 @@ class ExportConfig:
 
 @dataclass
 class ReportConfig:
-    """One page about a run, to open in a browser."""
+    """One page about a run, or about several, to open in a browser."""
 
-    run_dir: str | None = setting(None, _RUN)
-    demo: bool = setting(False, _DEMO)
-    follow: bool = setting(
-        False, "Serve the page on this machine's loopback address and update it during the run."
+    runs: list[str] = setting(
+        [],
+        "Run directories. Several are compared with the first, on one page: runs=[runs/a,runs/b].",
     )
-    port: int = setting(0, "follow: port of the page. 0: any free port.", minimum=0, maximum=65535)
-
-
-@dataclass
-class CompareConfig:
-    """One page about two or more runs."""
-
-    runs: list[str] = setting([], "Run directories: runs=[runs/a,runs/b]. The first is the base.")
     demo: bool = setting(
-        False, "Compare two small runs that are part of the package (runs/demo, runs/demo-sync)."
+        False,
+        "Show a small run that is part of the package. It is unpacked to runs/demo, and another "
+        "one to compare it with to runs/demo-sync.",
     )
-    out: str = setting("compare.html", "File of the page.")
-
-
-@dataclass
-class InspectConfig:
-    """Trajectories in the terminal, those that every given filter lets through."""
-
-    run_dir: str | None = setting(None, _RUN)
-    demo: bool = setting(False, _DEMO)
+    out: str | None = setting(
+        None,
+        "Where --trace or a comparison is written. null: trace.json in the run directory, and "
+        "compare.html.",
+    )
+    port: int = setting(
+        0, "--follow: port of the page. 0: any free port.", minimum=0, maximum=65535
+    )
     group: int | None = setting(
-        None, "Number of the rollout group, from 0.", minimum=0, maximum=MAX_COUNT
+        None, "--inspect: number of the rollout group, from 0.", minimum=0, maximum=MAX_COUNT
     )
     step: int | None = setting(
-        None, "Training step that used the trajectory, from 1.", minimum=1, maximum=MAX_COUNT
+        None,
+        "--inspect: training step that used the trajectory, from 1.",
+        minimum=1,
+        maximum=MAX_COUNT,
     )
     version: int | None = setting(
-        None, "Weight version of at least one token.", minimum=0, maximum=MAX_COUNT
+        None, "--inspect: weight version of at least one token.", minimum=0, maximum=MAX_COUNT
     )
-    reward_min: float | None = setting(None, "Least reward.", minimum=-1e6, maximum=1e6)
-    reward_max: float | None = setting(None, "Largest reward.", minimum=-1e6, maximum=1e6)
+    reward_min: float | None = setting(None, "--inspect: least reward.", minimum=-1e6, maximum=1e6)
+    reward_max: float | None = setting(
+        None, "--inspect: largest reward.", minimum=-1e6, maximum=1e6
+    )
     limit: int = setting(
-        3, "Largest number of trajectories to print.", minimum=1, maximum=MAX_COUNT
+        3,
+        "--inspect: largest number of trajectories to print.",
+        minimum=1,
+        maximum=MAX_COUNT,
     )
-
-
-@dataclass
-class TraceConfig:
-    """Servers, requests, pushes and steps as a trace for Perfetto or chrome://tracing."""
-
-    run_dir: str | None = setting(None, _RUN)
-    demo: bool = setting(False, _DEMO)
-    out: str | None = setting(None, "File of the trace. null: trace.json in the run directory.")
 
 
 @dataclass
@@ -280,16 +260,10 @@ EVAL = Command(
     does="measure greedy accuracy and pass@k of a checkpoint on held-out problems",
     check="areal_lite.tools.evaluate:check",
 )
-GENERATE = Command(
-    schema=GenerateConfig,
-    entry="areal_lite.tools.evaluate:run",
-    does="try prompts on a checkpoint",
-    check="areal_lite.tools.evaluate:check",
-)
 CHAT = Command(
     schema=ChatConfig,
     entry="areal_lite.tools.chat:run",
-    does="talk to a model, or to a run's newest checkpoint",
+    does="talk to a model, or to a run's newest checkpoint; or answer given prompts",
     check="areal_lite.tools.chat:check",
     words=("model", "MODEL or RUN"),
 )
@@ -299,29 +273,17 @@ EXPORT = Command(
     does="write a run's checkpoint as a Hugging Face folder",
     words=_ONE_RUN,
 )
+_REPORT = "areal_lite.tools.report.command"
 REPORT = Command(
     schema=ReportConfig,
-    entry="areal_lite.tools.report.command:report",
-    does="write one page about a run, for a browser",
-    words=_ONE_RUN,
-)
-COMPARE = Command(
-    schema=CompareConfig,
-    entry="areal_lite.tools.report.command:compare",
-    does="write one page about two or more runs",
-    words=("runs", "RUN RUN …"),
-)
-INSPECT = Command(
-    schema=InspectConfig,
-    entry="areal_lite.tools.report.command:inspect",
-    does="print trajectories in the terminal",
-    words=_ONE_RUN,
-)
-TRACE = Command(
-    schema=TraceConfig,
-    entry="areal_lite.tools.report.command:trace",
-    does="write a run as a trace for Perfetto",
-    words=_ONE_RUN,
+    entry=f"{_REPORT}:report",
+    does="write one page about a run, or about several, for a browser",
+    words=("runs", "RUN …"),
+    modes={
+        "--follow": Mode(entry=f"{_REPORT}:follow", does="serves the page during the run"),
+        "--inspect": Mode(entry=f"{_REPORT}:inspect", does="prints trajectories in the terminal"),
+        "--trace": Mode(entry=f"{_REPORT}:trace", does="writes the run as a trace for Perfetto"),
+    },
 )
 DIAGNOSE = Command(
     schema=DiagnoseConfig,

@@ -1,4 +1,4 @@
-"""`areal-lite eval` and `areal-lite generate`: servers of a checkpoint, without a training run."""
+"""Run `areal-lite eval`: servers of a checkpoint, without a training run."""
 
 import asyncio
 import sys
@@ -9,15 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_lite.config import ServerConfig, save_config
-from areal_lite.config.rules import check_data, check_one_source
 from areal_lite.config.rules import check_sources as check_source_rules
 from areal_lite.controller.evaluation import Interval, Scores, pooled, score_problems
 from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.data.prompts import Prompt, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch import preflight
 from areal_lite.launch.roles import RoleFailed
@@ -26,40 +22,31 @@ from areal_lite.rollout.runner import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
 from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system.files import write_json
 from areal_lite.system.gpus import divide_gpus, resolve_device, visible_gpus
-from areal_lite.tools.commands import EvalCommandConfig, GenerateConfig
-
-# Held-out problems that `generate` shows when no prompts are given.
-_EXAMPLES = 5
+from areal_lite.tools.commands import EvalCommandConfig
 
 
-def check(config: EvalCommandConfig | GenerateConfig) -> None:
+def check(config: EvalCommandConfig) -> None:
     """Check the model, the data and the machine. Raises ValueError."""
     preflight.check_model("model", config.model)
-    if isinstance(config, EvalCommandConfig):
-        check_source_rules(config)
-        preflight.check_sources(config)
-    else:
-        check_one_source(config.data, "data")
-        check_data(config.data)
-        preflight.check_data_source(config.data)
+    check_source_rules(config)
+    preflight.check_sources(config)
     preflight.check_servers(config.server)
     preflight.check_run_dir_of(config)
 
 
-def run(config: EvalCommandConfig | GenerateConfig) -> int:
-    """Start servers, evaluate or generate, and stop them. Returns the exit status."""
+def run(config: EvalCommandConfig) -> int:
+    """Start servers, evaluate, and stop them. Returns the exit status."""
     run_dir = Path(config.run_dir)
     with lock_run_dir(run_dir):
         remove_stale_files(run_dir)
         return _run(config, run_dir)
 
 
-def _run(config: EvalCommandConfig | GenerateConfig, run_dir: Path) -> int:
+def _run(config: EvalCommandConfig, run_dir: Path) -> int:
     check_model_folder(Path(config.model))
     save_config(config, run_dir)
     pool = server_pool(
@@ -72,9 +59,7 @@ def _run(config: EvalCommandConfig | GenerateConfig, run_dir: Path) -> int:
     try:
         with pool:
             pool.wait_ready()
-            evaluates = isinstance(config, EvalCommandConfig)
-            work = _evaluate(config, run_dir) if evaluates else _generate(config, run_dir)
-            asyncio.run(while_servers_last(work, pool))
+            asyncio.run(while_servers_last(_evaluate(config, run_dir), pool))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
@@ -143,45 +128,6 @@ def _report(config: EvalCommandConfig, run_dir: Path, scores: Mapping[str, Score
 def _row(name: str, value: float, interval: Interval | None) -> str:
     ends = "" if interval is None else "  ({:.3f} to {:.3f})".format(*interval)
     return f"  {name:<8}{value:.3f}{ends}"
-
-
-async def _generate(config: GenerateConfig, run_dir: Path) -> None:
-    """Print each prompt with its completions."""
-    tokenizer = Tokenizer(config.model)
-    rollout = config.rollout
-    params = sampling_params(rollout, tokenizer)
-    async with open_fleet(config.server, run_dir, config.seed) as fleet:
-
-        async def sample(prompt: Prompt, number: int) -> str:
-            session = await fleet.open_session(f"{prompt.prompt_id}-{number}")
-            tokens = np.asarray(prompt.tokens, np.int32)
-            completion = await fleet.complete(session, tokens, params)
-            text = tokenizer.decode(completion.tokens)
-            return f"[{completion.finish_reason}, {len(completion.tokens)} tokens]\n{text}"
-
-        for prompt in _prompts(config, tokenizer):
-            texts = await asyncio.gather(*(sample(prompt, n) for n in range(config.samples)))
-            answer = f"   (right answer: {prompt.answer})" if prompt.answer else ""
-            print(f"--- {prompt.text}{answer}")
-            print("\n".join(texts))
-
-
-def _prompts(config: GenerateConfig, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the given prompts; without any, a few held-out problems."""
-    if not config.prompts:
-        held_out = load_prompts(config.data, config.model, "eval")
-        return [held_out[i] for i in range(min(_EXAMPLES, held_out.num_prompts or _EXAMPLES))]
-    chat = config.data.chat and getattr(prompt_source(config.data.source), "chat", True)
-
-    def encode(text: str) -> list[int]:
-        return (
-            tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-        )
-
-    return [
-        Prompt(prompt_id=f"prompt{i}", tokens=encode(text), answer="", text=text)
-        for i, text in enumerate(config.prompts)
-    ]
 
 
 @asynccontextmanager

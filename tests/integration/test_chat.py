@@ -73,3 +73,18 @@ def test_lines_are_answered_and_the_server_is_stopped(tiny_model, tmp_path):
         process.wait()
     assert not servers_of(tiny_model)
     assert not list(tmp_path.glob("areal_lite*"))
+
+
+def test_given_prompts_are_answered_each_by_itself(tiny_model, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_lite", "chat", tiny_model, "temperature=0"]
+        + [f"max_new_tokens={TOKENS}", f"prompts={list(QUESTIONS)}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (f"--- {question}\n{greedy(tiny_model, question)}" for question in QUESTIONS)
+    assert done.stdout.startswith(first) and second in done.stdout
+    assert not servers_of(tiny_model)

@@ -16,7 +16,7 @@ from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_stale_files
 from areal_lite.system.files import write_atomically
 
-STARTS = ("train", "prepare", "slurm", "eval", "generate", "sft", "quickstart")
+STARTS = ("train", "prepare", "slurm", "eval", "sft", "quickstart")
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_the_roles_of_a_living_run_are_noticed_in_another_process(living, model,
     assert prepare.begin(living) == 0  # a dead process holds no lock
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "sft", "quickstart"])
+@pytest.mark.parametrize("command", ["eval", "sft", "quickstart"])
 def test_the_folder_of_a_training_run_is_for_training_runs(command, living, model, capsys):
     before = content(living)
     assert cli.main(arguments(command, model, living)) == 2
@@ -115,7 +115,7 @@ def test_the_folder_of_a_training_run_is_for_training_runs(command, living, mode
     assert content(living) == before
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "sft"])
+@pytest.mark.parametrize("command", ["eval", "sft"])
 def test_two_commands_do_not_share_a_folder(command, model, tmp_path, capsys):
     run_dir = tmp_path / "other"
     with lock_run_dir(run_dir):

@@ -59,7 +59,7 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
     needed = (
         dict.fromkeys(COMMANDS, both)
         | dict.fromkeys([name for name in COMMANDS if find_command(name).words], both[1:])
-        | {"compare": [], "doctor": []}
+        | {"report": [], "doctor": []}
     )
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
     return needed | {"sft": [*both, f"out={folder}/out"]}

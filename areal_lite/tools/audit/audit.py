@@ -100,7 +100,7 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
 
 def run(config: AuditConfig) -> int:
     """Print the checks of a run; return 1 if one of them is off."""
-    run_dir = Path(chosen_run(config))
+    run_dir = chosen_run(config.run_dir, config.demo)
     checks = audit(run_dir, config.tokens)
     print(audit_text(run_dir, checks))
     return int(any(check.wrong for check in checks))

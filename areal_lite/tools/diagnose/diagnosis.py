@@ -75,7 +75,7 @@ def alarm_line(run_dir: Path) -> str | None:
 
 def run(config: DiagnoseConfig) -> int:
     """Print the findings about a run, wrapped to the width of a terminal."""
-    text = diagnosis_text(read_history(Path(chosen_run(config))))
+    text = diagnosis_text(read_history(chosen_run(config.run_dir, config.demo)))
     print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
     return 0
 

@@ -88,8 +88,8 @@ GUIDE = (
         "or a step reports the tokens and the mean reward of the batch before",
         "the trainer or a server gives an old answer: a cache, a retry, or a data source that does "
         "not advance",
-        "look at both steps (`areal-lite inspect`); check `data.source` and `rollout.workflow` if "
-        "they are your own",
+        "look at both steps (`areal-lite report --inspect`); check `data.source` and "
+        "`rollout.workflow` if they are your own",
     ),
     Advice(
         integrity.rogue_normalizer,
@@ -98,8 +98,8 @@ GUIDE = (
         "the trained and the masked tokens of a step are not those of its groups in the store",
         "a batch was changed between store and trainer, or a loss counts padding, prompts or a "
         "part of the ranks: every learning rate then means something else",
-        "compare `trained_tokens` of the step with its groups (`areal-lite inspect`); check "
-        "`rollout.workflow` if it is your own",
+        "compare `trained_tokens` of the step with its groups (`areal-lite report --inspect`); "
+        "check `rollout.workflow` if it is your own",
         ("stuck_batch",),
     ),
     Advice(
@@ -138,8 +138,8 @@ GUIDE = (
         ("reward_mean",),
         "the newest evaluation below the best by {accuracy_drop:.0%} and two standard errors",
         "the policy learns the training prompts by heart, or exploits the reward function",
-        "read trajectories (`areal-lite inspect`); mend `reward.function`, use more prompts, stop "
-        "at the best version, or add `algo.kl.coef`",
+        "read trajectories (`areal-lite report --inspect`); mend `reward.function`, use more "
+        "prompts, stop at the best version, or add `algo.kl.coef`",
     ),
     Advice(
         learning.entropy_collapse,
@@ -225,7 +225,7 @@ GUIDE = (
         "uniform_groups_share above {uniform_share:.0%}, mostly failures; alarm: "
         "{uniform_alarm:.0%}",
         "the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
-        "read trajectories (`areal-lite inspect`) and `reward.function`; raise "
+        "read trajectories (`areal-lite report --inspect`) and `reward.function`; raise "
         "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.active_sampling=true`, or "
         "`rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
         ("truncated", "reward_collapse"),
@@ -338,7 +338,7 @@ GUIDE = (
         "its prompts are solved, or too hard, or its reward function does not tell answers apart",
         "lower its `weight`; set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` and "
         "`rollout.rest_unsolved=8` where prompts repeat; read its trajectories "
-        "(`areal-lite inspect`)",
+        "(`areal-lite report --inspect`)",
         ("too_easy", "too_hard"),
     ),
     Advice(

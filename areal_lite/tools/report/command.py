@@ -23,84 +23,83 @@ from areal_lite.run_dir.paths import (
 )
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
-from areal_lite.tools.commands import (
-    AuditConfig,
-    CompareConfig,
-    DiagnoseConfig,
-    InspectConfig,
-    ReportConfig,
-    TraceConfig,
-)
+from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.report import demo
 from areal_lite.tools.report.page import compare_page, run_page, write_page
+from areal_lite.tools.report.rollouts import show_matching
+from areal_lite.tools.report.timeline import write_trace
 
 
 def report(config: ReportConfig) -> int:
-    """Write report.html and report.png of a run, or serve the page during the run."""
-    run_dir = chosen_run(config)
-    if config.follow:
-        return _follow(run_dir, config.port)
+    """Write report.html and report.png of a run, or one page that compares several."""
+    if len(config.runs) > 1:
+        return _compare([existing(run) for run in config.runs], Path(config.out or "compare.html"))
     from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
 
+    run_dir = _only_run(config)
     print(write_page(run_dir))
     print(write_report(run_dir))
     return 0
 
 
-def compare(config: CompareConfig) -> int:
-    """Write one page about several runs."""
-    runs = [Path(run) for run in config.runs]
-    if config.demo:
-        runs = [demo.unpack("demo"), demo.unpack("demo-sync")]
-    for run_dir in runs:
-        check_run_dir(run_dir)
-    write_atomically(Path(config.out), compare_page(runs))
-    print(config.out)
+def _compare(run_dirs: list[Path], out: Path) -> int:
+    write_atomically(out, compare_page(run_dirs))
+    print(out)
     return 0
 
 
-def inspect(config: InspectConfig) -> int:
+def inspect(config: ReportConfig) -> int:
     """Print trajectories."""
-    from areal_lite.tools.report.rollouts import show_matching
-
     console = Console(highlight=False, soft_wrap=True)
-    for part in show_matching(chosen_run(config), config):
+    for part in show_matching(_only_run(config), config):
         console.print(part)
     return 0
 
 
-def trace(config: TraceConfig) -> int:
+def trace(config: ReportConfig) -> int:
     """Write the trace of a run."""
-    from areal_lite.tools.report.timeline import write_trace
-
-    run_dir = chosen_run(config)
+    run_dir = _only_run(config)
     path = Path(config.out) if config.out else run_dir / TRACE_FILE
     events = write_trace(run_dir, path)
     print(f"{path}: {events:,} events; open it at https://ui.perfetto.dev or chrome://tracing")
     return 0
 
 
-def chosen_run(
-    config: ReportConfig | InspectConfig | TraceConfig | DiagnoseConfig | AuditConfig,
-) -> Path:
-    """Return the run directory, that of the demo included. Raises ValueError for neither."""
-    if config.demo:
-        return demo.unpack()
-    if config.run_dir is None:
-        raise ValueError("run_dir is not set: name a run directory, or add --demo for a small run")
-    check_run_dir(Path(config.run_dir))
-    return Path(config.run_dir)
-
-
-def _follow(run_dir: Path, port: int) -> int:
+def follow(config: ReportConfig) -> int:
+    """Serve the page of a run until the user interrupts it."""
+    run_dir = _only_run(config)
     try:
-        server = page_server(run_dir, port)
+        server = page_server(run_dir, config.port)
     except OSError as error:
-        raise ValueError(f"port={port}: cannot listen there ({error.strerror})") from error
-    host, chosen = server.server_address[:2]
-    print(f"http://{host}:{chosen}/ shows {run_dir} until you press Ctrl-C", file=sys.stderr)
+        raise ValueError(f"port={config.port}: cannot listen there ({error.strerror})") from error
+    host, port = server.server_address[:2]
+    print(f"http://{host}:{port}/ shows {run_dir} until you press Ctrl-C", file=sys.stderr)
     server.serve_forever()
     return 0
+
+
+def _only_run(config: ReportConfig) -> Path:
+    """Return the run directory. Raises ValueError unless there is one."""
+    if len(config.runs) > 1:
+        raise ValueError(f"runs: this takes one run directory, not {len(config.runs)}")
+    if config.demo:
+        demo.unpack("demo-sync")
+    return chosen_run(config.runs[0] if config.runs else None, config.demo)
+
+
+def chosen_run(run_dir: str | None, of_demo: bool) -> Path:
+    """Return a run directory, or that of the demo. Raises ValueError for neither."""
+    if of_demo:
+        return demo.unpack()
+    if run_dir is None:
+        raise ValueError("no run is named: name a run directory, or add --demo for a small run")
+    return existing(run_dir)
+
+
+def existing(run_dir: str) -> Path:
+    """Return the directory of a run. Raises ValueError if it is none."""
+    check_run_dir(Path(run_dir))
+    return Path(run_dir)
 
 
 _WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")

@@ -20,7 +20,7 @@ from rich.text import Text
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store_schema import NOT_KEPT
-from areal_lite.tools.commands import InspectConfig
+from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.formatting import short, visible
 from areal_lite.tools.report.run_data import Columns, read_run_config
 from areal_lite.trajectory import trace_name
@@ -213,7 +213,7 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
 _COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
 
-def show_matching(run_dir: Path, config: InspectConfig) -> Iterator[RenderableType]:
+def show_matching(run_dir: Path, config: ReportConfig) -> Iterator[RenderableType]:
     """Yield what to print: the number of matches, then each trajectory up to the limit.
 
     Raises ValueError without a store.
@@ -233,7 +233,7 @@ def show_matching(run_dir: Path, config: InspectConfig) -> Iterator[RenderableTy
             )
 
 
-def reader_filters(config: InspectConfig) -> dict[str, Any]:
+def reader_filters(config: ReportConfig) -> dict[str, Any]:
     """Return the filters of RunReader, which counts steps from 0."""
     names = ("group", "step", "version", "reward_min", "reward_max")
     filters = {name: getattr(config, name) for name in names}

@@ -144,7 +144,7 @@ def test_retired_prompts_need_one_source_that_comes_again(model, tmp_path) -> No
 
 
 def test_commands_of_a_single_source_refuse_several(model, capsys) -> None:
-    for command, key in (("generate", "data"), ("sft", "data"), ("quickstart", "sft.data")):
+    for command, key in (("sft", "data"), ("quickstart", "sft.data")):
         where = [] if command == "quickstart" else [f"model={model}"]
         where += ["out=x"] if command == "sft" else []
         assert main([command, *where, f"{key}.sources.a.weight=1"]) == 2

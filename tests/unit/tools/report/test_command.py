@@ -14,7 +14,7 @@ from areal_lite.cli import main
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.audit.audit import audit
-from areal_lite.tools.commands import InspectConfig
+from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.report import demo
 from areal_lite.tools.report.command import LivePage, is_loopback, page_server
 from areal_lite.tools.report.demo import unpack
@@ -155,7 +155,7 @@ def test_settings_differ_where_any_run_differs() -> None:
 )
 def test_filters_choose_what_a_plain_loop_chooses(tmp_path: Path, filters: dict) -> None:
     simulate(tmp_path, steps=6)
-    config = InspectConfig(**filters)
+    config = ReportConfig(**filters)
     store = RunReader(tmp_path / "trajectories.sqlite")
     expected = [
         (row["group_id"], row["sample_index"])
@@ -179,7 +179,7 @@ def test_the_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     hostile_run(tmp_path)
     stream = io.StringIO()
     console = Console(file=stream, width=200)
-    for part in show_matching(tmp_path, InspectConfig(group=3)):
+    for part in show_matching(tmp_path, ReportConfig(group=3)):
         console.print(part)
     text = stream.getvalue()
     assert "1 trajectory matches" in text and "[version 1, 30 tokens, mean log-prob -1]" in text
@@ -206,11 +206,11 @@ def test_a_trace_has_every_request_step_and_push(tmp_path: Path) -> None:
     assert write_trace(tmp_path, path) == len(json.loads(path.read_text())["traceEvents"])
 
 
-def test_the_demo_works_in_every_command(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_demo_works_in_every_form(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert sum(file.stat().st_size for file in demo._FOLDER.iterdir()) < 300_000
-    for command in ("report", "compare", "inspect", "trace"):
-        assert main([command, "demo=true"]) == 0, capsys.readouterr().err
+    for words in ("--demo", "--demo --inspect", "--demo --trace", "runs/demo runs/demo-sync"):
+        assert main(["report", *words.split()]) == 0, capsys.readouterr().err
     for file in ("report.html", "report.png", "trace.json"):
         assert (tmp_path / "runs/demo" / file).stat().st_size > 10_000
     assert "demo-sync" in (tmp_path / "compare.html").read_text()
@@ -219,8 +219,8 @@ def test_the_demo_works_in_every_command(tmp_path: Path, monkeypatch, capsys) ->
 
 def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert main(["report"]) == 1
-    assert "run_dir is not set: name a run directory, or add --demo" in capsys.readouterr().err
-    assert main(["trace", "run_dir=nowhere"]) == 1
+    assert "no run is named: name a run directory, or add --demo" in capsys.readouterr().err
+    assert main(["report", "nowhere", "--trace"]) == 1
     assert "nowhere: there is no such folder" in capsys.readouterr().err
 
 

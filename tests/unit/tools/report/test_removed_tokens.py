@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.commands import InspectConfig
+from areal_lite.tools.commands import ReportConfig
 from areal_lite.tools.report.page import run_page
 from areal_lite.tools.report.rollouts import read_groups, show_matching
 from areal_lite.tools.report.run_data import read_columns, read_run
@@ -34,7 +34,7 @@ def trim(run_dir: Path, since: int) -> None:
 def shown(run_dir: Path, **filters: int) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=200)
-    for part in show_matching(run_dir, InspectConfig(**filters)):
+    for part in show_matching(run_dir, ReportConfig(**filters)):
         console.print(part)
     return stream.getvalue()
 
