@@ -38,7 +38,7 @@ TRAIN = (
     " reward.function=areal_lite.quickstart.reward:addition_reward"
     " rollout.group_size=8 rollout.max_new_tokens=48 rollout.max_concurrent=256"
     f" trainer.steps={STEPS} trainer.batch_groups={BATCH} trainer.lr=1.5e-4 trainer.adam_eps=1e-5"
-    " algo=quickstart algo.prox=reuse eval.problems=512"
+    " algo=quickstart eval.problems=512"
 )
 
 

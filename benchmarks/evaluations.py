@@ -35,7 +35,7 @@ WARM_UP = (
 TRAIN = (
     "data.max_digits=4 rollout.group_size=8 rollout.max_new_tokens=96 rollout.max_concurrent=256 "
     "trainer.batch_groups=32 trainer.lr=1e-4 trainer.adam_eps=1e-5 algo=quickstart "
-    f"algo.prox=reuse server.count=2 trainer.steps={STEPS} eval.problems={PROBLEMS}"
+    f"server.count=2 trainer.steps={STEPS} eval.problems={PROBLEMS}"
 )
 
 

@@ -18,7 +18,7 @@ import torch
 from areal_lite.algo.advantages import gae, grpo
 from areal_lite.algo.correction import Correction
 from areal_lite.algo.losses import LossInputs, ppo_loss
-from areal_lite.algo.reduction import reduction_count, reduction_weights
+from areal_lite.algo.sequences import reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import trajectory_balance_loss
 from areal_lite.config import AlgoConfig
 from areal_lite.trainer.objective import RATIO_LOSSES

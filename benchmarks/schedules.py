@@ -48,7 +48,7 @@ TRAIN = (
     "data.source=jsonl data.chat=false rollout.group_size=8 rollout.max_concurrent=384 "
     f"rollout.max_new_tokens={LONG_TAIL.max_new_tokens} "
     "trainer.batch_groups=64 trainer.lr=3e-4 trainer.min_lr=3e-5 trainer.lr_schedule=linear "
-    "trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5 algo=quickstart algo.prox=reuse "
+    "trainer.lr_warmup_steps=5 trainer.adam_eps=1e-5 algo=quickstart "
     "eval.problems=512"
 )
 PARTS = {"wait_s": "wait_s", "update_s": "train_s", "push_s": "push_s"}

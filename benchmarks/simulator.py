@@ -41,7 +41,7 @@ ASSUMED = {
         "cache, KV cache computed again after a push.",
         "The synchronous system generates and trains on all GPUs in turns.",
         "One GPU for each server.",
-        "The proximal policy has a forward pass over all tokens, as correct_mismatch=false makes "
+        "The proximal policy has a forward pass over all tokens, as algo.kl.into=reward makes "
         "this project compute it.",
     ],
     "OlmoRL": [
@@ -55,14 +55,15 @@ ASSUMED = {
         "host work. A push of this project goes to all servers together: not predicted.",
     ],
 }
+_ALL_TOKENS = "algo.reference=m algo.kl={coef:1e-6,into:reward}"
 _AREAL = (
     "+experiment=areal simulate.gpu=h800 simulate.length_mean=9600 simulate.length_spread=0.9 "
     "rollout.interrupt=retract server.args={disable_radix_cache:true} trainer.batch_groups=64 "
-    "trainer.minibatches=1 algo.correct_mismatch=false simulate.steps=6 simulate.warm_up=8"
+    f"trainer.minibatches=1 {_ALL_TOKENS} simulate.steps=6 simulate.warm_up=8"
 )
 _SYNC = "buffer.max_staleness=0 rollout.interrupt=none simulate.warm_up=1"
 _OLMO = (
-    "algo=olmorl algo.correct_mismatch=false simulate.shape=olmo3-7b simulate.gpu=a100 "
+    f"algo=olmorl {_ALL_TOKENS} simulate.shape=olmo3-7b simulate.gpu=a100 "
     "simulate.length_mean=14628 "
     "simulate.length_spread=0.9 rollout.max_new_tokens=32768 server.count=8 "
     "trainer.data_parallel=8 trainer.batch_groups=8 rollout.group_size=8 trainer.recompute=full "

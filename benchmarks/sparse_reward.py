@@ -46,7 +46,7 @@ ARMS = {
     "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.temperature=0.2"
     " buffer.replay.recency_probability=0.5",
     "TB": TB,
-    "GRPO": "algo=quickstart algo.prox=reuse",
+    "GRPO": "algo=quickstart",
 }
 
 

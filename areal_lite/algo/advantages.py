@@ -1,7 +1,7 @@
 """Advantages of trajectories (grpo, rloo) and of tokens (reinforce_plus_plus, gae).
 
 A group is the set of trajectories that carry one id, in any order and however many survived.
-Rewards are shaped first (algo/shaping.py). Statistics of the whole batch are `Moments`; the caller
+Rewards are shaped first (targets.py). Statistics of the whole batch are `Moments`; the caller
 passes the function that sums over ranks.
 
 An episode counts once in means and deviations, however many trajectories (traces) it has: each has

@@ -45,8 +45,8 @@ def kl_loss(
         logprobs: float [t], with gradient
         reference: float [t], log-probs under the reference policy
         mask: bool [t]
-        weights: float [t], from algo/reduction.py
-        importance: float [t], w of algo/correction.py, for tokens that another policy sampled;
+        weights: float [t], from `reduction_weights`
+        importance: float [t], w of correction.py, for tokens that another policy sampled;
             taken as a constant
     """
     value = weights * kl_estimate(logprobs, reference, mask, estimator=estimator)

@@ -12,10 +12,10 @@ ranks and microbatches:
   Shares add up, however tokens were packed.
 * Every loss has two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the
   behavior policy. Naive (`decoupled=False`): the ratio is to the behavior policy, and w = 1.
-* Other means than that over tokens are weights (algo/reduction.py).
+* Other means than that over tokens are weights (sequences.py).
 
-The KL and entropy terms are in algo/kl.py. Trajectory Balance, which has neither ratio nor
-advantage, is in algo/trajectory_balance.py.
+The KL and entropy terms are in kl.py. Trajectory Balance, which has neither ratio nor advantage, is
+in trajectory_balance.py. The last function is the critic's loss.
 """
 
 from dataclasses import dataclass
@@ -118,6 +118,26 @@ def ppo_loss(
     tokens = _correct(inputs, decoupled, correction)
     clip = _Clip(eps_low, eps_high, dual_clip)
     return _clipped(inputs, tokens, tokens.log_ratio.exp(), clip, denominator)
+
+
+def clipped(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Compute max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)) of each token: float [t].
+
+    With `dual_clip` c, it is at most c |A| where A < 0.
+    """
+    losses = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - eps_low, 1 + eps_high)
+    )
+    if dual_clip is None:
+        return losses
+    return torch.where(advantages < 0, losses.clamp(max=dual_clip * advantages.abs()), losses)
 
 
 def gspo_loss(
@@ -234,6 +254,49 @@ def reinforce_loss(
     )
 
 
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    clip: float | None,
+    denominator: float,
+) -> LossOutput:
+    """Compute the critic's loss, sum_t max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2N.
+
+    The clip bounds how far a value moves in a step, like the ratio of a policy (the clipped value
+    loss of the reference implementation of PPO, arXiv 1707.06347). Metrics are sums over unmasked
+    tokens.
+
+    Args:
+        values: float [t], V, with gradient
+        old_values: float [t], V_old, before the step
+        returns: float [t], R, from `gae` of advantages.py
+        mask: bool [t]
+        clip: c; None for no bound
+        denominator: N, the unmasked tokens of the update over all ranks
+    """
+    zeros = torch.zeros_like(values)
+    error = (values - returns) ** 2
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        move = values - old_values
+        bounded = (old_values + move.clamp(-clip, clip) - returns) ** 2
+        clipped = mask & (move.abs() > clip) & (bounded > error)
+        error = torch.maximum(error, bounded)
+    loss = torch.where(mask, error, zeros).sum() / (2 * denominator)
+    metrics = {
+        "value": torch.where(mask, values, zeros).sum(),
+        "value_clip_fraction": clipped.sum(),
+        "value_error": torch.where(mask, (values - returns) ** 2, zeros).sum(),
+        "return": torch.where(mask, returns, zeros).sum(),
+        "return_square": torch.where(mask, returns**2, zeros).sum(),
+        "trained_tokens": mask.sum(),
+    }
+    return LossOutput(loss, {name: value.detach().float() for name, value in metrics.items()})
+
+
 def _accepted(inputs: LossInputs, mask: Tensor) -> Tensor:
     return mask if inputs.accepted is None else mask & inputs.accepted
 
@@ -255,14 +318,13 @@ def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Co
 def _clipped(
     inputs: LossInputs, tokens: _Corrected, ratio: Tensor, clip: _Clip, denominator: float
 ) -> LossOutput:
-    advantages = inputs.advantages
-    token_loss = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - clip.eps_low, 1 + clip.eps_high)
+    token_loss = clipped(
+        ratio,
+        inputs.advantages,
+        eps_low=clip.eps_low,
+        eps_high=clip.eps_high,
+        dual_clip=clip.dual_clip,
     )
-    if clip.dual_clip is not None:
-        token_loss = torch.where(
-            advantages < 0, torch.minimum(token_loss, clip.dual_clip * advantages.abs()), token_loss
-        )
     metrics = _ratio_metrics(inputs, tokens, ratio, clip)
     return _output(
         inputs, tokens.weight * token_loss, tokens.mask, tokens.kept, denominator, metrics

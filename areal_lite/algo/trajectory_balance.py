@@ -24,11 +24,31 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
   microbatches.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from areal_lite.algo.advantages import episode_mean
 from areal_lite.algo.losses import LossOutput
+from areal_lite.algo.metrics import mismatch
+from areal_lite.algo.objective import (
+    FlatBatch,
+    Minibatch,
+    ProxPass,
+    Reduce,
+    denominator,
+    token_metrics,
+)
 from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
+from areal_lite.algo.targets import shaped_rewards, trained_mask
+
+if TYPE_CHECKING:
+    from areal_lite.config.algo import AlgoConfig
 
 
 def log_ratios(
@@ -96,3 +116,97 @@ def trajectory_balance_loss(
     squares = share * residual**2 + 2 * residual * (here - here.detach())
     metrics = {"log_z": (share * log_z).sum().float(), "sequences": share.sum().float()}
     return LossOutput(squares.sum() / denominator, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceObjective:
+    """Trajectory Balance, whose beta may move in a straight line over the `steps` of the run.
+
+    A completion is all that the policy wrote in an episode, with the mean reward of its traces.
+    """
+
+    algo: AlgoConfig
+    max_new_tokens: int
+    steps: int
+
+    needs_reference = True
+    needs_critic = False
+
+    @property
+    def prox_pass(self) -> ProxPass:
+        return "all"
+
+    def beta(self, version: int) -> float:
+        """Return beta in the step that starts from `version`."""
+        start, end = self.algo.tb_beta, self.algo.tb_beta_end
+        return start if end is None else start + (end - start) * min(1.0, version / self.steps)
+
+    def mask(self, batch: FlatBatch) -> Tensor:
+        """Keep whole completions: no token is too old, and the behavior log-prob is not used."""
+        return trained_mask(batch.sampled, batch, self.algo.shaping)
+
+    def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
+        batch.rewards = shaped_rewards(batch, self.algo.shaping, self.max_new_tokens)
+
+    def trains_on(self, batch: FlatBatch) -> Tensor:
+        return torch.ones_like(batch.truncated)
+
+    def minibatch(
+        self,
+        batch: FlatBatch,
+        token_index: Tensor,
+        current_logprobs: Callable[[], Tensor],
+        reduce: Reduce,
+    ) -> Minibatch:
+        tokens = batch.at(token_index)
+        ratios, present = log_ratios(
+            current_logprobs()[token_index],
+            tokens.reference,
+            tokens.mask,
+            tokens.token_episodes,
+            num=len(batch.rewards),
+        )
+        rewards, group_ids = _by_episode(batch)
+        beta = self.beta(batch.version)
+        return Minibatch(
+            denominator=denominator(batch, token_index, mode="sequence", reduce=reduce),
+            log_z=log_partition(ratios, present, rewards, group_ids, beta=beta),
+            completions=(ratios, batch.episode_lengths),
+        )
+
+    def loss(
+        self,
+        batch: FlatBatch,
+        minibatch: Minibatch,
+        token_index: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> LossOutput:
+        tokens = batch.at(token_index)
+        rewards, group_ids = _by_episode(batch)
+        output = trajectory_balance_loss(
+            logprobs,
+            tokens.reference,
+            tokens.mask,
+            tokens.token_episodes,
+            rewards,
+            group_ids,
+            beta=self.beta(batch.version),
+            denominator=minibatch.denominator,
+            log_z=minibatch.log_z,
+            whole=minibatch.completions,
+        )
+        metrics = {
+            **output.metrics,
+            **mismatch(tokens.prox, tokens.behavior, tokens.mask),
+            **token_metrics(tokens, logprobs, entropy, to_reference=True),
+        }
+        return LossOutput(output.loss, metrics)
+
+
+def _by_episode(batch: FlatBatch) -> tuple[Tensor, Tensor]:
+    """Return the mean reward and the group of each episode, [n]. There may be fewer episodes."""
+    rewards, group_ids = torch.zeros_like(batch.rewards), batch.group_ids.clone()
+    rewards[batch.episode_ids] = episode_mean(batch.rewards, batch.episode_ids)
+    group_ids[batch.episode_ids] = batch.group_ids
+    return rewards, group_ids

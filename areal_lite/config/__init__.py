@@ -13,7 +13,6 @@ from areal_lite.config.algo import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
-    RejectionConfig,
     ShapingConfig,
 )
 from areal_lite.config.cluster import ClusterConfig

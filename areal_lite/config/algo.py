@@ -7,7 +7,7 @@ being trained to the proximal policy, R a reward. conf/algo holds published reci
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, setting
+from areal_lite.config.fields import MAX_TOKENS, setting
 
 
 @dataclass
@@ -30,44 +30,6 @@ class CorrectionConfig:
     low: float | None = setting(
         None, "mask: lower bound of w. null is 1 / cap.", minimum=0, maximum=1
     )
-    veto: list[float] | None = setting(
-        None,
-        "[low, high]: a token with w outside removes its whole sequence from the loss.",
-        minimum=0,
-        maximum=1e6,
-    )
-
-
-@dataclass
-class RejectionConfig:
-    """The rejection of tokens that the policy has moved too far from. They leave the loss.
-
-    The distances are between the proximal policy, with probability p, and the behavior policy, with
-    probability q; d is log p - log q.
-    """
-
-    by: str | None = setting(
-        None,
-        "Distance: ratio is p / q, k1 is d, square is d^2, k3 and k3_reverse estimate the KL "
-        "divergences from and to the behavior policy, tv is |p - q|, binary_kl is the larger of "
-        "both divergences if all other tokens count as one. null: nothing is rejected.",
-        choices=("ratio", "k1", "square", "k3", "k3_reverse", "tv", "binary_kl"),
-    )
-    level: str = setting(
-        "token",
-        "What is rejected: a token; a sequence, by the mean of its tokens; or the most distant "
-        "tokens of an update's batch, until the mean of the others is below the bound.",
-        choices=("token", "sequence", "batch"),
-    )
-    above: float = setting(0.2, "Largest distance that stays.", minimum=0, maximum=1e6)
-    below: float | None = setting(
-        None, "Smallest distance that stays. null: no bound.", minimum=-1e6, maximum=1e6
-    )
-    outward: bool = setting(
-        False,
-        "Reject only tokens that the update would move further away: A d > 0, where A is the "
-        "advantage.",
-    )
 
 
 @dataclass
@@ -82,17 +44,13 @@ class AdvantageConfig:
     )
     mean: str = setting(
         "group",
-        "grpo: baseline. The mean of the group or of the batch, or the group's optimal one, which "
-        "weighs a reward by the squared weights w of its tokens, summed.",
-        choices=("group", "batch", "optimal"),
+        "grpo: baseline, the mean of the group or of the batch.",
+        choices=("group", "batch"),
     )
     std: str = setting(
         "group",
         "grpo: divide by the standard deviation of the group or the batch, or not at all.",
         choices=("group", "batch", "off"),
-    )
-    leave_one_out: bool = setting(
-        False, "grpo: the baseline of a trajectory is the mean of the others."
     )
     whiten: bool = setting(False, "Normalize the advantages over all tokens of the batch.")
     gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", minimum=0, maximum=1)
@@ -122,7 +80,7 @@ class ShapingConfig:
 
 @dataclass
 class KLConfig:
-    """The divergence from the reference policy, or from another one."""
+    """The divergence from the reference policy."""
 
     coef: float = setting(0.0, "Coefficient. 0: no KL term.", minimum=0, maximum=100)
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
@@ -130,11 +88,6 @@ class KLConfig:
         "loss",
         "Where the term is: in the loss, in the reward, or in the advantage of each token.",
         choices=("loss", "reward", "advantage"),
-    )
-    to: str = setting(
-        "reference",
-        "The other policy: that of algo.reference, the proximal one, or the one that sampled.",
-        choices=("reference", "proximal", "behavior"),
     )
 
 
@@ -146,9 +99,6 @@ class CriticConfig:
     """
 
     lr: float = setting(1e-5, "Learning rate.", above=0, maximum=1)
-    clip_grad: float = setting(
-        1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
-    )
     clip_value: float | None = setting(
         0.2, "Largest change of a value in a training step. null: no bound.", above=0, maximum=1e6
     )
@@ -160,18 +110,20 @@ class AlgoConfig:
 
     loss: str = setting(
         "ppo",
-        "Policy loss. tb is Trajectory Balance.",
-        choices=("ppo", "gspo", "gepo", "cispo", "reinforce", "tb"),
+        "Policy loss. tb is Trajectory Balance. module:name is a loss of your own, or a recipe of "
+        "examples/recipes.",
+        choices=("ppo", "gspo", "cispo", "reinforce", "tb"),
+        importable=True,
     )
     decoupled: bool = setting(
         True, "Trust region around the proximal policy. false: around the behavior policy."
     )
     prox: str = setting(
         "recompute",
-        "Log-probs of the proximal policy. recompute: an extra forward pass for what the first "
-        "update does not run on. reuse: those of the update, exact with one minibatch. loglinear: "
-        "interpolated between versions.",
-        choices=("recompute", "reuse", "loglinear"),
+        "Log-probs of the proximal policy. recompute: those of the weights before the step; a "
+        "forward pass computes what the first update does not. loglinear: interpolated between "
+        "versions, without a forward pass.",
+        choices=("recompute", "loglinear"),
     )
     eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0, maximum=1)
     eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0, maximum=1e6)
@@ -181,14 +133,8 @@ class AlgoConfig:
     reduction: str = setting(
         "token",
         "Mean of the loss: over tokens; over each sequence and then over sequences; or a "
-        "sequence's sum divided by a constant.",
+        "sequence's sum divided by rollout.max_new_tokens.",
         choices=("token", "sequence", "constant"),
-    )
-    reduction_length: int | None = setting(
-        None,
-        "reduction=constant: the constant. null: rollout.max_new_tokens.",
-        minimum=1,
-        maximum=MAX_TOKENS,
     )
     entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", minimum=0, maximum=100)
     tb_beta: float = setting(
@@ -196,26 +142,14 @@ class AlgoConfig:
     )
     tb_beta_end: float | None = setting(
         None,
-        "tb: beta after tb_beta_steps, reached linearly. null: tb_beta throughout.",
+        "tb: beta at the end of the run, reached linearly. null: tb_beta throughout.",
         minimum=1e-6,
         maximum=1e6,
-    )
-    tb_beta_steps: int = setting(500, "tb: steps of that change.", minimum=1, maximum=MAX_COUNT)
-    correct_mismatch: bool = setting(
-        True,
-        "Correct the difference of server and trainer under equal weights, as if it were "
-        "staleness. false: estimate its size from tokens of the current version, and leave it out "
-        "of the log-ratios.",
     )
     routing_replay: bool = setting(
         False,
         "Mixture of experts: the trainer computes each token with the experts that the server "
         "chose for it. They take a byte each, in every layer, for every token.",
-    )
-    scale_lr_by_ess: bool = setting(
-        False,
-        "Multiply the learning rate of an update by the square root of the effective sample size, "
-        "as a share, of its weights w before their bounds, at algo.correction.level.",
     )
     reference: str | None = setting(
         None,
@@ -223,7 +157,6 @@ class AlgoConfig:
         "of another size than the model, with the same tokens.",
     )
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    rejection: RejectionConfig = field(default_factory=RejectionConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     kl: KLConfig = field(default_factory=KLConfig)
@@ -233,14 +166,11 @@ class AlgoConfig:
     def prox_pass(self) -> Literal["all", "rest", "none"]:
         """Return which tokens have a forward pass for their proximal log-probs before the updates.
 
-        all: every token, because targets, or totals of an update, depend on them.
-        rest: those that the first update does not run on. Its own pass has the same weights.
+        all: every token, because the targets, or Trajectory Balance, depend on them.
+        rest: the tokens that the first update does not run on. Its own pass has the same weights.
         none: the loss interpolates them.
         """
         if self.prox == "loglinear":
             return "none"
-        for_targets = self.advantage.mean == "optimal" or (self.kl.coef and self.kl.into != "loss")
-        for_totals = self.rejection.by is not None and self.rejection.level == "batch"
-        if self.loss == "tb" or for_targets or for_totals or not self.correct_mismatch:
-            return "all"
-        return "rest"
+        for_targets = self.kl.coef and self.kl.into != "loss"
+        return "all" if self.loss == "tb" or for_targets else "rest"

@@ -28,8 +28,6 @@ def cautions(config: TrainConfig) -> list[str]:
     """Return what a run with these settings should know beforehand."""
     found = [
         _idle_clip(config),
-        _idle_penalty(config),
-        _idle_mismatch(config),
         _too_stale(config),
         _fresh_learning_rate(config),
         *map(_other_reward, source_configs(config).values()),
@@ -49,15 +47,12 @@ def clip_is_idle(config: TrainConfig) -> bool:
 
 
 def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
-    """Return the staleness that an objective tolerates; None for Trajectory Balance: any."""
-    if algo.loss == "tb":
+    """Return the staleness that an objective tolerates.
+
+    None for Trajectory Balance, which tolerates any, and for a loss of your own.
+    """
+    if algo.loss == "tb" or ":" in algo.loss:
         return None
-    if algo.rejection.by is not None:
-        return Tolerance(256, "a rejection of distant tokens", "arXiv 2510.01161: 256 updates")
-    if algo.loss == "gepo":
-        return Tolerance(64, "a ratio to the group's expectation", "arXiv 2508.17850: 64 steps")
-    if algo.scale_lr_by_ess:
-        return Tolerance(128, "a learning rate that follows ess", "arXiv 2602.17616: 128 steps")
     if algo.loss in CLIPPED_LOSSES and not algo.decoupled:
         return Tolerance(
             2, "a clip around the behavior policy", "arXiv 2505.24298: AIME24 42.0 -> 23.3 at 4"
@@ -89,28 +84,6 @@ def _other_reward(config: TrainConfig) -> str | None:
     )
 
 
-def _idle_penalty(config: TrainConfig) -> str | None:
-    algo = config.algo
-    if not algo.kl.coef or algo.kl.to != "proximal" or config.trainer.minibatches > 1:
-        return None
-    if algo.prox == "loglinear":
-        return None
-    return (
-        "algo.kl.to=proximal changes nothing: trainer.minibatches=1 makes one update a batch, and "
-        "before it the policy is the proximal one. Set trainer.minibatches=2 or algo.kl.to=behavior"
-    )
-
-
-def _idle_mismatch(config: TrainConfig) -> str | None:
-    buffer = config.buffer
-    if config.algo.correct_mismatch or not (buffer.fixed_lag and buffer.max_staleness):
-        return None
-    return (
-        f"algo.correct_mismatch=false changes nothing: with buffer.fixed_lag=true and "
-        f"buffer.max_staleness={buffer.max_staleness} no token is fresh"
-    )
-
-
 def _too_stale(config: TrainConfig) -> str | None:
     tolerance, allowed = tolerated_staleness(config.algo), config.buffer.max_staleness
     if tolerance is None or allowed <= tolerance.steps:
@@ -118,13 +91,13 @@ def _too_stale(config: TrainConfig) -> str | None:
     return (
         f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
         f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
-        "algo=stale"
+        "algo.loss=examples.recipes.stale:loss"
     )
 
 
 def _fresh_learning_rate(config: TrainConfig) -> str | None:
     algo, allowed = config.algo, config.buffer.max_staleness
-    if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES or algo.scale_lr_by_ess:
+    if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES:
         return None
     return (
         f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "

@@ -68,6 +68,7 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
     check_sources(config)
     check_servers(config.server)
     _routing_replay(config, dense)
+    _own_loss(config)
     _training(config)
     check_run_dir_of(config)
 
@@ -79,6 +80,15 @@ def check_run_dir_of(config: Any) -> None:
         if isinstance(config, TrainConfig):
             _resume(config)
         _same_command(config, run_dir)
+
+
+def _own_loss(config: TrainConfig) -> None:
+    if ":" not in config.algo.loss:
+        return
+    # A loss of your own imports torch, which other runs do not wait for here.
+    from areal_lite.trainer.objective import build_objective
+
+    build_objective(config)
 
 
 def _training(config: TrainConfig) -> None:

@@ -64,14 +64,14 @@ GROUPS = {
         "adapter_share": "size of what the adapters add, as a share of the weights that they adapt "
         "(Frobenius norms of s B A and of W), with `trainer.lora`",
         "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "
-        "in nats, with `algo.kl.to=reference` or Trajectory Balance",
+        "in nats, with `algo.kl.coef` or Trajectory Balance",
     },
     "behavior": {
         "behave_kl": "estimated KL(behavior || proximal) per trained token, in nats",
         "ess": "effective sample size of the behavior weights, as a share of 1",
         "nonfinite_tokens": "sampled tokens whose log-prob is not finite",
         "behavior_weight": "mean weight of a token after the correction",
-        "rejected": "share of tokens that the correction and the rejection left out",
+        "rejected": "share of tokens that the correction, or a loss of your own, left out",
         "behave_kl_k1": "the same as behave_kl, by the estimator -d, which can be negative",
         "behave_abs": "mean absolute difference of proximal and behavior log-probs, in nats",
         "weight_max": "largest behavior weight before the correction",

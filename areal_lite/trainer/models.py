@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_lite.algo.objectives.base import Objective
+from areal_lite.algo.objective import Objective
 from areal_lite.config import LoraConfig, TrainConfig, reference_folders
 from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.policy import Policy
@@ -77,7 +77,6 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
             trainer,
             lr=algo.critic.lr,
             min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
-            clip_grad=algo.critic.clip_grad,
             gradient_cosine=False,
         )
         models.critic = Critic(settings, Path(config.model), config.seed)

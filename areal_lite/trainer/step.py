@@ -10,7 +10,7 @@ of its own is for the other tokens, unless the targets depend on its log-probs.
 * The model does not run on sequences that have no gradient, but they count in means and metrics.
 * Every rank calls every function, in the same order: forward passes and updates are collective.
 
-The objective (areal_lite/algo/objectives) decides what is computed; this module decides the order.
+The objective (areal_lite/algo/objective.py) decides what is computed, and this module the order.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_lite.algo.losses import LossOutput
+from areal_lite.algo.losses import LossOutput, value_loss
 from areal_lite.algo.metrics import combined
-from areal_lite.algo.objectives.base import FlatBatch, Objective, denominator
-from areal_lite.algo.objectives.critic import critic_loss
-from areal_lite.algo.objectives.metrics import batch_metrics
+from areal_lite.algo.objective import FlatBatch, Objective, batch_metrics, denominator
 from areal_lite.config import TrainConfig
+from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
@@ -211,14 +210,26 @@ def _run_update(
             return LossOutput(0.0 * output.loss, metrics)
         return LossOutput(output.loss, combined(output.metrics, metrics))
 
-    reported = policy.update(update.microbatches, policy_loss, temperature, objective.lr_factor)
-    if critic is None:
-        return reported, None
+    reported = policy.update(
+        update.microbatches, policy_loss, temperature, lambda _: minibatch.lr_factor
+    )
+    return reported, _update_critic(critic, flat, update, config) if critic else None
 
-    tokens = denominator(flat, update.token_index, mode="token", reduce=data_parallel_sum)
 
-    def value_loss(values: Tensor, microbatch: Microbatch) -> LossOutput:
-        clip = config.algo.critic.clip_value
-        return critic_loss(flat, microbatch.token_index, values, clip=clip, denominator=tokens)
+def _update_critic(
+    critic: Critic, flat: FlatBatch, update: _Update, config: TrainConfig
+) -> dict[str, float]:
+    count = denominator(flat, update.token_index, mode="token", reduce=data_parallel_sum)
 
-    return reported, critic.update(update.microbatches, value_loss)
+    def loss(values: Tensor, microbatch: Microbatch) -> LossOutput:
+        tokens = flat.at(microbatch.token_index)
+        return value_loss(
+            values,
+            tokens.values,
+            tokens.returns,
+            tokens.mask,
+            clip=config.algo.critic.clip_value,
+            denominator=count,
+        )
+
+    return critic.update(update.microbatches, loss)

@@ -5,9 +5,6 @@ Names are those of metrics.jsonl.
 
 from areal_lite.algo.metrics import effective_sample_size
 
-# Sums for the learning rate only.
-_SAMPLES = {"samples", "sample_weight_sum", "sample_weight_square_sum"}
-
 
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Combine what the policy's updates report.
@@ -23,8 +20,6 @@ def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         else sum(u[name] for u in updates)
         for name in last
     }
-    for name in _SAMPLES & total.keys():
-        del total[name]
     tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
     ess = effective_sample_size(total.pop("weight_sum"), total.pop("weight_square_sum"), tokens)
     del total["lr"]

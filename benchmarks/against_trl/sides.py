@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {
 # Each update is a step of its own, and a push follows: so the data is the least stale.
 OWN = (
     f"trainer.batch_groups={COMMON['groups'] // COMMON['minibatches']} trainer.minibatches=1"
-    " algo.prox=reuse buffer.max_staleness=3 rollout.max_concurrent=256"
+    " buffer.max_staleness=3 rollout.max_concurrent=256"
 )
 
 

@@ -22,11 +22,12 @@ ARMS = {
     "sequence": ("#999933", "one weight per trajectory, optimal baseline"),
     "product": ("#882255", "one weight per trajectory, up to 2"),
     "settled": ("#44aa99", "the same, learning rate falls at the end"),
+    "averaged": ("#117733", "clip around the averaged policy"),
     "penalty": ("#222222", "penalty on the divergence"),
     "decoupled_sgd": ("#0072b2", "decoupled, weighted, without Adam"),
     "behavior_sgd": ("#d55e00", "clip around the behavior policy, without Adam"),
 }
-"""The color and the label of each arm."""
+"""The color and the label of each arm, also of arms whose settings are gone."""
 _MARKERS = {2: "v", 4: "P", 8: "o", 16: "s", 32: "D", 64: "^"}
 
 

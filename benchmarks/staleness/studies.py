@@ -25,37 +25,29 @@ COMMON = (
 )
 _DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
 _BEHAVIOR = "algo.decoupled=false algo.correction.mode=cap"
-_MOMENT = f"{_DECOUPLED} algo.rejection={{by:square,level:batch,above:0.04,outward:true}}"
+_MOMENT = f"{_DECOUPLED} algo.loss=examples.recipes.stale:loss"
 _PRODUCT = f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=2"
 ARMS = {
     "decoupled": _DECOUPLED,
     "behavior": _BEHAVIOR,
     "unweighted": "algo.decoupled=true algo.correction.mode=off",
-    "ess": f"{_DECOUPLED} algo.scale_lr_by_ess=true",
     "moment": _MOMENT,
     "decay": f"{_MOMENT} trainer.lr_schedule=linear",
-    "variation": f"{_DECOUPLED} algo.rejection={{by:tv,above:0.2,outward:true}}",
-    "range": f"{_DECOUPLED} algo.rejection={{by:ratio,above:2,below:0.5}}",
-    "sequence": (
-        f"{_DECOUPLED} algo.correction.level=product algo.correction.cap=8"
-        " algo.advantage.mean=optimal"
-    ),
     "product": _PRODUCT,
     "settled": f"{_PRODUCT} trainer.lr_schedule=wsd trainer.lr_decay_steps=176",
-    "penalty": f"{_DECOUPLED} algo.kl={{coef:0.1,estimator:k2,into:loss,to:behavior}}",
     "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
     "behavior_sgd": f"{_BEHAVIOR} trainer.optimizer=sgd",
 }
 """decoupled: clip around the proximal policy, weights to the behavior policy capped at 5.
 behavior: clip around the behavior policy. unweighted: decoupled without the weight.
 
-The others are decoupled with one addition. ess: a learning rate that follows the effective sample
-size. moment, variation, range: rejection of tokens by the second moment of the log-ratio, by total
-variation, or by the ratio. product: one weight per trajectory, capped at 2. settled: the same, with
-a learning rate that falls to zero in the last fifth of the steps. sequence: a weight per trajectory
-capped at 8, and the baseline of least variance. decay: moment with a learning rate that falls to
-zero. penalty: the divergence from the behavior policy in the loss. decoupled_sgd, behavior_sgd: an
-optimizer that does not rescale gradients."""
+The others are decoupled with one addition. moment: tokens leave the loss by the second moment of
+the log-ratio. decay: the same, with a learning rate that falls to zero. product: one weight per
+trajectory, capped at 2. settled: the same, with a learning rate that falls to zero in the last
+fifth of the steps. decoupled_sgd, behavior_sgd: an optimizer that does not rescale gradients.
+
+runs.jsonl also has runs of arms whose settings are gone: ess, variation, range, sequence, averaged,
+penalty."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +90,7 @@ class Cell:
 
 
 CLIPS = ("decoupled", "behavior", "unweighted")
-CURES = (
-    *CLIPS,
-    *("sequence", "product", "settled", "ess", "moment", "decay"),
-    *("variation", "range", "penalty"),
-)
+CURES = (*CLIPS, "product", "settled", "moment", "decay")
 LRS = (3e-5, 1e-4, 3e-4)
 CURE_LRS = (3e-5, 6e-5, 1e-4, 1.5e-4)
 SGD_LRS = (0.1, 0.3)

@@ -177,7 +177,6 @@ def test_two_servers_two_ranks_retract_by_disk_every_second_step(model, tmp_path
         "buffer.max_staleness=2",
         "rollout.interrupt=retract",
         "sync.transport=disk",
-        "algo.prox=reuse",
         "sync.every=2",
         "eval.every=1",
         *two,

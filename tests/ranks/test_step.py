@@ -9,15 +9,14 @@ import pytest
 import torch
 import transformers
 
-from areal_lite.algo.objectives.balance import BalanceObjective
-from areal_lite.algo.objectives.ratio import RatioObjective
+from areal_lite.algo.ratio import OwnObjective, RatioObjective
+from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
     CorrectionConfig,
     CriticConfig,
     KLConfig,
-    RejectionConfig,
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
@@ -107,15 +106,6 @@ def test_prox_is_the_policy_before_the_step(model):
     assert result.metrics["clip_fraction"] == 0
 
 
-def test_reuse_is_recompute_with_one_minibatch(model):
-    (a, weights_a, _), (b, weights_b, _) = (
-        step(model, batch(), AlgoConfig(prox=prox)) for prox in ("recompute", "reuse")
-    )
-    torch.testing.assert_close(a.prox, b.prox, rtol=0, atol=1e-6)
-    assert_same(weights_a, weights_b, 1e-6)
-    assert a.metrics["behave_kl"] == pytest.approx(b.metrics["behave_kl"], abs=1e-6)
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_a_step_does_not_depend_on_packing(model, num_minibatches):
     whole, split = (
@@ -151,27 +141,29 @@ def test_staleness_and_mismatch_are_measured_apart(model):
     assert "mismatch_square" not in stale.metrics
 
 
-def test_without_its_mismatch_fresh_data_are_on_policy(model):
+def test_fresh_data_are_on_policy_without_the_mismatch(model):
     data = replace(batch(), versions=np.where(batch().loss_mask, 3, -1))
-    plain, _, _ = step(model, data)
-    apart, _, _ = step(model, data, AlgoConfig(correct_mismatch=False))
-    assert plain.metrics["ess"] < 0.99
-    assert apart.metrics["ess"] == pytest.approx(1, abs=1e-6)
-    assert apart.metrics["behavior_weight"] == pytest.approx(1, abs=1e-6)
-    same = pytest.approx(plain.metrics["mismatch_square"], rel=1e-6)  # of another pass
-    assert apart.metrics["mismatch_square"] == same
+    plain, weights, _ = step(model, data, AlgoConfig(correction=CorrectionConfig("off")))
+    apart, same, _ = step(model, data, AlgoConfig(loss="examples.recipes.mismatch:loss"))
+    assert plain.metrics["mismatch_square"] > 0.01
+    assert apart.metrics["mismatch_square"] == pytest.approx(
+        plain.metrics["mismatch_square"], rel=1e-5
+    )
+    assert_same(weights, same, 1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "product"])
-def test_the_learning_rate_follows_the_effective_sample_size(model, level):
+def test_the_learning_rate_follows_the_effective_sample_size(model):
     data = batch()
-    correction = CorrectionConfig(level=level)
-    _, plain, before = step(model, data, AlgoConfig(correction=correction))
-    result, scaled, _ = step(model, data, AlgoConfig(correction=correction, scale_lr_by_ess=True))
+    algo = AlgoConfig(loss="examples.recipes.vcpo:loss", reduction="sequence")
+    own = build_objective(TrainConfig(model="", algo=algo)).own
+    constant = replace(own, prepare=lambda *args: {**own.prepare(*args), "lr_factor": 1.0})
+    result, scaled, before = step(model, data, algo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("examples.recipes.vcpo.loss", constant)
+        _, plain, _ = step(model, data, algo)
     _, untouched, _ = step(model, replace(data, loss_mask=np.zeros_like(data.loss_mask)))
     d = np.where(data.loss_mask, before.double().numpy() - data.behavior_logprobs, 0)
-    sums = np.bincount(data.sequence_ids, d)
-    weights = np.exp(d[data.loss_mask] if level == "token" else sums)
+    weights = np.exp(np.bincount(data.sequence_ids, d))
     factor = np.sqrt(weights.sum() ** 2 / np.square(weights).sum() / len(weights))
     assert 0.1 < factor < 0.99
     assert result.metrics["lr"] == pytest.approx(1e-3 * factor, rel=1e-4)
@@ -220,7 +212,8 @@ OBJECTIVES = {
     "reinforce": AlgoConfig(
         loss="reinforce", reduction="constant", advantage=AdvantageConfig("rloo")
     ),
-    "rejection": AlgoConfig(rejection=RejectionConfig(by="square", level="batch", above=0.02)),
+    "own": AlgoConfig(loss="examples.recipes.stale:loss"),
+    "own, of whole groups": AlgoConfig(loss="examples.recipes.gepo:loss", reduction="sequence"),
     "kl and entropy": AlgoConfig(kl=KLConfig(0.1, "k2", "loss"), entropy_coef=0.01),
     "kl in reward": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
@@ -268,7 +261,7 @@ def test_running_only_what_has_a_gradient_changes_nothing(model, name, uniform, 
     algo = replace(OBJECTIVES.get(name, AlgoConfig()), reference=str(model))
     run = partial(steps, model, data, algo, minibatches=2)
     (metrics, weights), tokens = run(), _tokens_run(monkeypatch, "update", run)
-    for objective in (RatioObjective, BalanceObjective):
+    for objective in (RatioObjective, OwnObjective, BalanceObjective):
         monkeypatch.setattr(objective, "trains_on", lambda _, flat: torch.ones_like(flat.truncated))
     (expected_metrics, expected), all_tokens = run(), _tokens_run(monkeypatch, "update", run)
     assert_same(weights, expected, 2e-6)
@@ -279,7 +272,7 @@ def test_running_only_what_has_a_gradient_changes_nothing(model, name, uniform, 
             assert row[key] == pytest.approx(expected_row[key], rel=1e-4, abs=1e-5), key
         assert row["entropy"] == pytest.approx(expected_row["entropy"], rel=1e-3)
     assert all_tokens == 2 * len(data.tokens), "each of two steps runs the model on every token"
-    if name in {"ppo", "gspo", "cispo", "reinforce", "rejection"}:
+    if name in {"ppo", "gspo", "cispo", "reinforce", "own"}:
         assert tokens < 0.7 * all_tokens
     elif name != "kl in reward":
         assert tokens == all_tokens

@@ -13,7 +13,6 @@ from areal_lite.config import (
     CorrectionConfig,
     CriticConfig,
     KLConfig,
-    RejectionConfig,
     TrainConfig,
     TrainerConfig,
 )
@@ -34,13 +33,10 @@ OBJECTIVES = {
         advantage=AdvantageConfig(mean="batch", std="batch", whiten=True),
         entropy_coef=0.01,
     ),
-    "rejection": AlgoConfig(rejection=RejectionConfig(by="square", level="batch", above=0.02)),
-    "effective samples": AlgoConfig(
-        correction=CorrectionConfig(level="product"), scale_lr_by_ess=True
-    ),
-    "staleness alone": AlgoConfig(
-        rejection=RejectionConfig(by="k3", level="batch", above=0.01), correct_mismatch=False
-    ),
+    "rejection": AlgoConfig(loss="examples.recipes.stale:loss"),
+    "effective samples": AlgoConfig(loss="examples.recipes.vcpo:loss", reduction="sequence"),
+    "staleness alone": AlgoConfig(loss="examples.recipes.mismatch:loss"),
+    "whole groups": AlgoConfig(loss="examples.recipes.gepo:loss"),
     "returns": AlgoConfig(
         kl=KLConfig(0.1, "k1", "reward"), advantage=AdvantageConfig("reinforce_pp")
     ),

@@ -192,7 +192,7 @@ def test_many_more_random_command_lines(where, capsys, monkeypatch):
         ("run_dir=''", "run_dir is empty"),
         ("reward.function=.a:b", "cannot import .a"),
         ("rollout.temperature=nan", "rollout.temperature=nan: must be at least 0.001"),
-        ("algo.correction.veto=[0.5,inf]", "algo.correction.veto=[0.5, inf]: must be"),
+        ("algo.correction.low=inf", "algo.correction.low=inf: must be"),
         (
             "data.path=a\nb data.source=jsonl",
             "cannot read data.path=a b: check its brackets and quotes",

@@ -177,7 +177,8 @@ GUIDE = (
         ("staleness_max", "stale_square", "mismatch_square"),
         "staleness_max above what `areal_lite/config/cautions.py` lists for the objective",
         "`buffer.max_staleness` suits another correction of stale tokens",
-        "lower `buffer.max_staleness`; or train with `algo=stale`, or with "
+        "lower `buffer.max_staleness`; or train with "
+        "`algo.loss=examples.recipes.stale:loss`, or with "
         "`algo.decoupled=true` and `algo.correction.mode=cap`",
         ("low_ess",),
     ),

@@ -28,7 +28,7 @@ from areal_lite.algo.metrics import (
     ratio_sums,
 )
 from areal_lite.algo.sequences import discounted_sum, group_mean
-from areal_lite.algo.shaping import kl_in_reward, overlong_penalty, scale_and_clip, token_rewards
+from areal_lite.algo.targets import kl_in_reward, overlong_penalty, scale_and_clip, token_rewards
 from tests.unit.algo.algo_batches import ragged, rows
 
 seeds = st.integers(0, 100_000)

@@ -198,8 +198,6 @@ def test_restarts_of_the_controller_and_the_trainer_are_found(tmp_path: Path) ->
         ("algo.decoupled=false", 2),
         ("algo.correction.mode='off'", 1),
         ("algo.loss=reinforce", 8),
-        ("algo.rejection.by=tv", 256),
-        ("algo.scale_lr_by_ess=true", 128),
     ],
 )
 def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: str, limit: int):
@@ -209,8 +207,9 @@ def test_what_is_too_stale_depends_on_the_objective(tmp_path: Path, override: st
     assert f"is known to tolerate {limit} (" in findings(above)["too_stale"].evidence
 
 
-def test_trajectory_balance_bears_everything(tmp_path: Path):
-    assert not findings(make_run(tmp_path / "run", "algo.loss=tb", staleness_max=500))
+@pytest.mark.parametrize("loss", ["tb", "examples.recipes.stale:loss"])
+def test_what_an_objective_bears_may_be_unknown(tmp_path: Path, loss: str):
+    assert not findings(make_run(tmp_path / "run", f"algo.loss={loss}", staleness_max=500))
 
 
 def test_a_clip_that_cannot_act_is_told_from_one_that_did_not(tmp_path: Path):

@@ -108,9 +108,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 
 
 def test_recomputing_costs_a_forward_pass_each() -> None:
-    reuse = ["algo.prox=reuse", "simulate.step_fixed_s=0"]
-    plain = trainer_speed(checked_config("simulate", reuse))
-    full = trainer_speed(checked_config("simulate", [*reuse, "trainer.recompute=full"]))
+    settings = ["trainer.minibatches=1", "simulate.step_fixed_s=0"]
+    plain = trainer_speed(checked_config("simulate", settings))
+    full = trainer_speed(checked_config("simulate", [*settings, "trainer.recompute=full"]))
     assert plain.per_token_s == pytest.approx(6 * 7.62e9 / (0.4 * 989e12))
     assert full.per_token_s == pytest.approx(plain.per_token_s * 8 / 6)
 
@@ -120,7 +120,7 @@ def test_recomputing_costs_a_forward_pass_each() -> None:
     [
         (["trainer.minibatches=1"], 0),
         (["trainer.minibatches=4"], 3 / 4),
-        (["trainer.minibatches=4", "algo.correct_mismatch=false"], 1),
+        (["trainer.minibatches=4", "algo.kl={coef: 0.1, into: reward}", "algo.reference=m"], 1),
         (["trainer.minibatches=4", "algo.prox=loglinear"], 0),
     ],
 )

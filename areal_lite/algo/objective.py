@@ -1,18 +1,19 @@
-"""The interface between a training step and an objective.
+"""The interface between a training step and its objective.
 
 A step makes these calls, in this order:
 
-    mask         -> which tokens count
+    mask         -> the tokens that count
     (forward passes fill reference, values and, if prox_pass is "all", prox and entropy)
     set_targets  -> rewards become advantages and returns
-    trains_on    -> which sequences can have a gradient
+    trains_on    -> the sequences that can have a gradient
     (if prox_pass is "rest", a forward pass fills prox and entropy where the first update will not)
     minibatch    -> totals of one optimizer update, over all data-parallel ranks
     loss         -> one microbatch's share of that update's loss
-    lr_factor    -> how much of the learning rate that update takes
 
 T is the number of tokens and n the number of sequences in a rank's batch; t is the number of tokens
 in a microbatch. A token index is an int64 index into the T tokens.
+
+A loss of your own, `algo.loss=module:name`, sees the same tensors; see `OwnLoss`.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import LossOutput
-from areal_lite.algo.reduction import reduction_count
-from areal_lite.algo.sequences import sequence_length
+from areal_lite.algo.metrics import by_staleness, entropy_sum
+from areal_lite.algo.sequences import reduction_count, sequence_length
 
 # Sums a tensor over the data-parallel ranks. Every rank calls it.
 Reduce = Callable[[Tensor], Tensor]
 
-# The tokens of a forward pass before the first update, which fills `prox` and `entropy`:
-# all of them; those that the first update does not run on, which fills in its own; or none, in
-# which case `loss` fills `prox`, and `entropy` stays 0.
+# The tokens of a forward pass before the first update, which fills `prox` and `entropy`: all of
+# them; the ones that the first update does not run on, since it fills in its own; or none. In that
+# case `loss` fills `prox`, and `entropy` stays 0.
 ProxPass = Literal["all", "rest", "none"]
 
 _PER_TOKEN = {
@@ -45,11 +47,10 @@ _PER_TOKEN = {
 
 @dataclass(kw_only=True)
 class FlatBatch:
-    """The whole groups of one rank as flat tensors on its device.
+    """The whole groups of one rank, or a selection of their tokens, as flat tensors.
 
     The step fills in `reference`, `values`, `advantages` and `returns` only for an objective that
-    uses them. `prox_pass` of the objective says when `prox` and `entropy` are
-    filled in.
+    uses them. `prox_pass` of the objective says when `prox` and `entropy` are filled in.
     """
 
     version: int
@@ -112,16 +113,60 @@ class Minibatch:
     """Tokens or episodes over all ranks, as the reduction counts them; at least 1."""
     episode_lengths: Tensor | None = None
     """int64 [n]: the unmasked tokens of each episode, over all of its traces."""
-    rejection_limit: Tensor | None = None
-    """A scalar: the largest distance that algo/rejection.py accepts at level `batch`."""
-    staleness_share: Tensor | None = None
-    """float64 [k]: the share of staleness in the log-ratio of a token, from algo/mismatch.py."""
-    group_log_q: Tensor | None = None
-    """float64 [n]: what `gepo_loss` divides each sequence's probability by."""
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What `OwnLoss.prepare` returned."""
+    lr_factor: float = 1.0
+    """Multiplies the learning rate of the update."""
     log_z: Tensor | None = None
     """float [n]: Trajectory Balance's log-partition of each episode's group."""
     completions: tuple[Tensor, Tensor] | None = None
     """float [n], int64 [n]: Trajectory Balance's log-ratio and unmasked tokens of each episode."""
+
+
+class TokenLoss(NamedTuple):
+    """What a loss of your own returns, besides its losses alone.
+
+    losses: float [t], with gradient. The reduction (algo.reduction) weighs and adds them.
+    kept: bool [t]; other tokens have no share in the loss, but still count in its denominator.
+    metrics: by name float or bool [t]; metrics.jsonl has the mean over unmasked tokens.
+    """
+
+    losses: Tensor
+    kept: Tensor | None = None
+    metrics: dict[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss of your own: `algo.loss=module:name` names one, or its `function` alone.
+
+    function(tokens, logprobs, algo, **prepared) returns float [t] with gradient, or a `TokenLoss`.
+    It sees whole sequences of one microbatch.
+
+        tokens: FlatBatch of t tokens, whose per-sequence tensors [n] are those of the whole batch.
+            Log-probs and advantages are finite and without gradient, also where masked.
+        logprobs: float [t], under the weights being trained, with gradient
+        algo: the section `algo` of the configuration, such as algo.eps_low
+
+    prepare(tokens, algo, reduce) is called once before each update, on every rank, with all tokens
+    of the update on that rank. `reduce` sums a tensor over the ranks. It returns keywords for
+    `function`, such as a scalar or one number per sequence [n]. `lr_factor` among them multiplies
+    the learning rate of the update instead. It costs a forward pass over all tokens before the
+    first update, which fills `prox`.
+
+    zero_without_advantage: the loss of a token is 0 if its advantage is. The model then does not
+    run on sequences without an advantage.
+
+    The configuration decides the rest: advantages, reduction, and terms for KL and entropy.
+    examples/recipes has examples.
+    """
+
+    function: Callable[..., Tensor | TokenLoss]
+    prepare: Callable[[FlatBatch, Any, Reduce], dict[str, Any]] | None = None
+    zero_without_advantage: bool = False
+
+    def __call__(self, *args: Any, **prepared: Any) -> Tensor | TokenLoss:
+        return self.function(*args, **prepared)
 
 
 class Objective(Protocol):
@@ -140,10 +185,6 @@ class Objective(Protocol):
     @property
     def prox_pass(self) -> ProxPass:
         """Return which tokens have a forward pass of their own, for `prox` and `entropy`."""
-        ...
-
-    def lr_factor(self, sums: dict[str, float]) -> float:
-        """Return the factor of an update's learning rate, given what `loss` summed for it."""
         ...
 
     def mask(self, batch: FlatBatch) -> Tensor:
@@ -206,3 +247,74 @@ def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Red
     device = token_index.device
     total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))
     return max(1.0, float(total))
+
+
+@torch.no_grad()
+def token_metrics(
+    tokens: FlatBatch, logprobs: Tensor, entropy: Tensor, *, to_reference: bool
+) -> dict[str, Tensor]:
+    """Sum, over a microbatch's unmasked tokens, what every objective reports.
+
+    Args:
+        tokens: of the microbatch
+        logprobs, entropy: float [t], under the weights being trained
+        to_reference: measure the divergence from the reference policy
+    """
+    metrics = {
+        "entropy": entropy_sum(entropy, tokens.mask).float(),
+        "trained_tokens": tokens.mask.sum().float(),
+    }
+    if to_reference:
+        divergence = kl_estimate(logprobs, tokens.reference, tokens.mask, estimator="k3")
+        metrics["reference_kl"] = divergence.sum().float()
+    return metrics
+
+
+def batch_metrics(
+    flat: FlatBatch, *, oldest: int, mask_truncated: bool, reduce: Reduce
+) -> dict[str, float | list[float]]:
+    """Count tokens by staleness and masked tokens by reason. Every rank calls it.
+
+    `behave_abs_by_staleness` is the mean |prox - behavior| of each staleness, in nats. Where tokens
+    are fresh, `mismatch_square` is the mean square of their difference, and `stale_square` what the
+    older tokens have besides: if both causes are independent, their squares add up.
+
+    Args:
+        oldest: the staleness bound; an older token is overdue
+        mask_truncated: sequences that ended at the token limit are masked
+        reduce: the sum over data-parallel ranks
+    """
+    masked = flat.sampled & ~flat.mask
+    truncated = masked & flat.truncated[flat.sequence_ids] & mask_truncated
+    overdue = masked & ~truncated & (flat.version - flat.versions > oldest)
+    reasons = {
+        "masked_truncated": truncated,
+        "masked_overdue": overdue,
+        "masked_nonfinite": masked & ~truncated & ~overdue,
+    }
+    difference = (flat.prox - flat.behavior).double()
+    where = {"version": flat.version, "oldest": oldest}
+    absolute, tokens = by_staleness(difference.abs(), flat.versions, flat.mask, **where)
+    square, _ = by_staleness(difference**2, flat.versions, flat.mask, **where)
+    counts = torch.stack([reason.sum() for reason in reasons.values()])
+    # One collective for all of them.
+    parts = [counts, tokens, absolute, square]
+    total = reduce(torch.cat(parts).double()).split([len(part) for part in parts])
+    counts, tokens, absolute, square = (part.tolist() for part in total)
+    return {
+        **dict(zip(reasons, counts)),
+        "tokens_by_staleness": tokens,
+        "behave_abs_by_staleness": [d / max(n, 1.0) for d, n in zip(absolute, tokens)],
+        **_two_causes(tokens, square),
+    }
+
+
+def _two_causes(tokens: list[float], square: list[float]) -> dict[str, float]:
+    """Split the mean square of log-ratios, given counts and sums by staleness."""
+    if not tokens[0]:
+        return {}
+    mismatch, older = square[0] / tokens[0], sum(tokens[1:])
+    if not older:
+        return {"mismatch_square": mismatch}
+    stale = max(sum(square[1:]) / older - mismatch, 0.0)
+    return {"mismatch_square": mismatch, "stale_square": stale}

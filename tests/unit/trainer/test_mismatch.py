@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.algo.mismatch import staleness_share, trainer_behavior
+from examples.recipes.mismatch import staleness_share, trainer_behavior
 from tests.unit.algo.algo_batches import on_ranks
 
 VERSION, OLDEST = 9, 3

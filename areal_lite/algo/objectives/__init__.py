@@ -1,1 +1,0 @@
-"""Objectives: the losses of areal_lite/algo, as a training step calls them. Pure torch."""
