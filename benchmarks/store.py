@@ -25,7 +25,7 @@ import numpy as np
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_packing import pack_logprobs, pack_texts, pack_tokens
+from areal_lite.run_dir.store_format import pack_logprobs, pack_texts, pack_tokens
 from areal_lite.trajectory import Group, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,8 +27,7 @@ from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.metrics import LoopLag, batch_info
 from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
 from areal_lite.controller.replay import ReplayBuffer
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group
 

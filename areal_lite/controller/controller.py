@@ -47,8 +47,7 @@ from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.controller.sources import Dependencies
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.run_dir.resume import needed_since
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import Client
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo

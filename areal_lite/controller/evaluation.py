@@ -29,7 +29,7 @@ from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
 from areal_lite.rollout.runner import WorkflowRun
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system import back_off

@@ -36,7 +36,7 @@ import zmq
 import zmq.asyncio
 
 from areal_lite.run_dir.paths import CONTROLLER_FILE
-from areal_lite.run_dir.store_file import StoreError
+from areal_lite.run_dir.store_format import StoreError
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.files import write_atomically
 from areal_lite.system.processes import process_namespace

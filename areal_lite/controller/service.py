@@ -28,8 +28,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import remove_status, write_status
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, start_version
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat

@@ -12,7 +12,7 @@ from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.rollout.episode import Workflow
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import StoreThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_lite.run_dir.store_file import REMEDY, StoreFile
-from areal_lite.run_dir.store_packing import unpack
-from areal_lite.run_dir.store_rows import decoded, from_row
-from areal_lite.run_dir.store_schema import (
+from areal_lite.run_dir.store_format import (
     ADMISSION,
     NOT_KEPT,
+    REMEDY,
     TOKENS,
     TRACE,
     WITH_ROUTES,
     WITH_TOKENS,
+    StoreFile,
     checksum,
+    decoded,
+    from_row,
+    unpack,
 )
 from areal_lite.trajectory import Group, GroupState, Trajectory
 

@@ -10,34 +10,140 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
   its episodes that did not fail, each numbered from 0.
 * Tokens, log-probs, texts and routes of prompt and completion are in `sequences`, compressed
-  (store_packing.py). `kept_bytes` of a group is their size. When the file reaches its bound
-  (`store.max_gib`), old groups lose them and have `kept_bytes` 0 (store_bound.py).
+  (store_format.py). `kept_bytes` of a group is their size. When the file reaches its bound
+  (`store.max_gib`), old groups lose them and have `kept_bytes` 0.
 * `draws` has the episodes of each batch that was drawn from a replay buffer. `totals` has the
   counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
-* Each row of `groups` and `trajectories` has a checksum (store_schema.py). A damaged group that
+* Each row of `groups` and `trajectories` has a checksum. A damaged group that
   waits is dropped when a run resumes. Other damage is a ValueError that names the file.
 * The write-ahead log survives the death of any process at any moment. A power cut does not damage
   the file. It may lose the commits after the last durable one, such as the end of a step.
 
-`store_schema.py` has the tables, `store_rows.py` makes the rows. `Store` is blocking SQLite;
-`StoreThread` runs it on a thread of its own.
+The bound, `store.max_gib`:
+
+* Groups of which nothing was learned lose their tokens first: a filter left them out, or they
+  became too stale. Groups that steps have used follow, and groups with failed rollouts: they
+  show what the model learned from and what goes wrong. Among both, the oldest go first.
+* A group loses tokens, log-probs, texts and routes of all its trajectories in one transaction, and
+  its `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.
+* Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
+  that a resume may take back.
+* New groups fill the pages that become free. What is left beyond the bound returns to the file
+  system (`auto_vacuum = INCREMENTAL`).
+
+`Store` is blocking SQLite. `StoreThread` runs it on a thread of its own: `await submit(Store.admit,
+…)` returns after the change is committed.
 """
 
+import asyncio
 import logging
+import queue
+import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from areal_lite.run_dir.reader import DamagedGroup
-from areal_lite.run_dir.store_bound import BoundedStore
-from areal_lite.run_dir.store_file import REMEDY
-from areal_lite.run_dir.store_rows import to_rows
-from areal_lite.run_dir.store_schema import ADMISSION, checksum
+from areal_lite.run_dir.reader import DamagedGroup, RunReader
+from areal_lite.run_dir.store_format import (
+    ADMISSION,
+    REMEDY,
+    StoreError,
+    StoreFile,
+    checksum,
+    to_rows,
+)
 from areal_lite.trajectory import Group, GroupState
+
+# A call removes or returns about this many bytes, so that other calls do not wait for long.
+_BYTES_AT_ONCE = 8 * 2**20
+# At the bound, groups are removed down to this share of it. The room is for the next steps: without
+# it, each step would move pages to the end of the file and back.
+_TARGET = 0.9
+
+_REMOVABLE = """
+SELECT group_id, kept_bytes, finished_at FROM groups
+WHERE kept_bytes > 0 AND finished_at >= ?
+  AND (state = 'used' OR num_trajectories < size) = ?
+  AND NOT (state = 'used' AND step >= ?)
+  AND CASE WHEN ? IS NULL THEN state != 'finished'
+           ELSE group_id NOT IN (SELECT value FROM json_each(?)) END
+ORDER BY finished_at
+"""
+
+
+class BoundedStore(RunReader):
+    """The part of a store that keeps its file small."""
+
+    # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
+    _unlearned_since = 0.0
+
+    def __init__(self, path: Path):
+        """Open the store to write, and create it if there is none."""
+        StoreFile.__init__(self, path)
+
+    def size(self, group_ids: Sequence[int]) -> dict[str, float]:
+        """Return the metrics of the store's size; those per token are of some groups.
+
+        The tokens are those of prompt and completion.
+        """
+        ids = (msgspec.json.encode(list(group_ids)).decode(),)
+        chosen = "WHERE group_id IN (SELECT value FROM json_each(?))"
+        ((kept,),) = self._query(f"SELECT sum(kept_bytes) FROM groups {chosen}", ids)
+        ((tokens,),) = self._query(f"SELECT sum(n_tokens) FROM trajectories {chosen}", ids)
+        size = {"store_mib": self._pragma("page_count") * self._pragma("page_size") / 2**20}
+        return size | ({"store_bytes_per_token": kept / tokens} if tokens else {})
+
+    def trim(self, max_bytes: int, since: int, held: Sequence[int] | None = None) -> bool:
+        """Bring a file of more than `max_bytes` nearer to it; return whether another call may.
+
+        Args:
+            max_bytes: the bound of the file, without its write-ahead log.
+            since: a resume may need what this step and later ones have used.
+            held: ids of the groups of a replay buffer; None without one: what waits is needed.
+        """
+        page, pages = self._pragma("page_size"), self._pragma("page_count")
+        if page * pages <= max_bytes:
+            return False
+        free = self._pragma("freelist_count")
+        surplus = page * (pages - free) - int(_TARGET * max_bytes)
+        if surplus > 0 and self._remove(min(surplus, _BYTES_AT_ONCE), since, held):
+            return True
+        spare, at_once = min(free, pages - max_bytes // page), _BYTES_AT_ONCE // page
+        for _ in range(min(spare, at_once)):
+            # Python ends a statement without columns after its first step, which is one page.
+            self._execute("PRAGMA incremental_vacuum(1)")
+        return spare > at_once
+
+    def _remove(self, num_bytes: int, since: int, held: Sequence[int] | None) -> bool:
+        """Remove the tokens of groups with `num_bytes` or more; return whether there were any."""
+        ids = None if held is None else msgspec.json.encode(list(held)).decode()
+        chosen: list[int] = []
+        for learned in (False, True):
+            # A group may leave a replay buffer long after it has ended.
+            first = self._unlearned_since if held is None and not learned else 0.0
+            for group_id, kept, ended in self._query(_REMOVABLE, (first, learned, since, ids, ids)):
+                if num_bytes <= 0:
+                    break
+                chosen.append(group_id)
+                num_bytes -= kept
+                if not learned:
+                    self._unlearned_since = ended
+        where = "WHERE group_id IN (SELECT value FROM json_each(?))"
+        values = (msgspec.json.encode(chosen).decode(),)
+        self._execute(f"DELETE FROM sequences {where}", values)
+        self._execute(f"UPDATE groups SET kept_bytes = 0 {where}", values)
+        return bool(chosen)
+
+    def _pragma(self, name: str) -> Any:
+        ((value,),) = self._query(f"PRAGMA {name}")
+        return value
+
 
 log = logging.getLogger(__name__)
 
@@ -315,3 +421,101 @@ class Store(BoundedStore):
             else:
                 put_back.append(index)
         return drawn, put_back, list(draws)
+
+
+T = TypeVar("T")
+
+# Each result may wake a whole group that has requests to send. The event loop serves others after
+# this many.
+_RESULTS_AT_ONCE = 2
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call to run; without a method, the request to close. Then its result or error."""
+
+    future: asyncio.Future[Any]
+    method: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    durable: bool = False
+    result: Any = None
+    error: Exception | None = None
+
+
+class StoreThread:
+    """Runs the methods of a Store. Create it inside a running event loop.
+
+    * Calls take effect in the order of submission.
+    * A power cut does not undo a call that was `durable`, nor a call before it.
+    * Calls that are queued at the same time are committed together. If one of them fails, all of
+      them are undone and get its exception: nothing is ever half-written.
+    """
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, method: Callable[..., T], *args: Any, durable: bool = False
+    ) -> asyncio.Future[T]:
+        """Queue `method(store, *args)` and return the future of its result."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put(_Call(future, method, args, durable))
+        return future
+
+    async def close(self) -> None:
+        """Commit what was submitted, then close the store."""
+        future = self._loop.create_future()
+        self._queue.put(_Call(future, None))
+        await future
+
+    def _run(self) -> None:
+        while not self._commit_queued():
+            pass
+
+    def _commit_queued(self) -> bool:
+        """Wait for calls, commit all queued ones at once, and return whether to end.
+
+        No call outlives it: a call may hold a group of trajectories.
+        """
+        calls = [self._queue.get()]
+        while not self._queue.empty():
+            calls.append(self._queue.get())
+        closing = [call for call in calls if call.method is None]
+        self._commit([call for call in calls if call.method is not None])
+        if closing:
+            self._store.close()
+            self._answer(closing)
+        return bool(closing)
+
+    def _commit(self, calls: list[_Call]) -> None:
+        try:
+            self._store.begin(durable=any(call.durable for call in calls))
+            for call in calls:
+                assert call.method is not None
+                call.result = call.method(self._store, *call.args)
+            self._store.commit()
+        except Exception as error:  # raised to every caller
+            with suppress(StoreError):  # a disk that is full may refuse this, too
+                self._store.rollback()
+            for call in calls:
+                call.error = error
+        self._answer(calls)
+
+    def _answer(self, calls: list[_Call]) -> None:
+        """Set the futures on the event loop, a few at a time."""
+        self._loop.call_soon_threadsafe(self._settle, calls)
+
+    def _settle(self, calls: list[_Call], first: int = 0) -> None:
+        for call in calls[first : first + _RESULTS_AT_ONCE]:
+            if call.future.cancelled():
+                continue
+            if call.error is not None:
+                call.future.set_exception(call.error)
+            else:
+                call.future.set_result(call.result)
+        if first + _RESULTS_AT_ONCE < len(calls):
+            self._loop.call_soon(self._settle, calls, first + _RESULTS_AT_ONCE)

@@ -15,9 +15,7 @@ import pytest
 
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_packing import pack_logprobs
-from areal_lite.run_dir.store_rows import to_rows
-from areal_lite.run_dir.store_schema import checksum
+from areal_lite.run_dir.store_format import checksum, pack_logprobs, to_rows
 from areal_lite.trajectory import Group, Trajectory
 
 NUM_GROUPS = 12
@@ -246,9 +244,9 @@ def test_the_batches_of_a_stored_run_are_checked(good, tmp_path):
 def test_a_crash_while_the_store_is_made_leaves_none(tmp_path):
     code = (
         "import os, sqlite3, sys; from pathlib import Path\n"
-        "from areal_lite.run_dir import store_file\n"
+        "from areal_lite.run_dir import store_format\n"
         "Path.rename = lambda *_: os.kill(os.getpid(), 9)\n"
-        "store_file.StoreFile(Path(sys.argv[1]))"
+        "store_format.StoreFile(Path(sys.argv[1]))"
     )
     path = tmp_path / "trajectories.sqlite"
     assert subprocess.run([sys.executable, "-c", code, path]).returncode == -9

@@ -14,7 +14,7 @@ import numpy as np
 
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.reader import Groups, RunReader
-from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.audit.records import Check, Records, Settings, count, some
 from areal_lite.trajectory import GroupState
 

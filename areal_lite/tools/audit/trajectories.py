@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from areal_lite.run_dir.reader import Chunk, RunReader
-from areal_lite.run_dir.store_rows import check_sums, from_row
-from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
 from areal_lite.tools.audit.records import Check
 from areal_lite.trajectory import trace_name
 

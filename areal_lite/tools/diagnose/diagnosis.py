@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig
 from areal_lite.tools.diagnose.guide import GUIDE, Advice
 from areal_lite.tools.diagnose.history import History, Severity, Sign, limit, read_history

@@ -31,7 +31,7 @@ from areal_lite.run_dir.paths import (
 )
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_schema import ADMISSION
+from areal_lite.run_dir.store_format import ADMISSION
 from areal_lite.system.files import publish_folder, scratch_folder, write_json
 from areal_lite.trajectory import Group, Trajectory
 

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.run_dir.metrics import read_events
 from areal_lite.run_dir.paths import PAGE_FILE, STORE_FILE
-from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.files import to_plain, write_atomically
 from areal_lite.tools.formatting import duration, short
 from areal_lite.tools.report.charts import (

@@ -13,7 +13,7 @@ from areal_lite.controller.controller import Controller
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import StoreThread
 from areal_lite.tools.simulate.decoding import Usage
 from areal_lite.tools.simulate.servers import Requests, SimulatedServers
 from areal_lite.tools.simulate.stand_ins import (

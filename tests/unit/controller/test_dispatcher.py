@@ -16,8 +16,7 @@ from areal_lite.controller.sources import Dependencies
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.completion import Completion, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory

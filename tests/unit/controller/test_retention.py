@@ -12,8 +12,7 @@ from areal_lite.controller.buffer import GroupQueue
 from areal_lite.controller.controller import Retention
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, STORE_FILE
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
 from tests.unit.run_dir.test_store_bound import MIB, add, group, with_tokens
 
 LENGTH = 2000

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_file import StoreError
-from areal_lite.run_dir.store_rows import to_rows
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store import Store, StoreThread
+from areal_lite.run_dir.store_format import StoreError, to_rows
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 
@@ -288,8 +286,8 @@ def test_what_was_committed_survives_the_death_of_the_process(tmp_path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_file import StoreError
-from areal_lite.run_dir.store_thread import StoreThread
+from areal_lite.run_dir.store_format import StoreError
+from areal_lite.run_dir.store import StoreThread
 async def main():
     thread = StoreThread(Store(Path(sys.argv[1])))
     for i in range(20):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_lite.run_dir import store_bound
+from areal_lite.run_dir import store as store_bound
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR
 from areal_lite.run_dir.resume import needed_since
 from areal_lite.run_dir.store import Store

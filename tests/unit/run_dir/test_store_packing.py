@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from areal_lite.run_dir.store_packing import (
+from areal_lite.run_dir.store_format import (
     pack_logprobs,
     pack_routes,
     pack_texts,
