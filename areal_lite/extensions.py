@@ -16,6 +16,10 @@ DEVICES = "areal_lite.devices"
 OBSERVERS = "areal_lite.observers"
 """What a person sees of a run. The entry `console` is an `Observer` (launch/observer.py)."""
 
+DEBUG_MODES = "areal_lite.debug"
+"""Halves of a run, for `debug`: each has `check(config)`, and `run` as launch/local.py calls it."""
+TRACKERS = "areal_lite.trackers"
+"""Where metrics go besides metrics.jsonl (run_dir/metrics.py)."""
 TRANSPORTS = "areal_lite.transports"
 """Ways of the weights to the servers, besides those of the core (weights/transport.py)."""
 

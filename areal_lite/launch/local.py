@@ -20,7 +20,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.launch.debug import rollout_only, train_only
+from areal_lite.extensions import DEBUG_MODES, load
 from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts
@@ -135,12 +135,11 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
     """
     remove_stale_files(run_dir)
     placement = place_run(config)
-    if config.debug == "rollout_only":
-        rollout_only(config, run_dir, placement)
-    elif config.debug == "train_only":
-        train_only(config, run_dir, placement, _step_reporter(run_dir, on_step))
-    else:
+    if config.debug == "off":
         _train_with_restarts(config, run_dir, placement, on_step)
+    else:
+        half = load(DEBUG_MODES, config.debug)
+        half.run(config, run_dir, placement, _step_reporter(run_dir, on_step))
 
 
 def _train_with_restarts(

@@ -31,10 +31,10 @@ from areal_lite.config.commands import Command
 from areal_lite.config.rules import check_rules, check_targets
 from areal_lite.config.sources import Sampled
 from areal_lite.controller.curriculum import load_filters
-from areal_lite.controller.stored_run import check_stored_run
 from areal_lite.data.model_folder import expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
+from areal_lite.extensions import DEBUG_MODES, load
 from areal_lite.launch.placement import place_run
 from areal_lite.rewards.function import load_reward_function
 from areal_lite.rollout.runner import load_workflow
@@ -106,8 +106,10 @@ def _training(config: TrainConfig) -> None:
     if config.server.host != NODE:  # otherwise the run's GPUs are not this machine's
         place_run(config)
         _weight_folder(config)
-    if config.debug_run is not None:
-        check_stored_run(config)
+    if config.debug != "off":
+        if (half := load(DEBUG_MODES, config.debug)) is None:
+            raise ValueError(f"debug={config.debug} is not installed here: pip install areal-lite")
+        half.check(config)
 
 
 def check_model(key: str, model: str) -> None:

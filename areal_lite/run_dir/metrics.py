@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
+from areal_lite.extensions import TRACKERS, load
 from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
-from areal_lite.run_dir.wandb_log import WandbLog
 from areal_lite.system.clock import steady_time
 from areal_lite.system.files import sync_path, to_plain, write_atomically
 
@@ -26,19 +26,31 @@ from areal_lite.system.files import sync_path, to_plain, write_atomically
 _TAIL_BYTES = 8192
 
 
+class Tracker(Protocol):
+    """A place for the metrics besides metrics.jsonl. Its calls return, whatever happens there."""
+
+    def log_step(self, record: Mapping[str, Any]) -> None: ...
+
+    def log_evaluation(self, record: Mapping[str, Any]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
 class MetricsLog:
     """The training log of trainer rank 0.
 
     Each record also gets `logged_at`, the wall-clock seconds at which it was written. wandb gets
-    the records, too, if it is configured (wandb_log.py).
+    the records, too, if it is configured.
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
         self._run_dir = Path(run_dir)
         self._file = _open_for_append(self._run_dir / METRICS_FILE)
-        self._wandb: WandbLog | None = None
+        self._wandb: Tracker | None = None
         if config.wandb != "off":
-            self._wandb = WandbLog(self._run_dir, config, run_config)
+            if (tracker := load(TRACKERS, "wandb")) is None:
+                raise ValueError(f"logger.wandb={config.wandb} is not installed here: use off")
+            self._wandb = tracker(self._run_dir, config, run_config)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append the record of a training step. Raises ValueError if it lacks one of STEP_KEYS."""

@@ -172,7 +172,7 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     assert (folder / "config.yaml").stat().st_mode & 0o077 == 0, "it holds the servers' key"
     assert left(folder) == []
 
-    # The same on one node. The stored batches are dealt again (controller/stored_run.py), weights
+    # The same on one node. The stored batches are dealt again (tools/stored_run.py), weights
     # and optimizer start alike, and two ranks can add in one order only. Only the place of the
     # ranks differs, so every step must have the same result.
     replay = ["eval.problems=0", "debug=train_only", f"debug_run={folder}", f"trainer.{parallel}=2"]

@@ -22,7 +22,7 @@ def recorded(run, source, **settings):
         (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
     )
     (r.path / "config.yaml").write_text(text)
-    r.start("controller", "-m", "areal_lite.controller.stored_run", str(r.path))
+    r.start("controller", "-m", "areal_lite.tools.stored_run", str(r.path))
     return r, r.client()
 
 

@@ -3,12 +3,13 @@
 * `areal-lite train debug=rollout_only` starts servers and controller only. They write
   trainer.steps x trainer.batch_groups groups, sampled by the initial model, to the store.
 * `areal-lite train debug=train_only debug_run=RUN_DIR` starts the trainer only. It trains on the
-  batches of a stored run, the same ones each time (controller/stored_run.py).
+  batches of a stored run, the same ones each time (stored_run.py).
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.client import ControllerClient
@@ -19,11 +20,14 @@ from areal_lite.launch.server_pool import train_pool
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import write_json
+from areal_lite.tools.stored_run import check_stored_run
 
 _POLL_INTERVAL_S = 0.5
 
 
-def rollout_only(config: TrainConfig, run_dir: Path, placement: Placement) -> None:
+def rollout_only(
+    config: TrainConfig, run_dir: Path, placement: Placement, report_steps: Callable[[], None]
+) -> None:
     """Generate all groups of a run without training. Raises RoleFailed when a role fails.
 
     The version stays 0, so the staleness bound is raised until all groups are admitted.
@@ -62,7 +66,7 @@ def train_only(
     """
     save_config(config, run_dir)
     with Roles(run_dir) as roles:
-        controller = roles.start_module("controller", "areal_lite.controller.stored_run")
+        controller = roles.start_module("controller", "areal_lite.tools.stored_run")
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
@@ -73,3 +77,14 @@ def train_only(
                 report_steps()
 
             roles.wait([*ranks, controller], watch=watch)
+
+
+class DebugMode(NamedTuple):
+    """Half of a run. `check` raises ValueError if it cannot run with these settings."""
+
+    check: Callable[[TrainConfig], None]
+    run: Callable[[TrainConfig, Path, Placement, Callable[[], None]], None]
+
+
+ROLLOUT_ONLY = DebugMode(lambda config: None, rollout_only)
+TRAIN_ONLY = DebugMode(check_stored_run, train_only)

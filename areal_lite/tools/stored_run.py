@@ -1,4 +1,4 @@
-"""Serves the batches of a stored run: `python -m areal_lite.controller.stored_run RUN_DIR`.
+"""Serves the batches of a stored run: `python -m areal_lite.tools.stored_run RUN_DIR`.
 
 For `debug=train_only`: this process takes the place of the controller, and there are no servers.
 
@@ -43,7 +43,7 @@ from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
-from areal_lite.run_dir.store_schema import NOT_KEPT
+from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.system.processes import die_with_parent
 from areal_lite.trajectory import Group, GroupState
 
