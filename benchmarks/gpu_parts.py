@@ -25,8 +25,7 @@ from areal_lite.megatron import flash4
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
-from areal_lite.system.cuda import check_cuda, gpu_memory
-from areal_lite.system.gpus import visible_gpus
+from areal_lite.system.gpus import check_cuda, gpu_memory, visible_gpus
 from areal_lite.tools.memory import num_parameters, trainer_bytes
 from areal_lite.train_batch import TrainBatch
 

@@ -31,8 +31,7 @@ from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo, announced_servers
-from areal_lite.system.cuda import gpu_memory
-from areal_lite.system.gpus import visible_gpus
+from areal_lite.system.gpus import gpu_memory, visible_gpus
 from areal_lite.system.network import free_port
 
 SERVER_ARGS: dict[str, str | bool] = {}  # more options of SGLang for every server

@@ -32,7 +32,7 @@ from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.system import back_off
+from areal_lite.system import clock as back_off
 from areal_lite.trajectory import Trajectory, episode_reward
 
 Interval = tuple[float, float]

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from areal_lite.config import RestartConfig
-from areal_lite.system.back_off import back_off_s
+from areal_lite.system.clock import back_off_s
 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 

@@ -24,8 +24,7 @@ from areal_lite.extensions import cpu_device
 from areal_lite.launch.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.system.cuda import check_cuda
-from areal_lite.system.gpus import nccl_environment, resolve_device
+from areal_lite.system.gpus import check_cuda, nccl_environment, resolve_device
 from areal_lite.system.network import require_free_port
 from areal_lite.system.processes import dying_with_me, tail
 

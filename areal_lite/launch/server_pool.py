@@ -36,10 +36,17 @@ from areal_lite.servers.registry import (
     withdraw_server,
 )
 from areal_lite.sglang_plugins import ENV_READBACK
-from areal_lite.system.back_off import back_off_s
-from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory, gpu_memory
+from areal_lite.system.clock import back_off_s
 from areal_lite.system.files import append_log
-from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
+from areal_lite.system.gpus import (
+    CUDA_CONTEXT,
+    GpuMemory,
+    divide_gpus,
+    gpu_environment,
+    gpu_memory,
+    resolve_device,
+    visible_gpus,
+)
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import die_with_parent
 

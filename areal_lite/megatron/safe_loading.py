@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from areal_lite.system.environment import environment
+from areal_lite.system.processes import environment
 
 _METADATA_FILE = ".metadata"
 

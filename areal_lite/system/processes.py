@@ -1,11 +1,16 @@
-"""Child processes: none outlives the process that started it."""
+"""Child processes, none of which outlives its parent; daemon threads; environment variables."""
 
 import ctypes
 import os
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ENV_DIE_WITH_PARENT = "AREAL_LITE_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
@@ -43,3 +48,31 @@ def tail(path: Path, lines: int = 20) -> str:
 def process_namespace() -> str:
     """Return a name of the machine and container in which this process's id is valid."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def start_daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Run `function` on a daemon thread. One that hangs never keeps the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # the caller of `future.result` gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=getattr(function, "__name__", "call")).start()
+    return future
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Set one variable in a block, and restore it afterwards."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -23,8 +23,7 @@ from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
-from areal_lite.system.cuda import MIN_DRIVER, check_cuda
-from areal_lite.system.gpus import visible_gpus
+from areal_lite.system.gpus import MIN_DRIVER, check_cuda, visible_gpus
 from areal_lite.system.machine import available_memory, problems
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import tail

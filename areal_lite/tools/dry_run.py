@@ -27,8 +27,7 @@ from areal_lite.data.rows import Split
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
-from areal_lite.system.cuda import gpu_memory
-from areal_lite.system.gpus import resolve_device
+from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import visible
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu

@@ -33,7 +33,7 @@ from areal_lite.cpu.device import KEPT_LOGITS
 from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
 from areal_lite.megatron.logprobs import CHUNK
 from areal_lite.megatron.model import check_layout
-from areal_lite.system.cuda import CUDA_CONTEXT
+from areal_lite.system.gpus import CUDA_CONTEXT
 
 # Host memory that a rank takes for each of its parameters while it saves a checkpoint: float32
 # weights and moments as shards, gathered, and as copies to write. Measured on a CPU, at the peak.

@@ -15,7 +15,7 @@ from typing import Any
 from areal_lite.config import LoggerConfig
 from areal_lite.run_dir.metric_table import GROUP_OF, GROUPS
 from areal_lite.system.files import to_plain
-from areal_lite.system.threads import start_daemon
+from areal_lite.system.processes import start_daemon
 
 log = logging.getLogger(__name__)
 

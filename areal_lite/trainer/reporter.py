@@ -20,7 +20,7 @@ from areal_lite.run_dir.resume import clear_stop_request
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
 from areal_lite.system.files import write_json
-from areal_lite.system.threads import start_daemon
+from areal_lite.system.processes import start_daemon
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trajectory import trace_name

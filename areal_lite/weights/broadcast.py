@@ -45,7 +45,7 @@ from areal_lite.sglang_plugins.weight_group import (
     is_collective_error,
 )
 from areal_lite.system.network import address_towards
-from areal_lite.system.threads import start_daemon
+from areal_lite.system.processes import start_daemon
 from areal_lite.weights.recipients import PushRecipients
 from areal_lite.weights.transport import Bucket, Pause
 

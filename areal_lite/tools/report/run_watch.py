@@ -21,7 +21,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import read_status
 from areal_lite.run_dir.metrics import EventFollower
 from areal_lite.run_dir.paths import LOGS_DIR
-from areal_lite.system.threads import start_daemon
+from areal_lite.system.processes import start_daemon
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose
 from areal_lite.tools.diagnose.history import read_history
 from areal_lite.tools.report.panel import (

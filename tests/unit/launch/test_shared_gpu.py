@@ -14,7 +14,7 @@ from areal_lite.launch.placement import Placement
 from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool
 from areal_lite.quickstart.command import overrides_for_gpus
 from areal_lite.system import gpus
-from areal_lite.system.cuda import CUDA_CONTEXT, GpuMemory
+from areal_lite.system.gpus import CUDA_CONTEXT, GpuMemory
 from tests.unit.system.fake_gpu import fake_gpu
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))

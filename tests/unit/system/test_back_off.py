@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_lite.system.back_off import LONGEST_S, back_off_s
+from areal_lite.system.clock import LONGEST_S, back_off_s
 
 
 @pytest.mark.parametrize(

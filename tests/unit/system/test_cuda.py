@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_lite.system.cuda import GpuMemory, check_cuda, cuda_home, gpu_memory
+from areal_lite.system.gpus import GpuMemory, check_cuda, cuda_home, gpu_memory
 from tests.unit.system.fake_gpu import fake_gpu
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from areal_lite.system.environment import environment
+from areal_lite.system.processes import environment
 
 
 @pytest.mark.parametrize("before", [None, "old"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_lite.system.threads import start_daemon
+from areal_lite.system.processes import start_daemon
 
 
 def test_results_and_errors_arrive():
