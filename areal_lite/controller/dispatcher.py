@@ -31,8 +31,15 @@ from areal_lite.controller.sources import Dependencies, Source, drawn_prompts
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
-from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import WorkflowRun, load_workflow, started
+from areal_lite.rollout.episode import (
+    Episode,
+    Workflow,
+    WorkflowFailed,
+    WorkflowRun,
+    load_workflow,
+    sampled_turns,
+    started,
+)
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.completion import Session, sampling_params
 from areal_lite.servers.fleet import Fleet

@@ -26,8 +26,7 @@ from areal_lite.controller.protocol import EvaluationEnded, Resync
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.prompts import Prompt, PromptSet
 from areal_lite.rewards.pool import RewardError
-from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, sampled_turns
-from areal_lite.rollout.runner import WorkflowRun
+from areal_lite.rollout.episode import Episode, Workflow, WorkflowFailed, WorkflowRun, sampled_turns
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.completion import sampling_params

@@ -18,7 +18,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch import preflight
 from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
-from areal_lite.rollout.runner import load_workflow, started
+from areal_lite.rollout.episode import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
 from areal_lite.servers.client import SGLangClient

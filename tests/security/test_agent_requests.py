@@ -15,9 +15,9 @@ import uvloop
 
 from areal_lite.controller.metrics import LoopLag
 from areal_lite.data.text_bound import characters_per_token
-from areal_lite.rollout.endpoint import connections
+from areal_lite.rollout.endpoint import server as connections
 from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.workflows.tool_calls import parse_tool_calls, without_tool_calls
+from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
 from tests.security.mutation import mutated
 from tests.unit.rollout.episodes import chat_prompt, playing, save_chat_tokenizer
 

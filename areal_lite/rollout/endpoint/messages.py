@@ -1,4 +1,4 @@
-"""Requests and answers of agents, in the form of no API: openai.py and anthropic.py translate.
+"""Requests and answers of agents, independent of any API: openai.py and anthropic.py translate.
 
 The functions raise RequestRefused for what is not supported or would change the distribution that
 the policy is sampled from.
@@ -14,7 +14,7 @@ import msgspec
 
 from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls, without_tool_calls
+from areal_lite.rollout.workflows.tools import ToolCall, parse_tool_calls, without_tool_calls
 
 # The name of the policy as a model.
 MODEL = "policy"

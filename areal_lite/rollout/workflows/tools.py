@@ -1,4 +1,10 @@
-"""Tool use: the policy calls functions (tool_calls.py has the format) and reads what they return.
+"""Tool use: the policy calls functions and reads what they return.
+
+Calls have the format of the Qwen chat templates, a JSON object in each `<tool_call>`:
+
+    <tool_call>
+    {"name": "calculator", "arguments": {"expression": "12 * 12"}}
+    </tool_call>
 
 A call ends the policy's turn, as chat models are trained to do, and the result follows as a `tool`
 message. A turn without a call is the final answer. An error in a call is returned as text: the
@@ -8,17 +14,55 @@ policy may learn from it.
 import asyncio
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from areal_lite.config import TrainConfig
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode
 from areal_lite.rollout.transcript import Transcript
 from areal_lite.rollout.workflows.calculator import calculator
-from areal_lite.rollout.workflows.tool_calls import ToolCall, parse_tool_calls
 from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class ToolCall(msgspec.Struct):
+    """A function's name and its keyword arguments."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | str]:
+    """Return a text's calls; one that cannot be parsed becomes an error message."""
+    return [_parse(body) for _, body in _split(text) if body is not None]
+
+
+def without_tool_calls(text: str) -> str:
+    return "".join(before for before, _ in _split(text)).strip()
+
+
+def _split(text: str) -> Iterator[tuple[str, str | None]]:
+    """Yield (text before a call, body of the call), and at the end (rest of the text, None).
+
+    The time is linear in the text, also for one that opens a thousand calls and closes none.
+    """
+    *closed, rest = text.split(_CLOSE)
+    for part in closed:
+        before, found, body = part.partition(_OPEN)
+        yield (before, body) if found else (before + _CLOSE, None)
+    yield rest, None
+
+
+def _parse(body: str) -> ToolCall | str:
+    try:
+        return msgspec.json.decode(body, type=ToolCall)
+    except (ValueError, RecursionError) as error:
+        return f"not a tool call: {error}"
 
 
 class Tools:

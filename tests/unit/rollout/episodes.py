@@ -10,8 +10,7 @@ import numpy as np
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
-from areal_lite.rollout.episode import Episode, Workflow
-from areal_lite.rollout.runner import WorkflowRun
+from areal_lite.rollout.episode import Episode, Workflow, WorkflowRun
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import ServerFailed
 from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session
