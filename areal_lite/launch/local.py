@@ -23,10 +23,9 @@ from areal_lite.data.model_folder import check_model_folder
 from areal_lite.extensions import DEBUG_MODES, load
 from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement, place_run
-from areal_lite.launch.restarts import Restarts
+from areal_lite.launch.restarts import Restarts, Watchdog
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
 from areal_lite.launch.server_pool import ServerPool, train_pool
-from areal_lite.launch.watchdog import Watchdog
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import (

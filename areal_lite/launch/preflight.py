@@ -36,7 +36,7 @@ from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import DEBUG_MODES, load
 from areal_lite.launch.placement import place_run
-from areal_lite.rewards.function import load_reward_function
+from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout.episode import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.gpus import check_cuda, resolve_device

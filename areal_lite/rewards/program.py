@@ -26,8 +26,8 @@ from typing import Annotated
 
 import msgspec
 
+from areal_lite.rewards.pool import ENV_TIMEOUT_S
 from areal_lite.rewards.sandbox.run import Limits, Outcome, run_python
-from areal_lite.rewards.worker_process import ENV_TIMEOUT_S
 
 _FENCED = re.compile(r"^[ \t]*```[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 

@@ -10,13 +10,31 @@ import math
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from numbers import Real
 
 import msgspec
 
-from areal_lite.rewards.function import RewardFunction, load_reward_function
 from areal_lite.rewards.keeper import fork_worker
 from areal_lite.rewards.messages import Ready, Reply, Request, frame, take_frames
+from areal_lite.system.imports import load_object
+
+RewardFunction = Callable[[str, str], float | Awaitable[float]]
+
+
+def load_reward_function(name: str) -> RewardFunction:
+    """Import the reward function `module:name`.
+
+    Raises ValueError if it cannot be imported or cannot be called as f(completion, answer).
+    """
+    function = load_object("reward.function", name)
+    try:
+        inspect.signature(function).bind("completion", "answer")
+    except TypeError as error:
+        raise ValueError(
+            f"reward.function={name} is called as f(completion, answer): {error}"
+        ) from None
+    return function
 
 
 def execute(function: RewardFunction, request: Request, runner: asyncio.Runner) -> Reply:

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_lite.config import RestartConfig
-from areal_lite.launch.restart_policy import Failure, GiveUp, Restart, decide, error_identity
+from areal_lite.launch.restarts import Failure, GiveUp, Restart, decide, error_identity
 
 LIMITS = RestartConfig(max=3, window_s=100.0)
 

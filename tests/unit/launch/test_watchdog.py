@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.launch import watchdog
+from areal_lite.launch import restarts as watchdog
+from areal_lite.launch.restarts import ProcessState, Watchdog, find_hang
 from areal_lite.launch.roles import ProcessFailed, Role, Roles
-from areal_lite.launch.watchdog import ProcessState, Watchdog, find_hang
 
 BUSY = """
 import sys, threading, time

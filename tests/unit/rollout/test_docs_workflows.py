@@ -14,7 +14,7 @@ from areal_lite.config import RolloutConfig, TrainConfig, to_dataclass
 from areal_lite.config.compose import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.function import load_reward_function
+from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout import episode
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import load_workflow, started
