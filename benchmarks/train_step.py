@@ -135,7 +135,7 @@ def plain_step(model: Path, batch: TrainBatch, settings: TrainerConfig) -> Step:
     Without padding there is no mask.
     """
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-    betas = (settings.adam_beta1, settings.adam_beta2)
+    betas = (0.9, settings.adam_beta2)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=settings.lr, betas=betas, eps=settings.adam_eps, weight_decay=0.0
     )

@@ -140,12 +140,6 @@ def _schedule(trainer: TrainerConfig, key: str) -> None:
             f"{key}.lr_warmup_steps={trainer.lr_warmup_steps}: must be at most the {updates} "
             f"updates of the run ({key}.steps x {key}.minibatches)"
         )
-    rest = updates - trainer.lr_warmup_steps
-    if trainer.lr_decay_steps is not None and trainer.lr_decay_steps > rest:
-        raise ValueError(
-            f"{key}.lr_decay_steps={trainer.lr_decay_steps}: must be at most the {rest} updates "
-            "after the warm-up"
-        )
     if trainer.min_lr > trainer.lr:
         raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
 

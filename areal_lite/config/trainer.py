@@ -89,7 +89,8 @@ class TrainerConfig:
     lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
     lr_schedule: str = setting(
         "constant",
-        "Learning rate after the warm-up. wsd: constant, then a linear decay.",
+        "Learning rate after the warm-up. wsd: constant, and in the last fifth of the updates a "
+        "linear decay.",
         choices=("constant", "linear", "cosine", "wsd"),
     )
     lr_warmup_steps: int = setting(
@@ -98,27 +99,12 @@ class TrainerConfig:
         minimum=0,
         maximum=MAX_COUNT,
     )
-    lr_decay_steps: int | None = setting(
-        None, "wsd: updates of the decay. null: a tenth of all.", minimum=1, maximum=MAX_COUNT
-    )
     min_lr: float = setting(0.0, "Learning rate at the end of the decay.", minimum=0, maximum=1)
-    adam_beta1: float = setting(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
     adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
     adam_eps: float = setting(1e-8, "Adam's epsilon.", minimum=1e-20, maximum=1)
     weight_decay: float = setting(0.0, "Decoupled weight decay.", minimum=0, maximum=100)
     clip_grad: float = setting(
         1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
-    )
-    gradient_cosine: bool = setting(
-        False,
-        "Log the cosine of the gradients of consecutive updates as grad_cosine. It needs 2 bytes a "
-        "parameter, with adam divided by trainer.data_parallel.",
-    )
-    max_skipped_steps: int = setting(
-        5,
-        "Stop after this many consecutive steps with a loss or gradient that is not finite.",
-        minimum=1,
-        maximum=MAX_COUNT,
     )
     threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1, maximum=1024)
     save_every: int = setting(
@@ -137,12 +123,6 @@ class TrainerConfig:
     )
     keep_checkpoints: int = setting(
         2, "Newest checkpoints to keep. 0: all.", minimum=0, maximum=1_000_000
-    )
-    milestone_every: int = setting(
-        0,
-        "Also keep the checkpoints of all multiples of this step. 0: none.",
-        minimum=0,
-        maximum=MAX_COUNT,
     )
     offload: bool = setting(
         False, "Move Adam moments and gradient buffers off the GPU between training steps."

@@ -121,16 +121,12 @@ class Checkpoints:
     process is reading.
 
     keep: number of newest checkpoints to keep; 0 keeps all.
-    milestone_every: checkpoints of multiples of this many steps are kept for good; 0: none.
     """
 
-    def __init__(
-        self, folder: Path, parts: Mapping[str, Part], keep: int = 0, milestone_every: int = 0
-    ):
+    def __init__(self, folder: Path, parts: Mapping[str, Part], keep: int = 0):
         self.folder = folder
         self.parts = parts
         self.keep = keep
-        self.milestone_every = milestone_every
         self.pending: PendingCheckpoint | None = None
         if dist.get_rank() == 0:  # remove what killed runs left
             for leftover in chain(folder.glob(".step-*.partial"), folder.glob(".step-*.old")):
@@ -157,8 +153,7 @@ class Checkpoints:
         pending, self.pending = self.pending, None
         pending.publish()
         if dist.get_rank() == 0:
-            steps = checkpoint_steps(self.folder)
-            for step in obsolete(steps, self.keep, self.milestone_every):
+            for step in checkpoint_steps(self.folder)[: -self.keep]:  # none with keep=0
                 remove_unread(self.folder / f"step-{step}" / CHECKPOINT_MARKER)
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -169,12 +164,6 @@ class Checkpoints:
         """Restore the newest complete checkpoint, if any; return the step to continue from."""
         newest = latest_checkpoint(self.folder)
         return self.load(newest)["step"] if newest else 0
-
-
-def obsolete(steps: list[int], keep: int, milestone_every: int) -> list[int]:
-    """Return the `steps`, ascending, to remove: neither among the `keep` newest nor milestones."""
-    old = steps[:-keep] if keep else []
-    return [step for step in old if not (milestone_every and step % milestone_every == 0)]
 
 
 @torch.no_grad()

@@ -18,8 +18,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.parallel import on_every_rank
+
+ADAM_BETA1 = 0.9
+_MAX_SKIPPED_STEPS = 5
 
 
 def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
@@ -28,7 +30,7 @@ def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConf
         optimizer=config.optimizer,
         lr=config.lr,
         min_lr=config.min_lr,
-        adam_beta1=config.adam_beta1,
+        adam_beta1=ADAM_BETA1,
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
         sgd_momentum=0.0,
@@ -73,8 +75,8 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
     * constant: lr
     * linear, cosine: from lr at k = warmup down to min_lr at k = n (Loshchilov & Hutter, 2017,
       arXiv:1608.03983)
-    * wsd: lr, until the last `lr_decay_steps` updates, which go down in a straight line to min_lr
-      at k = n (Hu et al., 2024, arXiv:2404.06395)
+    * wsd: lr, until the last fifth of the updates, which goes down in a straight line to min_lr at
+      k = n (Hu et al., 2024, arXiv:2404.06395)
     """
     styles = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}
     updates = config.steps * config.minibatches
@@ -86,7 +88,7 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
         lr_warmup_steps=config.lr_warmup_steps,
         lr_decay_steps=max(updates, config.lr_warmup_steps + 1),
         lr_decay_style=styles[config.lr_schedule],
-        wsd_decay_steps=config.lr_decay_steps or max(updates // 10, 1),
+        wsd_decay_steps=max(updates // 5, 1),
         lr_wsd_decay_style="linear",
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -98,26 +100,18 @@ def build_scheduler(config: TrainerConfig, optimizer: Any) -> OptimizerParamSche
 
 
 def apply_gradients(
-    optimizer: Any,
-    clip_grad: float,
-    loss: float,
-    lr_factor: float = 1.0,
-    cosine: GradientCosine | None = None,
+    optimizer: Any, clip_grad: float, loss: float, lr_factor: float = 1.0
 ) -> dict[str, float]:
     """Clip the reduced gradients and update the weights. Every rank calls it.
 
     `lr_factor` multiplies the schedule's learning rate for this update. Returns `grad_norm` (before
     clipping), `lr` with its factor, and `skipped`: 1.0 when the loss or a gradient was not finite
-    on any rank. Weights and moments then stay as they are on all ranks. With `cosine` it compares
-    the gradient with the one of the last update.
+    on any rank. Weights and moments then stay as they are on all ranks.
     """
     optimizer.prepare_grads()
     grad_norm = optimizer.get_grad_norm()
     healthy = on_every_rank(math.isfinite(loss) and math.isfinite(grad_norm))
-    compared = {}
     if healthy:
-        if cosine:
-            compared = cosine.compare()
         if clip_grad > 0:
             for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
                 if parameters := part.get_parameters():
@@ -125,7 +119,7 @@ def apply_gradients(
         with _scaled_lr(optimizer, lr_factor):
             optimizer.step_with_ready_grads()
     lr = optimizer.param_groups[0]["lr"] * lr_factor
-    return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0, **compared}
+    return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
 
 
 @contextmanager
@@ -139,10 +133,9 @@ def _scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
 
 
 class SkippedSteps:
-    """End a run after `limit` consecutive training steps with a skipped update."""
+    """End a run after five consecutive training steps with a skipped update."""
 
-    def __init__(self, limit: int):
-        self.limit = limit
+    def __init__(self):
         self.consecutive = 0
 
     def record(self, step: int, skipped: float) -> None:
@@ -151,7 +144,7 @@ class SkippedSteps:
         Raises FloatingPointError at the limit, on all ranks at the same step.
         """
         self.consecutive = self.consecutive + 1 if skipped else 0
-        if self.consecutive >= self.limit:
+        if self.consecutive >= _MAX_SKIPPED_STEPS:
             raise FloatingPointError(
                 f"the loss or the gradient was not finite in {self.consecutive} steps in a row, up"
                 f" to step {step}: inspect their batches in bad_batches/"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
-from areal_lite.megatron.gradient_cosine import GradientCosine
 from areal_lite.megatron.head import Head
 from areal_lite.megatron.optimizer import (
     apply_gradients,
@@ -54,7 +53,6 @@ class TrainableModel(ParallelModel):
         ]
         self.optimizer = build_optimizer(config, self.dtype, self.ddps)
         self.scheduler = build_scheduler(config, self.optimizer)
-        self.cosine = GradientCosine(self.optimizer) if config.gradient_cosine else None
 
     def step(
         self,
@@ -77,9 +75,7 @@ class TrainableModel(ParallelModel):
                 names for every microbatch on every rank; `*_max` are reduced to their maximum.
             lr_factor: of the reduced scalars, multiplies the learning rate of this step only.
 
-        Returns, on every rank, the reduced scalars and `loss`, `grad_norm` (before clipping), `lr`
-        and `skipped`: 1.0 when the loss or a gradient was not finite. Weights and moments then stay
-        as they are. `grad_cosine` is there with `trainer.gradient_cosine`.
+        Returns, on every rank, the reduced scalars and what `apply_gradients` does.
         """
         if not microbatches:
             raise ValueError("an update needs at least one microbatch on every data-parallel rank")
@@ -100,13 +96,8 @@ class TrainableModel(ParallelModel):
         scalars = [one for one in collected if one]  # fillers have none
         metrics = self.share_from_last_stage(self._reduce(scalars) if collected else None)
         self.scheduler.step(1)
-        return metrics | self._apply(metrics["loss"], lr_factor(metrics) if lr_factor else 1.0)
-
-    def _apply(self, loss: float, lr_factor: float) -> dict[str, float]:
-        applied = apply_gradients(
-            self.optimizer, self.config.clip_grad, loss, lr_factor, self.cosine
-        )
-        return applied
+        factor, clip = lr_factor(metrics) if lr_factor else 1.0, self.config.clip_grad
+        return metrics | apply_gradients(self.optimizer, clip, metrics["loss"], factor)
 
     def offload(self) -> None:
         """Move what only an update needs to host memory, until `onload`; a server gets the GPU.

@@ -58,9 +58,6 @@ GROUPS = {
         "entropy": "mean entropy of the policy per token, in nats",
         "masked_truncated": "tokens left out because their trajectory was truncated",
         "masked_nonfinite": "tokens left out because their log-prob is not finite",
-        "grad_cosine": "cosine of the gradients of consecutive updates, with "
-        "trainer.gradient_cosine: near 0 for fresh batches, near 1 if stale ones move the "
-        "weights the same way",
         "adapter_share": "size of what the adapters add, as a share of the weights that they adapt "
         "(Frobenius norms of s B A and of W), with `trainer.lora`",
         "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "

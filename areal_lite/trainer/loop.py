@@ -64,10 +64,7 @@ class TrainingRun:
         self.objective = build_objective(config)
         self.models = build_models(config, self.objective)
         self.checkpoints = Checkpoints(
-            run_dir / CHECKPOINTS_DIR,
-            self.models.trained,
-            trainer.keep_checkpoints,
-            trainer.milestone_every,
+            run_dir / CHECKPOINTS_DIR, self.models.trained, trainer.keep_checkpoints
         )
         self.cadence = Cadence(
             every=config.sync.every, eval_every=config.eval.every, steps=trainer.steps
@@ -83,7 +80,7 @@ class TrainingRun:
             run_dir,
             servers_stale=self.start > 0,
         )
-        self.skipped = SkippedSteps(trainer.max_skipped_steps)
+        self.skipped = SkippedSteps()
         self.saved_at = time.monotonic()
         self.models.leave_device()
 

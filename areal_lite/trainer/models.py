@@ -77,7 +77,6 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
             trainer,
             lr=algo.critic.lr,
             min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
-            gradient_cosine=False,
         )
         models.critic = Critic(settings, Path(config.model), config.seed)
     return models

@@ -9,11 +9,10 @@ from areal_lite.algo.metrics import effective_sample_size
 def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """Combine what the policy's updates report.
 
-    `loss`, `grad_norm` and `grad_cosine` are means over updates, `*_max` are maxima, `skipped` is a
-    sum, `log_z` is a mean over sequences. The other sums become means over tokens.
+    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, and
+    `log_z` is a mean over sequences. The other sums become means over tokens.
     """
-    cosines = [u["grad_cosine"] for u in updates if "grad_cosine" in u]
-    last = {name: value for name, value in updates[-1].items() if name != "grad_cosine"}
+    last = updates[-1]
     total = {
         name: max(u[name] for u in updates)
         if name.endswith("_max")
@@ -30,8 +29,6 @@ def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
         "ess": ess,
         "trained_tokens": tokens,
     }
-    if cosines:
-        metrics["grad_cosine"] = sum(cosines) / len(cosines)
     if "log_z" in total:
         metrics["log_z"] = total.pop("log_z") / max(sequences, 1.0)
     return metrics | {

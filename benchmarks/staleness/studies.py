@@ -34,7 +34,7 @@ ARMS = {
     "moment": _MOMENT,
     "decay": f"{_MOMENT} trainer.lr_schedule=linear",
     "product": _PRODUCT,
-    "settled": f"{_PRODUCT} trainer.lr_schedule=wsd trainer.lr_decay_steps=176",
+    "settled": f"{_PRODUCT} trainer.lr_schedule=wsd",
     "decoupled_sgd": f"{_DECOUPLED} trainer.optimizer=sgd",
     "behavior_sgd": f"{_BEHAVIOR} trainer.optimizer=sgd",
 }

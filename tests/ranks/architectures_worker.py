@@ -23,7 +23,6 @@ SETTINGS = dict(
     lr=1e-3,
     weight_decay=0.0,
     clip_grad=0.0,
-    adam_beta1=0.9,
     adam_beta2=0.98,
     adam_eps=1e-5,
     dtype="float32",

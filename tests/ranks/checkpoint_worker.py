@@ -143,9 +143,9 @@ class Story:
             return str(error)
 
     def before_any_update(self, folder: str) -> dict:
-        """Save before the optimizer has moments, and load it. Then keep newest and milestones."""
+        """Save before the optimizer has moments, and load it. Then keep the newest."""
         plain = Story({}, str(self.engine.source)).train(range(2))
-        checkpoints = self.checkpoints(folder, keep=2, milestone_every=10)
+        checkpoints = self.checkpoints(folder, keep=2)
         # Moments that nobody sets would be what this memory held.
         sizes = {p.numel() for p in self.engine.model.parameters()}
         freed = [torch.full((size,), 1e9) for size in sizes for _ in range(20)]

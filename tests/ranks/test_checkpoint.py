@@ -180,8 +180,8 @@ def test_a_checkpoint_before_the_first_update(stories):
     assert early["again"] == early["first"] == early["plain"]
 
 
-def test_the_newest_and_the_milestones_stay(stories):
-    assert stories["early"]["left"] == ["step-0", "step-10", "step-20", "step-25"]
+def test_the_newest_stay(stories):
+    assert stories["early"]["left"] == ["step-20", "step-25"]
 
 
 def test_the_schedule_keeps_its_place_and_takes_the_settings_of_the_run(stories):

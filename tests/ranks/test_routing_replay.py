@@ -108,7 +108,7 @@ def expected(folder) -> dict:
             routed_batch(12, seed=100),
         )
     changed, recorded = routed.changed
-    betas = (SETTINGS["adam_beta1"], SETTINGS["adam_beta2"])
+    betas = (0.9, SETTINGS["adam_beta2"])
     optimizer = torch.optim.AdamW(
         routed.parameters(),
         lr=SETTINGS["lr"],

@@ -174,24 +174,6 @@ def test_the_learning_rate_follows_the_effective_sample_size(model):
         )
 
 
-def test_the_cosine_of_consecutive_gradients(model):
-    settings = TrainerConfig(steps=10, lr=1e-3, gradient_cosine=True)
-    config = TrainConfig(model=str(model), trainer=settings)
-    objective = build_objective(config)
-    models = build_models(config, objective)
-    gradients, cosines = [], []
-    for seed in (0, 0, 1):
-        metrics = policy_step(models, objective, batch(seed), config, 3).metrics
-        cosines.append(metrics.get("grad_cosine"))
-        parameters = models.policy.model.parameters()
-        gradients.append(torch.cat([p.main_grad.flatten().double() for p in parameters]))
-    assert cosines[0] is None
-    for i in (1, 2):
-        expected = torch.nn.functional.cosine_similarity(*gradients[i - 1 : i + 1], dim=0)
-        assert cosines[i] == pytest.approx(float(expected), abs=2e-3)
-    assert cosines[1] > 0.5 > abs(cosines[2])
-
-
 def test_a_batch_without_advantages_changes_nothing(model):
     data = replace(batch(), rewards=np.ones(12, np.float32))
     _, weights, _ = step(model, data)

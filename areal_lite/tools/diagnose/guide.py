@@ -128,7 +128,7 @@ GUIDE = (
         ("reward_mean",),
         "the mean of {recent_steps:g} steps below {reward_ratio:.0%} of its best",
         "updates were too large, or the data too stale",
-        "go back to a checkpoint (`trainer.milestone_every`); lower `trainer.lr` or "
+        "go back to a checkpoint (`trainer.keep_checkpoints`); lower `trainer.lr` or "
         "`buffer.max_staleness`, or add `algo.kl.coef`",
         ("bad_numbers", "logprob_mismatch"),
     ),

@@ -67,7 +67,7 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
         "moment": {"loss"},
         "decay": {"loss", "lr_schedule"},
         "product": {"correction"},
-        "settled": {"correction", "lr_schedule", "lr_decay_steps"},
+        "settled": {"correction", "lr_schedule"},
         "decoupled_sgd": {"optimizer"},
         "behavior_sgd": {"decoupled", "optimizer"},
     }

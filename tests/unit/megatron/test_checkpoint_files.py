@@ -5,10 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
-from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy, obsolete
+from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy
 from areal_lite.run_dir.bad_batches import load_batch, save_batch
 from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
@@ -33,22 +32,6 @@ def test_only_complete_checkpoints_count(tmp_path):
     (tmp_path / "hf").mkdir()
     assert checkpoint_steps(tmp_path) == [9, 10, 100]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-100"
-
-
-@pytest.mark.parametrize(
-    ("steps", "keep", "milestone_every", "gone"),
-    [
-        ([], 2, 10, []),
-        ([5], 1, 0, []),
-        ([5, 10, 15, 20, 25], 0, 0, []),
-        ([5, 10, 15, 20, 25], 2, 0, [5, 10, 15]),
-        ([5, 10, 15, 20, 25], 2, 10, [5, 15]),
-        ([5, 10, 15, 20, 25], 1, 20, [5, 10, 15]),
-        ([5, 10], 7, 0, []),
-    ],
-)
-def test_obsolete_checkpoints(steps, keep, milestone_every, gone):
-    assert obsolete(steps, keep, milestone_every) == gone
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

@@ -9,15 +9,13 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron import optimizer
 from areal_lite.megatron.optimizer import SkippedSteps, build_optimizer, build_scheduler
 
-LR, LEAST, WARMUP, UPDATES, DECAY = 3e-3, 1e-4, 5, 40, 12
+LR, LEAST, WARMUP, UPDATES, DECAY = 3e-3, 1e-4, 5, 40, 8
 
 
-def scheduler(schedule: str, **overrides):
-    settings = dict(
-        steps=20, minibatches=2, lr=LR, min_lr=LEAST, lr_warmup_steps=WARMUP, lr_decay_steps=DECAY
-    )
+def scheduler(schedule: str):
+    settings = dict(steps=20, minibatches=2, lr=LR, min_lr=LEAST, lr_warmup_steps=WARMUP)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
-    return build_scheduler(TrainerConfig(lr_schedule=schedule, **(settings | overrides)), optimizer)
+    return build_scheduler(TrainerConfig(lr_schedule=schedule, **settings), optimizer)
 
 
 def rates(schedule, updates: int) -> list[float]:
@@ -58,24 +56,18 @@ def test_a_resumed_schedule_goes_on_where_it_was(schedule, before):
     assert rates(second, UPDATES - before) == rates(scheduler(schedule), UPDATES)[before:]
 
 
-def test_wsd_decays_over_a_tenth_unless_told_otherwise():
-    found = rates(scheduler("wsd", lr_decay_steps=None), UPDATES)
-    assert found[WARMUP - 1 : UPDATES - 4] == [LR] * (UPDATES - WARMUP - 3)
-    assert found[-4:] == pytest.approx([LEAST + (LR - LEAST) * left / 4 for left in (3, 2, 1, 0)])
-
-
 def test_a_run_ends_after_steps_in_a_row_that_were_skipped():
-    skips = SkippedSteps(3)
-    for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0), 1):
+    skips = SkippedSteps()
+    for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0, 1.0, 1.0), 1):
         skips.record(step, skipped)
-    with pytest.raises(FloatingPointError, match="3 steps in a row, up to step 6"):
-        skips.record(6, 1.0)
+    with pytest.raises(FloatingPointError, match="5 steps in a row, up to step 8"):
+        skips.record(8, 1.0)
 
 
 def test_one_kernel_updates_everything_as_adamw_does(monkeypatch):
     """Loshchilov & Hutter, 2019, arXiv:1711.05101, algorithm 2, in float64."""
     config = TrainerConfig(lr=LR, adam_eps=1e-6, weight_decay=0.1)
-    beta1, beta2 = config.adam_beta1, config.adam_beta2
+    beta1, beta2 = 0.9, config.adam_beta2
     parameter = torch.randn(300, generator=torch.Generator().manual_seed(0)).requires_grad_()
     plain = torch.optim.AdamW(
         [parameter], lr=LR, betas=(beta1, beta2), eps=config.adam_eps, weight_decay=0.1

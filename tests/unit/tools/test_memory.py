@@ -251,7 +251,6 @@ def test_a_dry_run_cautions_against_settings_that_cannot_work(
     ("override", "status", "message"),
     [
         ("trainer.minibatches=5", 2, "trainer.minibatches=5"),
-        ("trainer.lr_decay_steps=1000", 2, "trainer.lr_decay_steps=1000"),
         ("trainer.pipeline_parallel=3", 1, "4 layers cannot be split"),
         ("trainer.tensor_parallel=4", 1, "num_key_value_heads=2"),
         ("trainer.device=cuda", 2, "trainer.device=cuda"),

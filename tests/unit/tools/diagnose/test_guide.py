@@ -12,7 +12,7 @@ from areal_lite.tools.report import demo
 
 # Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.
 # The run is also older than some metrics.
-CONDITIONAL = {"mismatch_square", "stale_square", "grad_cosine", "server_lag"}
+CONDITIONAL = {"mismatch_square", "stale_square", "server_lag"}
 CONDITIONAL |= {"passed_groups", "straggler_wait_s", "reference_kl", "routes_changed"}
 CONDITIONAL |= {"adapter_share", "drain_s"}
 CONDITIONAL |= {"value", "value_error", "value_explained", "value_clip_fraction"}
