@@ -29,15 +29,22 @@ _FLAGS = (*_HELP, *_SWEEP, "--cfg")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    import_from_working_directory()
+    """Run the command that the first argument names, and return its exit status."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in _HELP:
         print(_usage())
         return 0 if args else 2
-    command = args[0]
+    if args[0] not in (names := command_names()):
+        hint = did_you_mean(args[0], names) or f"choose one of {', '.join(names)}"
+        return _fail(f"unknown command {args[0]!r}; {hint}")
+    return run_command(args[0], args[1:])
+
+
+def run_command(command: str, args: list[str]) -> int:
+    """Run a command, or a stage of one, and return its exit status."""
+    import_from_working_directory()
     try:
-        flags, overrides = parse(command, args[1:])
+        flags, overrides = parse(command, args)
         overrides = [*_first_overrides(command, flags, overrides), *overrides]
         if text := _shown(command, flags, overrides):
             print(text)
@@ -70,7 +77,7 @@ def check_composed(command: str, composed: DictConfig) -> Any:
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
             f"{missing[0]} is not set: add {missing[0]}=… "
-            f"(`areal-lite {command} --help` lists all settings)"
+            f"(`{find_command(command).written(command)} --help` lists all settings)"
         )
     config = to_dataclass(composed)
     from areal_lite.launch.preflight import check_config
@@ -87,9 +94,6 @@ def import_from_working_directory() -> None:
 
 def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
     """Return the flags and the overrides in `args`. Raises ValueError for what is unknown."""
-    if command not in (names := command_names()):
-        hint = did_you_mean(command, names) or f"choose one of {', '.join(names)}"
-        raise ValueError(f"unknown command {command!r}; {hint}")
     switched, modes = switches(command), find_command(command).modes
     flags = {arg for arg in args if arg.startswith("-")}
     for other, about in CORE.items():
@@ -157,8 +161,8 @@ def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
     if found := extensions.load(extensions.MODES, flag.removeprefix("--")):
         return found
     raise ValueError(
-        f"{flag} is part of areal_lite.tools, which is not installed here: install the whole of "
-        "areal-lite"
+        f"{flag} needs the tools of areal-lite, which are not installed here: install areal-lite "
+        "with them"
     )
 
 
@@ -175,6 +179,7 @@ def _help(command: str, composed: Any) -> str:
     from areal_lite.config.reference import groups_text, help_text
 
     about = find_command(command)
+    written = about.written(command)
     words = f"[{about.words[1]}] " if about.words else ""
     usages = {
         f"{words}[key=value …]": "",
@@ -188,10 +193,10 @@ def _help(command: str, composed: Any) -> str:
     if trains:
         usages["-m [key=a,b …]"] = "runs every combination, one after the other"
     lines = [
-        f"{'usage:' if not does else '':<7}areal-lite {command} {usage:<26}{does}".rstrip()
+        f"{'usage:' if not does else '':<7}{written} {usage:<26}{does}".rstrip()
         for usage, does in usages.items()
     ]
-    parts = [f"areal-lite {command}: {about.does}", "\n".join(lines)]
+    parts = [f"{written}: {about.does}", "\n".join(lines)]
     if trains:
         parts.append(f"sets of settings:\n{groups_text()}")
     settings = "settings and their values; in brackets, the values that are allowed:"

@@ -52,6 +52,12 @@ class Device(Protocol):
         ...
 
 
+STAGES = "areal_lite.stages"
+"""Stages of those commands, each a `Command` that is run as a module of its own."""
+
+DATA = "areal_lite.data"
+"""Openers of prompts, by `data.source` (data/prompts.py)."""
+
 MODES = "areal_lite.modes"
 """Options of the core's commands that show something instead of starting a run."""
 

@@ -30,7 +30,7 @@ ARMS = {
 FILES = {"path": "train", "eval_path": "test"}
 MODEL = ["num_layers=3", "mlp_size=256"]
 WARM_UP = (
-    "data.max_digits=3 batch_size=32 forget_carry=0.6 trainer.steps=300 trainer.lr=4e-3 "
+    "max_digits=3 batch_size=32 forget_carry=0.6 trainer.steps=300 trainer.lr=4e-3 "
     "trainer.min_lr=8e-5 trainer.lr_schedule=cosine trainer.lr_warmup_steps=20"
 )
 TRAIN = (

@@ -36,7 +36,8 @@ ARMS = {
 }
 COLORS = dict(zip(ARMS, ("#2e8b57", "#d1662b", "#1f6fb4")))
 TRAIN = (
-    f"data.max_digits=3 rollout.max_new_tokens=64 trainer.minibatches=4 trainer.steps={STEPS}"
+    "+task=addition data.args.max_digits=3 rollout.max_new_tokens=64"
+    f" trainer.minibatches=4 trainer.steps={STEPS}"
     " trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5 eval.problems=500"
 )
 

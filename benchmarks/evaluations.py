@@ -29,11 +29,12 @@ LABELS = {
 }
 MODEL = ["num_layers=3", "mlp_size=256"]
 WARM_UP = (
-    "data.max_digits=4 batch_size=32 forget_carry=0.5 trainer.steps=300 trainer.lr=4e-3 "
+    "max_digits=4 batch_size=32 forget_carry=0.5 trainer.steps=300 trainer.lr=4e-3 "
     "trainer.min_lr=8e-5 trainer.lr_schedule=cosine trainer.lr_warmup_steps=20"
 )
 TRAIN = (
-    "data.max_digits=4 rollout.group_size=8 rollout.max_new_tokens=96 rollout.max_concurrent=256 "
+    "+task=addition data.args.max_digits=4 "
+    "rollout.group_size=8 rollout.max_new_tokens=96 rollout.max_concurrent=256 "
     "trainer.batch_groups=32 trainer.lr=1e-4 trainer.adam_eps=1e-5 algo=quickstart "
     f"server.count=2 trainer.steps={STEPS} eval.problems={PROBLEMS}"
 )

@@ -44,6 +44,7 @@ QUICKSTART = [
 ]
 DISTRIBUTED = ["sync.transport=distributed", "sync.verify=true"]
 TRAIN = [
+    "+task=addition",
     "trainer.steps=30",
     "trainer.batch_groups=8",
     "trainer.save_every=1",
@@ -229,7 +230,14 @@ def killed(tiny: bool) -> Result:
 def _new_model(folder: Path) -> list[str]:
     """Make a small model in `folder` and return the setting that names it."""
     model = folder / "model"
-    subprocess.run(command("make-model", f"out={model}", "head_dim=64"), check=True)
+    stage = [
+        sys.executable,
+        "-m",
+        "areal_lite.quickstart.make_model",
+        f"out={model}",
+        "head_dim=64",
+    ]
+    subprocess.run(stage, check=True)
     return [f"model={model}"]
 
 

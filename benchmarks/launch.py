@@ -95,8 +95,14 @@ def warm_up(work: Path, seed: int, model: list[str], settings: list[str]) -> Pat
             f"out={warm}",
             f"run_dir={work / f'sft-{seed}'}",
             f"seed={seed}",
-            f"data.seed={seed}",
         ]
-        areal_lite(work / f"cold-{seed}.log", "make-model", f"out={cold}", f"seed={seed}", *model)
-        areal_lite(work / f"warm-{seed}.log", "sft", *own, *settings)
+        _stage("make_model", work / f"cold-{seed}.log", f"out={cold}", f"seed={seed}", *model)
+        _stage("sft", work / f"warm-{seed}.log", *own, *settings)
     return warm
+
+
+def _stage(name: str, log: Path, *settings: str) -> None:
+    """Run a stage of the quickstart. Raises CalledProcessError."""
+    command = [sys.executable, "-m", f"areal_lite.quickstart.{name}", *settings]
+    with log.open("w") as file:
+        subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=True)

@@ -31,9 +31,9 @@ from launch import ROOT, warm_up
 from scipy import stats
 
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
-WARM_UP = "data.max_digits=3 batch_size=32 forget_carry=0.65 trainer.steps=300 trainer.lr=4e-3"
+WARM_UP = "max_digits=3 batch_size=32 forget_carry=0.65 trainer.steps=300 trainer.lr=4e-3"
 TRAIN = (
-    "data.max_digits=3 algo=quickstart rollout.group_size=8"
+    "+task=addition data.args.max_digits=3 algo=quickstart rollout.group_size=8"
     " rollout.max_new_tokens=64 rollout.max_concurrent=256 trainer.batch_groups=16"
     " trainer.steps=1000000 trainer.lr=1e-7 trainer.save_every=50 eval.every=50 eval.problems=64"
     " store.max_gib=0.02"

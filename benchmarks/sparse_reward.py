@@ -28,7 +28,7 @@ PROMPTS = 64
 HELD_OUT = 256
 MODEL = ["hidden_size=96", "num_layers=3", "mlp_size=192"]
 WARM_UP = (
-    f"data.max_digits={DIGITS} batch_size=32 trainer.steps=400"
+    f"max_digits={DIGITS} batch_size=32 trainer.steps=400"
     " trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine trainer.lr_warmup_steps=20"
     " trainer.weight_decay=0.01"
 )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, train a small model with reinforcement learning, and show a summary.
 # Arguments are settings:
-#   bash examples/quickstart.sh seed=2 data.max_digits=4 make_model.hidden_size=96
+#   bash examples/quickstart.sh seed=2 data.args.max_digits=4 make_model.hidden_size=96
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=examples/setup.sh

@@ -72,6 +72,7 @@ SMALL = [
     "eval.every=0",
 ]
 REST = "model=models/tiny data.source=jsonl data.path=train.jsonl data.eval_path=test.jsonl"
+REST += " reward.function=areal_lite.rewards.exact:exact_reward"
 MODELS = (
     "models/Qwen2.5-1.5B-Instruct",
     "models/Qwen2.5-7B",
@@ -144,11 +145,11 @@ def prepare(page: Path, folder: Path) -> None:
     if not common.exists():
         common.mkdir(parents=True)
         write_python_files(ROOT / "docs" / "first-run.md", common)
-        shell(f"areal-lite make-model out=tiny {TINY}", common)
+        shell(f"python -m areal_lite.quickstart.make_model out=tiny {TINY}", common)
         shell("python my_data.py && areal-lite report --demo && ln -s demo runs/NAME", common)
     shutil.copytree(common, folder, symlinks=True)
     (folder / "models").mkdir()
-    if "areal-lite make-model out=models/tiny" not in commands(page):
+    if "python -m areal_lite.quickstart.make_model out=models/tiny" not in commands(page):
         (folder / "tiny").rename(folder / "models" / "tiny")
     for model in MODELS:
         (folder / model).parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import TrainConfig
-from areal_lite.config.data import RewardConfig
-from areal_lite.config.sources import source_configs
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
 _SMALLER_LR_FROM = 32
@@ -30,7 +28,6 @@ def cautions(config: TrainConfig) -> list[str]:
         _idle_clip(config),
         _too_stale(config),
         _fresh_learning_rate(config),
-        *map(_other_reward, source_configs(config).values()),
     ]
     return [caution for caution in found if caution]
 
@@ -71,16 +68,6 @@ def _idle_clip(config: TrainConfig) -> str | None:
         "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
         "in which the ratio to the proximal policy is 1. For a clip that acts, set "
         "trainer.minibatches=2 and algo.prox=recompute"
-    )
-
-
-def _other_reward(config: TrainConfig) -> str | None:
-    default = RewardConfig().function
-    if config.data.source == "addition" or config.reward.function != default:
-        return None
-    return (
-        f"reward.function={default} scores answers of the addition task, but "
-        f"data.source={config.data.source}: name the reward of your data"
     )
 
 

@@ -61,6 +61,11 @@ class Command:
     words: tuple[str, str] | None = None
     modes: dict[str, Mode] = field(default_factory=dict)
 
+    def written(self, name: str) -> str:
+        """Write the start of its command line. A stage of a command is a module."""
+        module = self.entry.partition(":")[0]
+        return f"areal-lite {name}" if name in command_names() else f"python -m {module}"
+
 
 @dataclass
 class TrainConfig:
@@ -151,7 +156,10 @@ def command_names() -> list[str]:
 
 
 def find_command(name: str) -> Command:
-    """Return a command by its name. Raises ValueError if there is none."""
-    if found := CORE.get(name) or extensions.load(extensions.COMMANDS, name):
+    """Return a command, or a stage of one, by its name. Raises ValueError if there is none."""
+    groups = (extensions.COMMANDS, extensions.STAGES)
+    if found := CORE.get(name) or next(
+        filter(None, (extensions.load(g, name) for g in groups)), None
+    ):
         return found
     raise ValueError(f"unknown command {name!r}; choose one of {', '.join(command_names())}")

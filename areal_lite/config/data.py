@@ -11,29 +11,26 @@ class DataConfig:
     """The prompts."""
 
     source: str = setting(
-        "addition",
-        "Kind of data set: generated additions, a .jsonl file, one in Hugging Face format, or a "
-        "function f(config, tokenizer, split) that returns a PromptSet.",
-        choices=("addition", "jsonl", "hf"),
-        importable=True,
+        "",
+        "Kind of data: jsonl (a file), hf (a data set in Hugging Face format), or module:function, "
+        "called as f(config, tokenizer, split) and returning a PromptSet.",
+    )
+    args: dict[str, Any] = setting(
+        {},
+        "More arguments of that function: data.args.KEY=VALUE. hf takes name (of the data set's "
+        "configuration), train_split (train) and eval_split (test).",
     )
     path: str | None = setting(None, "jsonl: the file. hf: a name on the hub, or a folder.")
-    name: str | None = setting(None, "hf: name of the data set's configuration.")
-    split: str = setting("train", "hf: split to train on.")
     eval_path: str | None = setting(
         None, "Held-out problems. jsonl: the file. hf: a name or folder; null is data.path."
     )
-    eval_split: str = setting("test", "hf: split of the held-out problems.")
     prompt_key: str = setting("question", "Field of a row with the prompt.")
     answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
-    chat: bool = setting(
-        True, "Apply the tokenizer's chat template to the prompt. Ignored by addition."
-    )
+    chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
     max_prompt_tokens: int = setting(
         1024, "Longer prompts are left out.", minimum=1, maximum=MAX_TOKENS
     )
-    max_digits: int = setting(8, "addition: digits of the longest operand.", minimum=1, maximum=12)
     shuffle: bool = setting(True, "Draw the prompts in a new random order in each epoch.")
     seed: int = setting(
         1, "Seed of that order, and of generated problems.", minimum=0, maximum=MAX_SEED
@@ -51,8 +48,7 @@ class RewardConfig:
     """The rewards of completions."""
 
     function: str = setting(
-        "areal_lite.quickstart.reward:addition_reward",
-        "module:function, called as f(completion: str, answer: str) -> float. It may be async.",
+        "", "module:function, called as f(completion: str, answer: str) -> float. It may be async."
     )
     workers: int = setting(1, "Processes that run the function.", minimum=1, maximum=1024)
     timeout_s: float = setting(

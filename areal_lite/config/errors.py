@@ -76,10 +76,11 @@ def _unknown_key(key: str, command: str) -> str:
     """Name the keys that end in `key`, or else the most similar one."""
     if key.rpartition(".")[2] in TRUNCATED_SAMPLING:
         return f"unknown key {key}; {WHOLE_VOCABULARY}"
+    written = find_command(command).written(command)
     keys = [*keys_of(find_command(command).schema), *(f"+{group}" for group in ADDED_GROUPS)]
     same_end = [known for known in keys if known.endswith(f".{key}")]
     hint = f"did you mean {' or '.join(same_end)}?" if same_end else did_you_mean(key, keys)
-    return f"unknown key {key}; {hint or f'`areal-lite {command} --help` lists all settings'}"
+    return f"unknown key {key}; {hint or f'`{written} --help` lists all settings'}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -4,8 +4,9 @@ The file is complete at any time, and private: it may hold a key.
 """
 
 import os
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -34,13 +35,26 @@ def save_config(config: Any, run_dir: Path) -> Path:
 def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
     """Read what `save_config` wrote, as an instance of `schema`.
 
-    Raises ValueError when the file is missing or does not fit the schema.
+    Settings that `schema` does not have are left out: those of another version. Raises ValueError
+    when the file is missing or does not fit the schema.
     """
-    stored = stored_settings(run_dir)
+    stored: Any = OmegaConf.to_container(stored_settings(run_dir))
     try:
-        return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), stored))
+        return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), _known(stored, schema)))
     except OmegaConfBaseException as error:
         raise ValueError(f"{Path(run_dir) / CONFIG_FILE}: {error}") from error
+
+
+def _known(stored: dict[str, Any], section: type) -> dict[str, Any]:
+    """Return the settings in `stored` that a section has."""
+    kinds = get_type_hints(section)
+    return {
+        key: _known(value, kinds[key])
+        if is_dataclass(kinds[key]) and isinstance(value, dict)
+        else value
+        for key, value in stored.items()
+        if key in kinds
+    }
 
 
 def changed_settings(config: Any, run_dir: Path) -> list[str]:

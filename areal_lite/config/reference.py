@@ -120,8 +120,7 @@ _PAGE = """\
 
 Every setting. This page is made from the code: `python -m areal_lite.config.reference`. The
 defaults are those of the command that a table is under; `areal-lite COMMAND --help` shows those of
-every command. `quickstart` has the settings of `train`, and those of `make-model` and `sft` as
-`make_model.KEY` and `sft.KEY`.
+every command.
 
 ```
 areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +task=gsm8k
@@ -139,8 +138,6 @@ def page() -> str:
     text = _PAGE.format(groups="\n".join(rows))
     shown: list[type] = []
     for command in command_names():
-        if command == "quickstart":
-            continue
         schema, shared = find_command(command).schema, []
         composed = compose_config(command, [])
         extends = issubclass(schema, tuple(shown))

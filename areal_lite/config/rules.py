@@ -52,15 +52,6 @@ def check_data(data: DataConfig) -> None:
         raise ValueError(f"data.path is not set: data.source={data.source} needs it")
 
 
-def check_one_source(data: DataConfig, key: str) -> None:
-    """Check that the data at `key` is a single source, for a command that takes no others."""
-    if data.sources:
-        raise ValueError(
-            f"{key}.sources={', '.join(map(str, data.sources))}: only train and eval take several "
-            f"sources, so set {key}.source"
-        )
-
-
 def check_server(server: ServerConfig) -> None:
     if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(

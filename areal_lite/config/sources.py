@@ -109,11 +109,13 @@ def _source(config: Sampled, own: Any) -> SourceConfig:
         raise ValueError("a source has no sources of its own")
     if not isinstance(reward := own.get("reward", {}), Mapping):
         raise ValueError(f"reward={reward}: set its keys, such as reward.function={reward}")
+    # The arguments of another source or workflow would not fit.
+    data: dict[str, Any] = vars(config.data) | {"sources": {}}
+    data |= {"args": {}} if "source" in own else {}
     shared = SourceConfig(
-        **{**vars(config.data), "sources": {}},
+        **data,
         reward=config.reward,
         workflow=config.rollout.workflow,
-        # The arguments of another workflow would not fit.
         workflow_args={} if "workflow" in own else config.rollout.workflow_args,
         reference=config.algo.reference if isinstance(config, TrainConfig) else None,
     )

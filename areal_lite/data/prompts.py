@@ -1,10 +1,10 @@
 """Prompt sets: the rows of a data set as token ids, each with its answer for the verifier.
 
-`data.source` is a key of SOURCES, or `module:name` of your own:
+`data.source` names an opener: a key of SOURCES, an entry point of `extensions.DATA`, or
+`module:name` of your own. It is called as f(config, tokenizer, split, **data.args) -> PromptSet.
   * `jsonl`: a file with one JSON object per line;
   * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, a folder made by `save_to_disk`,
-    or a name on the hub;
-  * `addition`: the quickstart's generated problems, unbounded.
+    or a name on the hub.
 
 A row's prompt is a string or a list of messages (`role`, `content`). Its answer is a string, a
 number, or an object or list, which is kept as JSON.
@@ -20,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from areal_lite import extensions
 from areal_lite.config import DataConfig
 from areal_lite.data.rows import Row, Split, hf_rows, jsonl_rows
 from areal_lite.data.tokenizer import Message, Tokenizer
@@ -34,13 +36,7 @@ from areal_lite.system.imports import load_object
 
 log = logging.getLogger(__name__)
 _KEYS_SHOWN = 20
-
-# data.source -> the import path of its opener, called as f(config, tokenizer, split) -> PromptSet.
-SOURCES = {
-    "addition": "areal_lite.quickstart.prompts:AdditionPrompts",
-    "jsonl": "areal_lite.data.prompts:jsonl_prompts",
-    "hf": "areal_lite.data.prompts:hf_prompts",
-}
+_OWN = "module:function of your own, f(config, tokenizer, split)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +72,30 @@ def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> Pr
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    return prompt_source(config.source)(config, Tokenizer(model_path), split)
+    return prompt_source(config)(config, Tokenizer(model_path), split, **config.args)
 
 
-def prompt_source(source: str) -> Callable[..., PromptSet]:
-    """Import the opener of `data.source`. Raises ValueError if there is none.
+def prompt_source(config: DataConfig) -> Callable[..., PromptSet]:
+    """Return the opener of `data.source`. Raises ValueError unless it takes `data.args`.
 
     An opener that is a class can say more about its prompts before they are loaded:
     `num_prompts = None`: prompts never end, and none comes again. `chat = False`: they are plain
-    text. `has_demonstrations = True`: `sft` can warm a model up on them.
+    text.
     """
-    name = SOURCES.get(source, source)
-    if ":" not in name:
+    source, known = config.source, [*SOURCES, *extensions.names(extensions.DATA)]
+    if not source:
+        raise ValueError(f"data.source is not set: name your data: {', '.join(known)}, or {_OWN}")
+    if ":" in source:
+        opener = load_object("data.source", source)
+    elif not (opener := SOURCES.get(source) or extensions.load(extensions.DATA, source)):
+        raise ValueError(f"data.source={source}: choose one of {', '.join(known)}, or {_OWN}")
+    try:
+        inspect.signature(opener).bind(config, None, "train", **config.args)
+    except TypeError as error:
         raise ValueError(
-            f"data.source={source}: choose one of {', '.join(SOURCES)}, or name your own"
-            " as module:name"
-        )
-    return load_object("data.source", name)
+            f"data.args={config.args} do not fit data.source={source}: {error}"
+        ) from None
+    return opener
 
 
 def load_eval_sets(
@@ -117,9 +120,24 @@ def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> Tex
     return TextPrompts(jsonl_rows(config, split), config, tokenizer)
 
 
-def hf_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
-    """Open the Hugging Face data set that `data.path` names."""
-    return TextPrompts(hf_rows(config, split), config, tokenizer)
+def hf_prompts(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    name: str = "",
+    train_split: str = "train",
+    eval_split: str = "test",
+) -> TextPrompts:
+    """Open the Hugging Face data set that `data.path` names.
+
+    Args:
+        name: of the data set's configuration, or of a folder in `data.path`.
+        train_split: the split to train on.
+        eval_split: the split of the held-out problems.
+    """
+    rows = hf_rows(config, split, name, train_split if split == "train" else eval_split)
+    return TextPrompts(rows, config, tokenizer)
 
 
 class TextPrompts:
@@ -246,3 +264,7 @@ def _is_messages(prompt: Any) -> bool:
             for m in prompt
         )
     )
+
+
+SOURCES: dict[str, Callable[..., PromptSet]] = {"jsonl": jsonl_prompts, "hf": hf_prompts}
+"""The openers that the core brings, by `data.source`."""

@@ -27,19 +27,21 @@ def jsonl_rows(config: DataConfig, split: Split) -> Iterator[Row]:
     return _jsonl_file(Path(path))
 
 
-def hf_rows(config: DataConfig, split: Split) -> Iterator[Row]:
-    """Read a Hugging Face data set of any kind that prompts.py lists."""
+def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[Row]:
+    """Read a Hugging Face data set of any kind that prompts.py lists.
+
+    `name` is its configuration, or empty; `part` is what it calls the split.
+    """
     path = (config.eval_path if split == "eval" else None) or config.path
-    name = config.split if split == "train" else config.eval_split
     if path is None:
         raise ValueError("data.source=hf needs data.path, the name or the folder of a data set")
-    folder = Path(path, config.name or "")
+    folder = Path(path, name)
     if not folder.is_dir():
         datasets = _library("datasets")
-        return _numbered(name, datasets.load_dataset(path, config.name, split=name))
+        return _numbered(part, datasets.load_dataset(path, name or None, split=part))
     if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-        return _numbered(name, _saved_data_set(folder, name))
-    return _folder(folder, name)
+        return _numbered(part, _saved_data_set(folder, part))
+    return _folder(folder, part)
 
 
 def _library(name: str) -> Any:
@@ -84,7 +86,7 @@ def _folder(folder: Path, split: str) -> Iterator[Row]:
     if not files:
         raise ValueError(
             f"{folder} has no {split}*.jsonl and no {split}*.parquet:"
-            " set data.path, data.name and the split's name"
+            " set data.path, data.args.name and the split's name"
         )
     for file in files:
         yield from _jsonl_file(file) if file.suffix == ".jsonl" else _parquet_file(file)
@@ -98,7 +100,7 @@ def _saved_data_set(folder: Path, split: str) -> Any:
     if split not in loaded:
         raise ValueError(
             f"{folder} has no split {split!r}, only {sorted(loaded)}:"
-            " set data.split and data.eval_split"
+            " set data.args.train_split and data.args.eval_split"
         )
     return loaded[split]
 

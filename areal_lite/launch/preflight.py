@@ -44,7 +44,7 @@ from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
 
 # Settings of a source that a run may change when it continues.
-_CHANGEABLE = ("eval_path", "eval_split", "reward", "workflow", "workflow_args")
+_CHANGEABLE = ("eval_path", "reward", "workflow", "workflow_args")
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 
 
@@ -116,9 +116,8 @@ def check_model(key: str, model: str) -> None:
     for file in ("config.json", "tokenizer.json"):
         if not os.path.isfile(Path(model) / file):  # False, too, for a path that cannot be
             raise ValueError(
-                f"{key}={model}: no {file} there; give the folder of a Hugging Face checkpoint: "
-                "`hf download ORG/NAME --local-dir FOLDER` downloads one, "
-                "and `areal-lite make-model` writes a small one"
+                f"{key}={model}: no {file} there; give the folder of a Hugging Face checkpoint "
+                "(`hf download ORG/NAME --local-dir FOLDER` downloads one)"
             )
 
 
@@ -166,7 +165,7 @@ def check_sources(config: Sampled) -> None:
 
 def _prompts_come_again(config: TrainConfig) -> None:
     """Check that prompts come again if some are to be asked less often."""
-    sources = [own.data.source for own in source_configs(config).values()]
+    sources = [own.data for own in source_configs(config).values()]
     if any(getattr(prompt_source(source), "num_prompts", 0) is not None for source in sources):
         return
     rollout = config.rollout
@@ -174,13 +173,13 @@ def _prompts_come_again(config: TrainConfig) -> None:
     if setting := above or (rollout.rest_unsolved and f"rest_unsolved={rollout.rest_unsolved}"):
         raise ValueError(
             f"rollout.{setting} needs prompts that come again: "
-            f"data.source={sources[0]} always makes new ones"
+            f"data.source={sources[0].source} always makes new ones"
         )
 
 
 def check_data_source(data: DataConfig) -> None:
     """Check that a data source and its file are there."""
-    prompt_source(data.source)
+    prompt_source(data)
     if data.source == "jsonl" and not os.path.exists(data.path or ""):
         raise ValueError(f"data.path={data.path}: no such file")
 

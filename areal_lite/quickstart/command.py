@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from areal_lite.config import DataConfig, TrainConfig, TrainerConfig
+from areal_lite.config import TrainConfig, TrainerConfig
 from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Command
 from areal_lite.config.fields import MAX_SEED, MAX_TOKENS, setting
 
@@ -49,7 +49,7 @@ class SftConfig:
     out: str = setting(MISSING, "Folder to write the trained checkpoint to.")
     run_dir: str = setting("runs/sft-${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
     seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
-    data: DataConfig = field(default_factory=DataConfig)
+    max_digits: int = setting(8, "Digits of the longest operand.", minimum=1, maximum=12)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     batch_size: int = setting(64, "Demonstrations of a step.", minimum=1, maximum=1_000_000)
     forget_carry: float = setting(
@@ -59,7 +59,7 @@ class SftConfig:
 
 @dataclass
 class QuickstartConfig(TrainConfig):
-    """`make-model`, `sft` and `train` in a row; conf/quickstart.yaml connects them."""
+    """Make a model, warm it up and train it; conf/quickstart.yaml connects the stages."""
 
     make_model: MakeModelConfig = field(default_factory=MakeModelConfig)
     sft: SftConfig = field(default_factory=SftConfig)
@@ -79,7 +79,7 @@ MAKE_MODEL = Command(
 )
 SFT = Command(
     schema=SftConfig,
-    entry="areal_lite.quickstart.launch_sft:run",
+    entry="areal_lite.quickstart.sft:run",
     does="warm a model up on demonstrations of an imperfect teacher",
     check="areal_lite.quickstart.command:check_sft",
 )
@@ -108,21 +108,14 @@ def check_sft(config: SftConfig) -> None:
 
 def _check_warm_up(config: SftConfig, prefix: str) -> None:
     """Check the settings of the warm-up, whose keys begin with `prefix`. Raises ValueError."""
-    from areal_lite.config.rules import check_one_source, check_trainer
-    from areal_lite.data.prompts import prompt_source
+    from areal_lite.config.rules import check_trainer
     from areal_lite.launch.placement import check_trainer_device
 
-    check_one_source(config.data, f"{prefix}data")
     check_trainer(config.trainer, f"{prefix}trainer")
     if config.batch_size % config.trainer.data_parallel:
         raise ValueError(
             f"{prefix}batch_size={config.batch_size} is not a multiple of "
             f"{prefix}trainer.data_parallel={config.trainer.data_parallel}"
-        )
-    if not getattr(prompt_source(config.data.source), "has_demonstrations", False):
-        raise ValueError(
-            f"{prefix}data.source={config.data.source} has no demonstrations to warm up on: use "
-            "addition"
         )
     check_trainer_device(config.trainer, f"{prefix}trainer")
 

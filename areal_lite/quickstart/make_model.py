@@ -1,10 +1,15 @@
-"""`areal-lite make-model`: a small, randomly initialized checkpoint in Hugging Face format."""
+"""Write a small, randomly initialized checkpoint in Hugging Face format.
+
+python -m areal_lite.quickstart.make_model out=FOLDER num_layers=2 …
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_lite.cli import run_command
 from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.system.files import new_folder
 
@@ -100,3 +105,7 @@ def _architecture_settings(config: MakeModelConfig) -> dict[str, Any]:
     if config.architecture == "mistral":
         return {"sliding_window": None}
     return {}
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("make-model", sys.argv[1:]))

@@ -15,7 +15,6 @@ class AdditionPrompts:
 
     num_prompts = None
     chat = False
-    has_demonstrations = True
     num_too_long = 0
 
     def __init__(
@@ -23,6 +22,8 @@ class AdditionPrompts:
         config: DataConfig,
         tokenizer: Tokenizer,
         split: Split,
+        *,
+        max_digits: int = 8,
         weights: Sequence[float] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -34,10 +35,10 @@ class AdditionPrompts:
             addition.make_problem,
             own_split,
             seed=seed,
-            max_digits=config.max_digits,
+            max_digits=max_digits,
             weights=weights,
         )
-        self._problem(0)  # raises ValueError now if data.max_digits is wrong
+        self._problem(0)  # raises ValueError now if the arguments are wrong
 
     def __getitem__(self, index: int) -> Prompt:
         problem = self._problem(index)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_lite.config import TrainConfig
 from areal_lite.launch import local
-from areal_lite.quickstart import launch_sft, make_model
+from areal_lite.quickstart import make_model, sft
 from areal_lite.quickstart.command import QuickstartConfig
 from areal_lite.run_dir.resume import (
     STOPPED,
@@ -32,7 +32,7 @@ def run(config: QuickstartConfig) -> int:
         (
             "warm it up on demonstrations of a teacher that forgets carries",
             config.sft.out,
-            lambda: launch_sft.run(config.sft),
+            lambda: sft.run(config.sft),
         ),
         (
             "reinforcement learning: a real SGLang server, a real Megatron trainer",

@@ -1,109 +1,111 @@
-"""Supervised warm-up, one process per rank: `python -m areal_lite.quickstart.sft RUN_DIR`.
+"""Warm a model up: start the ranks and show their progress.
 
-loss = - sum over completion tokens of log p / number of completion tokens in the batch, over all
-ranks.
-
-Demonstration i depends on the seed and i only, so any number of ranks sees the same ones.
+python -m areal_lite.quickstart.sft model=FOLDER out=FOLDER max_digits=3 …
 """
 
-import logging
-import random
 import sys
-import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-
-from areal_lite.config import load_config
-from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.megatron.parallel import data_parallel_rank, data_parallel_sum, shutdown
-from areal_lite.megatron.policy import Policy
-from areal_lite.quickstart import addition
+from areal_lite.cli import run_command
+from areal_lite.config import save_config
+from areal_lite.data.model_folder import check_model_folder
+from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.quickstart.command import SftConfig
-from areal_lite.run_dir.metrics import append_event
-from areal_lite.system.processes import die_with_parent
-from areal_lite.train_batch import TrainBatch
-from areal_lite.trajectory import Trajectory
+from areal_lite.run_dir.metrics import EventFollower
+from areal_lite.run_dir.resume import (
+    STOPPED,
+    clear_stop_request,
+    lock_run_dir,
+    stop_requested,
+)
+from areal_lite.tools.formatting import short
+from areal_lite.tools.report.panel import Progress, Row, Section, View, eta, sparkline
 
-log = logging.getLogger(__name__)
-# Reinforcement learning must not meet problems whose wrong answers were demonstrated.
-_FIRST_PROBLEM = 10**9
-
-
-def train(config: SftConfig, run_dir: Path) -> None:
-    """Warm up and export to `config.out`."""
-    policy = Policy(config.trainer, Path(config.model), config.seed)
-    tokenizer = Tokenizer(config.model)
-    last = time.time()
-    for step in range(config.trainer.steps):
-        first = step * config.batch_size
-        indices = range(first, first + config.batch_size)
-        own = indices[data_parallel_rank() :: config.trainer.data_parallel]
-        batch = TrainBatch.from_trajectories([_demonstration(config, tokenizer, i) for i in own])
-        result = update(policy, batch)
-        if dist.get_rank() == 0:
-            now = time.time()
-            append_event(run_dir, "sft", {"step": step + 1, "time_s": now - last, **result})
-            last = now
-    policy.export_hf(config.out)
-    shutdown()
+_RANK = "areal_lite.quickstart.sft_rank"
+# The steps whose mean pace is shown.
+_RECENT_STEPS = 50
 
 
-def update(policy: Policy, batch: TrainBatch) -> dict[str, float]:
-    """Make one optimizer step on the mean negative log-likelihood of all ranks' masked tokens."""
-    mask = torch.from_numpy(batch.loss_mask).to(policy.device)
-    denominator = float(data_parallel_sum(mask.sum(dtype=torch.float64)))
-
-    def loss(logprobs, entropy, microbatch):
-        return -(logprobs * mask[microbatch.token_index]).sum() / denominator, {}
-
-    return policy.update(policy.microbatches(batch), loss)
+class _StopRequested(Exception):
+    """Somebody asked the warm-up to stop."""
 
 
-def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Trajectory:
-    # All digit counts are equally frequent: the letters of high places are learned here or never.
-    max_digits = config.data.max_digits
-    problem = addition.make_problem(
-        "train",
-        _FIRST_PROBLEM + index,
-        seed=config.seed,
-        max_digits=max_digits,
-        weights=[1.0] * max_digits,
-    )
-    text = addition.demonstration(
-        problem, random.Random(f"{config.seed}/{index}"), forget_carry=config.forget_carry
-    )
-    prompt = tokenizer.encode(addition.prompt(problem))
-    completion = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
-    sampled = np.repeat([False, True], [len(prompt), len(completion)])
-    return Trajectory(
-        group_id=index,
-        prompt_id=str(index),
-        sample_index=0,
-        tokens=np.array([*prompt, *completion], np.int32),
-        loss_mask=sampled,
-        behavior_logprobs=np.zeros(len(sampled), np.float32),
-        versions=np.where(sampled, 0, -1).astype(np.int32),
-        finish_reason="stop",
-        reward=1.0,
-    )
+def run(config: SftConfig) -> int:
+    """Warm up and export to `config.out`; return the exit status.
+
+    It is STOPPED if a stop was requested: a warm-up has no checkpoint, and begins again. Raises
+    ValueError if `config.out` exists.
+    """
+    if Path(config.out).exists():
+        raise ValueError(f"out={config.out} exists already: remove it or choose another folder")
+    with lock_run_dir(Path(config.run_dir)):
+        return _warm_up(config, Path(config.run_dir))
 
 
-def main() -> int:
-    die_with_parent()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    run_dir = Path(sys.argv[1])
+def _warm_up(config: SftConfig, run_dir: Path) -> int:
+    check_model_folder(Path(config.model))
+    save_config(config, run_dir)
+    clear_stop_request(run_dir)
+    (run_dir / "sft.jsonl").unlink(missing_ok=True)  # a warm-up always starts from the beginning
     try:
-        train(load_config(run_dir, SftConfig), run_dir)
-    except ValueError as error:
-        log.error("%s", error)
+        with Roles(run_dir) as roles, Progress(WarmUpWatch(config, run_dir).view) as progress:
+            ranks = roles.start_ranks(
+                "trainer", "areal_lite.quickstart.sft_rank", config.trainer, []
+            )
+
+            def watch() -> None:
+                progress.poll()
+                if stop_requested(run_dir):
+                    raise _StopRequested
+
+            roles.wait(ranks, watch=watch)
+    except _StopRequested:
+        print("stopped as requested: the warm-up begins again", file=sys.stderr)
+        return STOPPED
+    except RoleFailed as error:
+        print(f"areal-lite: {error}", file=sys.stderr)
         return 1
+    print(config.out)
     return 0
 
 
+class WarmUpWatch:
+    """Follows the file of a warm-up."""
+
+    def __init__(self, config: SftConfig, run_dir: Path):
+        self._config = config
+        self._run_dir = run_dir
+        self._file = EventFollower(run_dir, "sft")
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
+        self._losses: list[float] = []
+
+    def view(self) -> View:
+        """Return the present content of the panel."""
+        new = self._file.read()
+        self._recent.extend(new)
+        self._losses += [step["loss"] for step in new]
+        total = self._config.trainer.steps
+        view = View(title=f"warm-up · {self._run_dir}", unit="warm-up step", done=0, total=total)
+        if not self._recent:
+            return replace(view, waits=[Row("trainer", "loads the model")])
+        step = self._recent[-1]
+        times_s = [step["time_s"] for step in self._recent]
+        rate = self._config.batch_size * len(times_s) / sum(times_s)
+        loss = f"{short(step['loss'])} {sparkline(self._losses, 10)}"
+        return replace(
+            view,
+            done=step["step"],
+            eta_s=eta(times_s, total - step["step"], 0.0),
+            line={"loss": step["loss"]},
+            sections=[
+                Section("learning", [Row("loss", loss)]),
+                Section("speed", [Row("demonstrations", f"{short(rate)}/s")]),
+            ],
+        )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("sft", sys.argv[1:]))

@@ -27,6 +27,11 @@ def load_reward_function(name: str) -> RewardFunction:
 
     Raises ValueError if it cannot be imported or cannot be called as f(completion, answer).
     """
+    if not name:
+        raise ValueError(
+            "reward.function is not set: name what scores a completion: module:function, "
+            "f(completion, answer) -> float, such as areal_lite.rewards.exact:exact_reward"
+        )
     function = load_object("reward.function", name)
     try:
         inspect.signature(function).bind("completion", "answer")

@@ -137,7 +137,7 @@ def _source_lines(config: TrainConfig) -> list[str]:
     first = None
     for name, split, path in splits:
         where = ", ".join(part for part in (data.source, path) if part)
-        if data.source == "hf" and not (path and Path(path, data.name or "").is_dir()):
+        if data.source == "hf" and not (path and Path(path, data.args.get("name", "")).is_dir()):
             lines.append(f"{name}: {where}, not looked at: it is on the hub")
             continue
         prompts = load_prompts(data, config.model, split)

@@ -47,7 +47,7 @@ TASKS = (SHORT, LONG_TAIL)
 
 def warm_model(task: Task, work: Path, seed: int) -> Path:
     """Return <work>/warm-<seed>, a model that has seen sums of the task. Make it if needed."""
-    settings = f"data.max_digits={task.max_digits} trainer.steps={task.warm_up_steps} {WARM_UP}"
+    settings = f"max_digits={task.max_digits} trainer.steps={task.warm_up_steps} {WARM_UP}"
     return warm_up(work, seed, MODEL, settings.split())
 
 

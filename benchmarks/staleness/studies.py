@@ -12,12 +12,12 @@ from itertools import product
 GROUPS = 16
 MODEL = "hidden_size=96 num_layers=3 mlp_size=192"
 WARM_UP = (
-    "data.max_digits=3 batch_size=32 forget_carry=0.88"
+    "max_digits=3 batch_size=32 forget_carry=0.88"
     " trainer.steps=400 trainer.lr=4e-3 trainer.min_lr=8e-5 trainer.lr_schedule=cosine"
     " trainer.lr_warmup_steps=20 trainer.weight_decay=0.01"
 )
 COMMON = (
-    "data.max_digits=3 algo=quickstart algo.prox=recompute"
+    "+task=addition data.args.max_digits=3 algo=quickstart algo.prox=recompute"
     " rollout.group_size=16 rollout.max_new_tokens=64 rollout.max_concurrent=256"
     f" trainer.batch_groups={GROUPS} trainer.lr_schedule=constant"
     " trainer.lr_warmup_steps=0 trainer.adam_eps=1e-5 trainer.save_every=0"

@@ -7,6 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 areal-lite train "model=$warm" trainer.lora.rank=8 \
-  data.max_digits=3 algo=quickstart \
+  +task=addition data.args.max_digits=3 algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=64 \
   trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=1e-3 trainer.steps=24 "$@"

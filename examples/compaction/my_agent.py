@@ -12,10 +12,10 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.quickstart.prompts import AdditionPrompts
 
 
-def long_sums(config, tokenizer, split) -> AdditionPrompts:
-    """Return the prompts: sums of numbers of exactly `data.max_digits` digits."""
-    weights = [0.0] * (config.max_digits - 1) + [1.0]
-    return AdditionPrompts(config, tokenizer, split, weights)
+def long_sums(config, tokenizer, split, *, max_digits: int) -> AdditionPrompts:
+    """Return the prompts: sums of numbers of exactly `max_digits` digits."""
+    weights = [0.0] * (max_digits - 1) + [1.0]
+    return AdditionPrompts(config, tokenizer, split, max_digits=max_digits, weights=weights)
 
 
 # The column that was answered becomes the first one of the next question.

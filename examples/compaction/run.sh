@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 areal-lite train "model=$warm" \
-  data.source=my_agent:long_sums data.max_digits=3 \
+  +task=addition data.source=my_agent:long_sums data.args.max_digits=3 \
   rollout.workflow=areal_lite.rollout.workflows.agent:Agent \
   rollout.workflow_args.agent=my_agent:agent algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=14 \

@@ -7,6 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 areal-lite train "model=$warm" algo=ppo algo.critic.lr=1e-3 \
-  data.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \
+  +task=addition data.args.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \
   trainer.batch_groups=128 trainer.minibatches=4 trainer.steps=32 \
   trainer.lr=2e-4 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5 "$@"

@@ -13,14 +13,15 @@ teacher=${TEACHER_MODEL:-$examples/models/teacher}
 if [ ! -d "$teacher" ]; then
   echo "making the teacher: $teacher" >&2
   rm -rf "$teacher-random" "$teacher-sft" # of a start that was interrupted
-  areal-lite make-model "out=$teacher-random" num_layers=3 hidden_size=128 mlp_size=256 >&2
-  areal-lite sft "model=$teacher-random" "out=$teacher" "run_dir=$teacher-sft" \
-    data.max_digits=3 batch_size=32 forget_carry=0.05 \
+  python -m areal_lite.quickstart.make_model "out=$teacher-random" \
+    num_layers=3 hidden_size=128 mlp_size=256 >&2
+  python -m areal_lite.quickstart.sft "model=$teacher-random" "out=$teacher" \
+    "run_dir=$teacher-sft" max_digits=3 batch_size=32 forget_carry=0.05 \
     trainer.steps="${TEACHER_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
 fi
 
 areal-lite train "model=$warm" algo=distill "algo.reference=$teacher" \
-  data.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \
+  +task=addition data.args.max_digits=3 rollout.group_size=1 rollout.max_new_tokens=64 \
   trainer.batch_groups=128 trainer.minibatches=4 trainer.steps=40 \
   trainer.lr=2e-4 trainer.lr_schedule=linear trainer.lr_warmup_steps=3 trainer.adam_eps=1e-5 "$@"

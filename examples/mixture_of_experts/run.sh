@@ -12,15 +12,15 @@ experts=${EXPERTS_MODEL:-$examples/models/experts}
 if [ ! -d "$experts" ]; then
   echo "making the mixture of experts: $experts" >&2
   rm -rf "$experts-random" "$experts-sft" # of a start that was interrupted
-  areal-lite make-model "out=$experts-random" architecture=qwen3_moe \
+  python -m areal_lite.quickstart.make_model "out=$experts-random" architecture=qwen3_moe \
     num_layers=2 hidden_size=96 mlp_size=96 num_experts=8 experts_per_token=2 \
     tie_embeddings=false >&2
-  areal-lite sft "model=$experts-random" "out=$experts" "run_dir=$experts-sft" \
-    data.max_digits=3 batch_size=32 forget_carry=0.65 \
+  python -m areal_lite.quickstart.sft "model=$experts-random" "out=$experts" \
+    "run_dir=$experts-sft" max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${EXPERTS_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
     trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
 fi
 
 areal-lite train "model=$experts" algo=quickstart algo.routing_replay=true \
-  data.max_digits=3 rollout.group_size=8 rollout.max_new_tokens=64 \
+  +task=addition data.args.max_digits=3 rollout.group_size=8 rollout.max_new_tokens=64 \
   trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=1.5e-4 trainer.steps=24 "$@"

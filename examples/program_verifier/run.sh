@@ -7,7 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 . ../warm_model.sh
 
 areal-lite train "model=$warm" \
-  data.max_digits=3 reward.function=my_verifier:work_reward reward.workers=2 algo=quickstart \
+  +task=addition data.args.max_digits=3 reward.function=my_verifier:work_reward \
+  reward.workers=2 algo=quickstart \
   rollout.group_size=8 rollout.max_new_tokens=64 \
   trainer.batch_groups=32 trainer.minibatches=4 \
   trainer.lr=3e-4 trainer.lr_schedule=linear trainer.lr_warmup_steps=4 trainer.steps=24 \

@@ -10,7 +10,8 @@ import areal_lite
 
 SETTINGS = {
     "algo": "quickstart",
-    "data.max_digits": 3,
+    "+task": "addition",
+    "data.args.max_digits": 3,
     "rollout.group_size": 8,
     "rollout.max_new_tokens": 64,
     "trainer.batch_groups": 32,

@@ -83,7 +83,7 @@ class ChaosRun:
         self.folder = folder
         settings = [f"model={model}", f"run_dir={folder}", f"trainer.steps={steps}", *_SETTINGS]
         settings.append(f"sync.transport={transport}")
-        self._command = [sys.executable, "-m", "areal_lite", "train", *settings]
+        self._command = [sys.executable, "-m", "areal_lite", "train", "+task=addition", *settings]
         self._output = folder.with_suffix(".output")
         self._seen = 0
         # The sessions of all processes that were seen. Each role and each server has its own.

@@ -19,6 +19,7 @@ from tests.integration.test_train import model  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
+    "+task=addition",
     "schedule=sync",
     "server.deterministic=true",
     "reward.function=tests.integration.toy_reward:share_of_letters",

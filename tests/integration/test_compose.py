@@ -37,7 +37,8 @@ CHECKOUT = (
 ON_CPU = f"image: {IMAGE}, ulimits: !reset {{}}, deploy: !reset {{}}"
 BUILT_ON_CPU = f"{ON_CPU}, build: {{target: cpu}}"
 SMALL = (
-    "seed=1 data.max_digits=2 eval.problems=8 rollout.max_new_tokens=32 rollout.max_concurrent=16"
+    "seed=1 data.args.max_digits=2 eval.problems=8 rollout.max_new_tokens=32"
+    " rollout.max_concurrent=16"
     " trainer.steps=2 trainer.lr_warmup_steps=1 trainer.batch_groups=4 trainer.minibatches=1"
 )
 SETTINGS = {
@@ -47,7 +48,7 @@ SETTINGS = {
     "MODEL": "warm",
     "TRAINER_RANKS": "2",
     "SERVERS": "1",
-    "OVERRIDES": f"{SMALL} data.source=addition data.path=null"
+    "OVERRIDES": f"{SMALL} data.source=addition data.path=null ~data.args.name"
     " reward.function=areal_lite.quickstart.reward:addition_reward eval.every=0",
 }
 

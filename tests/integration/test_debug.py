@@ -26,7 +26,7 @@ def train(model: Path, folder: Path, *overrides: str) -> None:  # noqa: F811
         "reward.function=tests.integration.toy_reward:share_of_letters",
         "eval.problems=0",
     ]
-    command = [sys.executable, "-m", "areal_lite", "train", *settings, *overrides]
+    command = [sys.executable, "-m", "areal_lite", "train", "+task=addition", *settings, *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
 

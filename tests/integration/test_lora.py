@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def areal_lite(*arguments: str) -> str:
-    """Run a command and return the last line of what it prints."""
-    command = [sys.executable, "-m", "areal_lite", *arguments]
+    """Run a command or a module and return the last line of what it prints."""
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=350)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
@@ -58,9 +58,12 @@ def run(request, tmp_path_factory) -> Path:
     sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     sizes |= {"head_dim": 16, "mlp_size": 128}
     model = folder / "model"
-    areal_lite("make-model", f"out={model}", *(f"{key}={size}" for key, size in sizes.items()))
+    written = [f"{key}={size}" for key, size in sizes.items()]
+    areal_lite("areal_lite.quickstart.make_model", f"out={model}", *written)
     areal_lite(
+        "areal_lite",
         "train",
+        "+task=addition",
         f"model={model}",
         f"run_dir={folder / 'run'}",
         "reward.function=tests.integration.toy_reward:share_of_letters",
@@ -120,7 +123,7 @@ def test_only_adapted_weights_have_changed(run: Path) -> None:
 @pytest.fixture(scope="module")
 def adapters(run: Path) -> Path:
     """The adapters of the last step, exported alone."""
-    return Path(areal_lite("export", f"run_dir={run}", "--adapter"))
+    return Path(areal_lite("areal_lite", "export", f"run_dir={run}", "--adapter"))
 
 
 @pytest.fixture
@@ -137,7 +140,9 @@ def test_an_exported_model_is_what_peft_merges(run: Path, adapters: Path, in_pef
     assert config["base_model_name_or_path"] == str(run.parent / "model")
     merged = in_peft.merge_and_unload().state_dict()
     trained = load_file(run / "checkpoints/hf/model.safetensors")
-    whole = load_file(Path(areal_lite("export", f"run_dir={run}")) / "model.safetensors")
+    whole = load_file(
+        Path(areal_lite("areal_lite", "export", f"run_dir={run}")) / "model.safetensors"
+    )
     for name, weight in trained.items():
         torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
         torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-7)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["seed=2", "data.max_digits=4", "make_model.hidden_size=96"]],
+    [[], ["seed=2", "data.args.max_digits=4", "make_model.hidden_size=96"]],
     ids=["default", "smaller"],
 )
 def test_quickstart_learns(tmp_path, overrides):

@@ -144,7 +144,7 @@ def test_two_ranks_and_real_servers_survive_kills_and_a_hang(model, tmp_path) ->
         "restart.hang_timeout_s=120",
     ]
     command = [
-        *(sys.executable, "-m", "areal_lite", "train"),
+        *(sys.executable, "-m", "areal_lite", "train", "+task=addition"),
         *(f"model={model}", f"run_dir={folder}", *settings),
     ]
     with open(tmp_path / "output", "wb") as output:

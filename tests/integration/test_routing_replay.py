@@ -182,6 +182,7 @@ def test_a_run_replays_resumes_and_stores(models, tmp_path) -> None:
     def train(steps: int, *more: str) -> list[dict]:
         areal_lite(
             "train",
+            "+task=addition",
             f"model={models['first']}",
             f"run_dir={tmp_path / 'run'}",
             "algo.routing_replay=true",

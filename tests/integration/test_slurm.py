@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(900)]
 
 TRAIN = [
+    "+task=addition",
     "reward.function=tests.integration.toy_reward:share_of_letters",
     "rollout.group_size=8",
     "rollout.max_new_tokens=200",
@@ -65,7 +66,7 @@ def model(tmp_path_factory) -> Path:
         "mlp_size=128",
     ]
     subprocess.run(
-        [sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes],
+        [sys.executable, "-m", "areal_lite.quickstart.make_model", f"out={out}", *sizes],
         cwd=ROOT,
         check=True,
         timeout=120,

@@ -40,7 +40,7 @@ def model(tmp_path_factory) -> Path:
         "mlp_size=128",
     ]
     subprocess.run(
-        [sys.executable, "-m", "areal_lite", "make-model", f"out={out}", *sizes],
+        [sys.executable, "-m", "areal_lite.quickstart.make_model", f"out={out}", *sizes],
         cwd=ROOT,
         check=True,
         timeout=120,
@@ -49,6 +49,7 @@ def model(tmp_path_factory) -> Path:
 
 
 COMMON = [
+    "+task=addition",
     "reward.function=tests.integration.toy_reward:share_of_letters",
     "rollout.group_size=8",
     "rollout.max_new_tokens=400",

@@ -35,13 +35,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 def test_a_run_is_planned(installed: Command, tmp_path: Path):
     model = tmp_path / "model"
-    installed("-m", "areal_lite", "make-model", f"out={model}")
-    plan = installed(
-        "-m", "areal_lite", "train", "--dry-run", f"model={model}", "data.max_digits=3"
-    )
+    installed("-m", "areal_lite.quickstart.make_model", f"out={model}")
+    plan = installed("-m", "areal_lite", "train", "--dry-run", f"model={model}", "+task=addition")
     assert "data" in plan
     nodes = ("cluster.nodes=2", "cluster.gpus_per_node=0")
-    job = installed("-m", "areal_lite", "slurm", "--print", f"model={model}", *nodes)
+    job = installed(
+        "-m", "areal_lite", "slurm", "--print", f"model={model}", "+task=addition", *nodes
+    )
     assert job.startswith("#!/bin/bash")
 
 

@@ -38,11 +38,17 @@ def real_model(tmp_path_factory) -> Path:
 
 def arguments(command: str, model: Path, run_dir: Path | str) -> list[str]:
     own = {
+        "generate": [f"model={model}", "data.source=addition"],
         "sft": [f"model={model}", f"out={model}-sft"],
         "quickstart": [f"make_model.out={model}-new", f"sft.out={model}-sft"],
     }
+    task = [] if command in ("sft", "quickstart", "generate") else ["+task=addition"]
     words = ["train", "--prepare"] if command == "prepare" else [command]
-    return [*words, f"run_dir={run_dir}", *own.get(command, [f"model={model}"])]
+    return [*words, *task, f"run_dir={run_dir}", *own.get(command, [f"model={model}"])]
+
+
+def run(command: str, *arguments: str) -> int:
+    return cli.run_command(command, list(arguments))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -61,7 +67,7 @@ def one_line(capsys) -> str:
 def living(model, tmp_path, capsys) -> Path:
     """The run directory of a training run, with what a living one has."""
     run_dir = tmp_path / "run"
-    assert cli.main(arguments("prepare", model, run_dir)) == 0
+    assert run(*arguments("prepare", model, run_dir)) == 0
     (run_dir / "servers").mkdir()
     for name in ("controller.json", "servers/server-0.json", "summary.json", "stop"):
         (run_dir / name).write_text(f'"{name}"')
@@ -78,7 +84,7 @@ def test_a_living_run_is_not_touched(command, lock, living, model, capsys):
     if command == "train":
         overrides += ["server.host=127.0.0.1"]
     with lock(living):
-        assert cli.main([*arguments(command, model, living), *overrides]) == 1
+        assert run(*arguments(command, model, living), *overrides) == 1
         assert "a run is going on there" in one_line(capsys)
         with pytest.raises(ValueError, match="a run is going on there"):
             prepare.begin(living)
@@ -95,10 +101,10 @@ def test_the_roles_of_a_living_run_are_noticed_in_another_process(living, model,
     try:
         assert role.stdout is not None and role.stdout.readline() == b"held\n"
         before = content(living)
-        assert cli.main([*arguments("prepare", model, living), "resume=auto"]) == 0
+        assert run(*arguments("prepare", model, living), "resume=auto") == 0
         assert "is left alone" in capsys.readouterr().out
         other = ["resume=auto", "trainer.lr=0.5", "server.count=3"]
-        assert cli.main([*arguments("prepare", model, living), *other]) == 1
+        assert run(*arguments("prepare", model, living), *other) == 1
         assert "other settings of server.count, trainer.lr: end it first" in one_line(capsys)
         assert content(living) == before
     finally:
@@ -110,7 +116,7 @@ def test_the_roles_of_a_living_run_are_noticed_in_another_process(living, model,
 @pytest.mark.parametrize("command", ["eval", "sft", "quickstart"])
 def test_the_folder_of_a_training_run_is_for_training_runs(command, living, model, capsys):
     before = content(living)
-    assert cli.main(arguments(command, model, living)) == 2
+    assert run(*arguments(command, model, living)) == 2
     assert str(living) in one_line(capsys)
     assert content(living) == before
 
@@ -119,7 +125,7 @@ def test_the_folder_of_a_training_run_is_for_training_runs(command, living, mode
 def test_two_commands_do_not_share_a_folder(command, model, tmp_path, capsys):
     run_dir = tmp_path / "other"
     with lock_run_dir(run_dir):
-        assert cli.main(arguments(command, model, run_dir)) == 1
+        assert run(*arguments(command, model, run_dir)) == 1
     assert "a run is going on there" in one_line(capsys)
     assert content(run_dir) == {}
 
@@ -127,10 +133,10 @@ def test_two_commands_do_not_share_a_folder(command, model, tmp_path, capsys):
 def test_training_does_not_continue_an_evaluation(real_model, tmp_path, capsys):
     run_dir = tmp_path / "eval"
     wrong = ["server.start_timeout_s=0.05", "server.max_restarts=0"]
-    assert cli.main([*arguments("eval", real_model, run_dir), *wrong]) == 1
+    assert run(*arguments("eval", real_model, run_dir), *wrong) == 1
     capsys.readouterr()
     before = content(run_dir)
-    assert cli.main([*arguments("train", real_model, run_dir), "resume=auto"]) == 2
+    assert run(*arguments("train", real_model, run_dir), "resume=auto") == 2
     assert str(run_dir) in one_line(capsys)
     assert content(run_dir) == before
 
@@ -144,7 +150,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(command, place, model, tmp_pat
     (tmp_path / "file").write_text("not a folder")
     run_dir = tmp_path / place
     before = content(tmp_path)
-    assert cli.main(arguments(command, model, run_dir)) in (1, 2)
+    assert run(*arguments(command, model, run_dir)) in (1, 2)
     assert f"run_dir={run_dir}"[:500] in one_line(capsys)
     assert content(tmp_path) == before
 
@@ -156,7 +162,7 @@ def test_a_full_disk_is_one_line_with_the_file(command, real_model, tmp_path, ca
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
-        status = cli.main(arguments(command, real_model, run_dir))
+        status = run(*arguments(command, real_model, run_dir))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1

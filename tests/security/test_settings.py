@@ -27,7 +27,7 @@ from areal_lite.config.errors import explain, one_line
 from areal_lite.config.fields import keys_of, sections
 from areal_lite.launch.preflight import check_config
 
-COMMANDS = command_names()
+COMMANDS = [*command_names(), "make-model", "sft"]
 NUMBERS = (-1, 0, -0.0, 1, 2, 0.5, -5, 2**31, 10**9, 10**20, 1e308, -1e308, 1e-320)
 NUMBERS += (math.nan, math.inf, -math.inf)
 TEXTS = ("", "abc", "☃", "\0", "a\nb", "\ud800", "a" * 5000, "b/" * 3000, "../../x", "/etc/passwd")
@@ -61,7 +61,9 @@ def where(tmp_path_factory) -> dict[str, list[str]]:
         | dict.fromkeys([name for name in COMMANDS if find_command(name).words], both[1:])
         | {"report": [], "doctor": []}
     )
+    needed |= {name: ["+task=addition", *both] for name in ("train", "slurm", "eval")}
     needed |= {"make-model": [f"out={folder}/out"], "quickstart": both[1:]}
+    needed |= {"generate": ["data.source=addition", *both]}
     return needed | {"sft": [*both, f"out={folder}/out"]}
 
 
@@ -165,7 +167,7 @@ def run_command_line(where, capsys, monkeypatch, count: int) -> None:
         # The stderr of a test refuses what is not Unicode, and a real one escapes it.
         for changes in cases(command, count, [value for value in WRITTEN if value.isprintable()]):
             overrides = [f"{key}={value}" for key, value in changes.items()]
-            status = cli.main([command, *where[command], *overrides])
+            status = cli.run_command(command, [*where[command], *overrides])
             lines = capsys.readouterr().err.splitlines()
             assert (status, len(lines)) in ((0, 0), (2, 1)), (status, lines[:3], overrides)
 

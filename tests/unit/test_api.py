@@ -11,7 +11,7 @@ import pytest
 
 import areal_lite
 from areal_lite import api
-from areal_lite.config import RolloutConfig, TrainConfig, TrainerConfig
+from areal_lite.config import DataConfig, RewardConfig, RolloutConfig, TrainConfig, TrainerConfig
 from areal_lite.run_dir.metrics import append_event
 
 SETTINGS = {
@@ -20,12 +20,18 @@ SETTINGS = {
     "seed": 3,
     "trainer": {"lr": 1e-06, "steps": 2},
     "data.system_prompt": 'It\'s "one"\nof two, {or} [three]: \\ ',
-    "data.name": None,
+    "data.eval_path": None,
     "data.chat": False,
     "rollout.filters": ["math:floor", "math:ceil"],
     "rollout.workflow": "areal_lite.rollout.workflows.tools:Tools",
     "rollout.workflow_args": {"tools": ["calculator", "python"], "max_turns": 6},
     "server.args": {"nested": [{"name": "x y", "n": 1}]},
+}
+
+
+ADDITION: dict[str, Any] = {
+    "data": DataConfig(source="addition"),
+    "reward": RewardConfig("areal_lite.quickstart.reward:addition_reward"),
 }
 
 
@@ -63,7 +69,7 @@ def test_a_dictionary_means_what_its_overrides_mean(model: str, tmp_path: Path, 
     assert config.buffer.max_staleness == 0, "schedule=sync names a file of conf/"
     assert config.data.path == "openai/gsm8k", "so does +task=gsm8k"
     assert config.data.system_prompt == SETTINGS["data.system_prompt"]
-    assert config.data.name is None and config.data.chat is False
+    assert config.data.eval_path is None and config.data.chat is False
     assert config.rollout.filters == ["math:floor", "math:ceil"]
     for section, key in (config.rollout, "workflow_args"), (config.server, "args"):
         assert getattr(section, key) in SETTINGS.values()
@@ -73,17 +79,22 @@ def test_a_list_a_dictionary_and_a_configuration_are_the_same(
     model: str, tmp_path: Path, launched
 ) -> None:
     where = {"model": model, "run_dir": str(tmp_path / "run")}
+    task = {"data.source": "addition", "reward.function": ADDITION["reward"].function}
     recipe = ["algo.correction.mode=cap", "algo.correction.low=null", "algo.advantage.whiten=false"]
-    overrides = [f"{key}={value}" for key, value in where.items()]
+    overrides = [f"{key}={value}" for key, value in (where | task).items()]
     areal_lite.train([*overrides, *recipe, "trainer.steps=2", "rollout.group_size=4"], print)
     areal_lite.train(
         where
+        | task
         | {"algo": {"correction": {"mode": "cap", "low": None}, "advantage.whiten": False}}
         | {"trainer.steps": 2, "rollout": {"group_size": 4}},
         print,
     )
     whole = TrainConfig(
-        **where, trainer=TrainerConfig(steps=2), rollout=RolloutConfig(group_size=4)
+        **where,
+        **ADDITION,
+        trainer=TrainerConfig(steps=2),
+        rollout=RolloutConfig(group_size=4),
     )
     areal_lite.train(whole, print)
     assert launched[0] == launched[1] == launched[2] == whole
@@ -93,7 +104,7 @@ def test_what_the_configuration_refers_to_is_resolved(
     model: str, launched, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = areal_lite.train(TrainConfig(model=model), print)
+    result = areal_lite.train(TrainConfig(model=model, **ADDITION), print)
     assert "now:" not in str(result.run_dir) and result.run_dir.parent == Path("runs")
 
 
@@ -102,7 +113,7 @@ def test_the_result_has_the_summary_and_the_place_of_the_model(
 ) -> None:
     seen = []
     result = areal_lite.train(
-        [f"model={model}", f"run_dir={tmp_path / 'run'}"], on_step=seen.append
+        ["+task=addition", f"model={model}", f"run_dir={tmp_path / 'run'}"], on_step=seen.append
     )
     assert seen == [{"step": 1}]
     assert result == areal_lite.TrainResult(run_dir=tmp_path / "run", summary={"steps": 1})
@@ -137,7 +148,7 @@ def test_a_failure_of_the_run_is_an_exception(model: str, tmp_path: Path, monkey
     monkeypatch.setattr("areal_lite.launch.local.check_model_folder", lambda _: None)
     monkeypatch.setattr("areal_lite.launch.local.finish", lambda *_: finished.append(1))
     with pytest.raises(RuntimeError, match="the trainer exited"):
-        areal_lite.train({"model": model, "run_dir": str(tmp_path / "run")})
+        areal_lite.train({"+task": "addition", "model": model, "run_dir": str(tmp_path / "run")})
     assert finished, "its steps are reported all the same"
 
 

@@ -192,8 +192,8 @@ def test_the_agent_that_compacts_asks_with_the_column_before(
 
 
 def test_the_long_sums_have_all_their_digits(tokenizer) -> None:
-    config = DataConfig(max_digits=6)
-    prompts = code("compaction/my_agent.py")["long_sums"](config, tokenizer, "train")
+    long_sums = code("compaction/my_agent.py")["long_sums"]
+    prompts = long_sums(DataConfig(), tokenizer, "train", max_digits=6)
     assert {len(prompts[index].text) for index in range(50)} == {len("f1e2d3c4b5a6+F1E2D3C4B5A6=?")}
 
 

@@ -4,8 +4,8 @@ To add one:
 
 1. Write `architectures/<name>.py` with an `Architecture`, and list it in `ARCHITECTURES` below.
    A parameter that no other architecture has also needs its size in `launch/memory.py`.
-2. Add its name to the choices of `architecture` in `config/commands.py`, so that `make-model` makes
-   tiny models of it. Settings that only it has go into `quickstart/make_model.py`. Then write
+2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
+   of it. Settings that only it has go into `quickstart/make_model.py`. Then write
    docs/configuration.md again: `python -m areal_lite.config.reference > docs/configuration.md`.
 3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
    with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run

@@ -13,13 +13,12 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from omegaconf import OmegaConf
 
-from areal_lite.config import TrainConfig
+from areal_lite.config import load_config
 from areal_lite.run_dir.paths import (
     CONFIG_FILE,
     EVALS_FILE,
@@ -71,26 +70,14 @@ def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
         scratch = scratch_folder(folder)
         with tarfile.open(_FOLDER / f"{name}.tar.xz") as archive:
             archive.extractall(scratch, filter="data")
-        # Settings that are newer than the archive have their defaults. Others may be gone.
-        schema = OmegaConf.structured(TrainConfig)
-        stored = _known(
-            OmegaConf.to_container(OmegaConf.load(scratch / CONFIG_FILE)),
-            OmegaConf.to_container(schema, resolve=False),
-        )
-        config = OmegaConf.merge(schema, stored)
+        # Settings that are newer than the archive have their defaults.
+        config = load_config(scratch)
         config.model, config.run_dir = str(folder / "model"), str(folder)
-        OmegaConf.save(config, scratch / CONFIG_FILE)
+        OmegaConf.save(OmegaConf.structured(config), scratch / CONFIG_FILE)
         _write_store(scratch / STORE_FILE, (scratch / _GROUPS).read_bytes())
         (scratch / _GROUPS).unlink()
         publish_folder(scratch, folder)
     return folder
-
-
-def _known(stored: Any, schema: Any) -> Any:
-    """Leave out the settings that `schema` does not have."""
-    if not (schema and isinstance(schema, dict) and isinstance(stored, dict)):
-        return stored
-    return {key: _known(stored[key], schema[key]) for key in stored if key in schema}
 
 
 def _write_store(path: Path, packed: bytes) -> None:

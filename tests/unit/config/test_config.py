@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from areal_lite import extensions
-from areal_lite.cli import main
+from areal_lite.cli import main, run_command
 from areal_lite.config import TrainConfig, find_command, load_config, save_config, to_dataclass
 from areal_lite.config.compose import compose_config, config_dir
 from areal_lite.launch.preflight import check_config
@@ -29,8 +29,9 @@ def model(tmp_path) -> Path:
     return folder
 
 
-def complaint(capsys, *args: str) -> str:
-    assert main(list(args)) == 2
+def complaint(capsys, command: str, *args: str) -> str:
+    task = ["+task=addition"] if command == "train" else []
+    assert main([command, *task, *args]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     return lines[0]
@@ -38,7 +39,7 @@ def complaint(capsys, *args: str) -> str:
 
 @pytest.mark.parametrize("command", ["train", "quickstart", "make-model", "sft", "eval"])
 def test_every_command_has_help_with_its_settings(command, capsys):
-    assert main([command, "--help"]) == 0
+    assert run_command(command, ["--help"]) == 0
     assert "seed" in (out := capsys.readouterr().out) or "prompts" in out
 
 
@@ -56,7 +57,8 @@ PRESETS = sorted(p.stem for p in (config_dir() / "algo").glob("*.yaml"))
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("command", ["train", "quickstart"])
 def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
-    where = [f"run_dir={tmp_path / 'run'}"] + ([f"model={model}"] if command == "train" else [])
+    where = [f"run_dir={tmp_path / 'run'}"]
+    where += [f"model={model}", "+task=addition"] if command == "train" else []
     teacher = [f"algo.reference={model}"] if preset == "distill" else []
     config = to_dataclass(compose_config(command, [f"algo={preset}", *where, *teacher]))
     check_config(find_command(command), config)
@@ -179,7 +181,10 @@ def test_a_teacher_has_the_same_tokens(tmp_path, capsys):
             "rollout.group_size=1",
         ]
 
-    check_config(find_command("train"), to_dataclass(compose_config("train", overrides("larger"))))
+    check_config(
+        find_command("train"),
+        to_dataclass(compose_config("train", ["+task=addition", *overrides("larger")])),
+    )
     for teacher, message in ("other", "'a' is 1 there and 0 in"), ("smaller", "'b' is None there"):
         line = complaint(capsys, "train", *overrides(teacher))
         assert message in line or "token 'b' is 0 there and 1 in" in line
@@ -202,8 +207,6 @@ def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsy
     assert (
         "sft.trainer.batch_groups=32 cannot be dealt equally to sft.trainer.data_parallel=3" in line
     )
-    line = complaint(capsys, "quickstart", where, "sft.data.source=hf", "sft.data.path=x")
-    assert "sft.data.source=hf has no demonstrations to warm up on" in line
     line = complaint(capsys, "quickstart", where, "sft.batch_size=0")
     assert "sft.batch_size=0: must be at least 1" in line
 
@@ -241,6 +244,16 @@ def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
 def test_a_missing_model_is_named(tmp_path, capsys):
     assert "no config.json there" in complaint(capsys, "train", f"model={tmp_path / 'nowhere'}")
     assert "model is not set" in complaint(capsys, "train")
+
+
+def test_data_and_reward_have_no_default(model, tmp_path, capsys):
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    for settings, message in (
+        ([], "data.source is not set: name your data: jsonl, hf, addition, or module:function of"),
+        (["data.source=addition"], "reward.function is not set: name what scores a completion"),
+    ):
+        assert main(["train", *where, *settings]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_named(model, tmp_path, capsys):
@@ -288,6 +301,7 @@ def test_the_script_finds_modules_of_the_current_folder_as_python_m_does(
         f"model={model}",
         f"run_dir={tmp_path / 'run'}",
         "rollout.workflow=my_flow:flow",
+        "+task=addition",
     ]
     path = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment = (
@@ -328,11 +342,10 @@ def test_the_help_of_training_loads_only_the_core():
 
 def test_without_the_tools_the_dry_run_says_what_to_install(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(extensions, "load", lambda group, name: None)
-    where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "eval.problems=0"]
+    where += ["data.source=jsonl", f"data.path={__file__}", "reward.function=fnmatch:fnmatch"]
     assert main(["train", "--dry-run", *where]) == 1
-    assert (
-        "--dry-run is part of areal_lite.tools, which is not installed" in capsys.readouterr().err
-    )
+    assert "--dry-run needs the tools" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_ends_the_command_silently():

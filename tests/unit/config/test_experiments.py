@@ -43,8 +43,12 @@ def where(model, tmp_path, monkeypatch) -> list[str]:
     return [f"model={model}", f"run_dir={tmp_path / 'run'}"]
 
 
+TASK = "+task=addition"
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_is_valid_and_has_a_plan(name, where, capsys):
+    where += [TASK] if name == "one_gpu" else []
     config = checked_config("train", [f"+experiment={name}", *where])
     gpus = config.trainer.world_size + config.server.count * config.server.tensor_parallel
     assert (
@@ -85,7 +89,7 @@ def test_every_task_is_valid(name, where, tmp_path):
     for file in files:
         file.write_text('{"question": "1+1", "answer": "2"}\n')
     own = [f"data.path={files[0]}", f"data.eval_path={files[1]}"] if name == "jsonl" else []
-    assert checked_config("train", [f"+task={name}", *where, *own]).data.source != "addition"
+    assert checked_config("train", [f"+task={name}", *where, *own]).data.source
 
 
 def test_what_an_experiment_says_can_be_overridden(where):
@@ -101,6 +105,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
         "slurm",
         [
             *where,
+            TASK,
             "cluster.options.partition=x",
             "cluster.options={account: a, qos: 1}",
             "+server.args.a=2",
@@ -135,7 +140,7 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             ["train", "schedule=asink"],
             "unknown schedule=asink; did you mean async? there are async, one_step, sync",
         ),
-        (["train", "+task=gsm8"], "did you mean gsm8k? there are gsm8k, jsonl, math"),
+        (["train", "+task=gsm8"], "did you mean gsm8k? there are addition, gsm8k, jsonl, math"),
         (
             ["slurm", "cluster.option.partition=x"],
             "unknown key cluster.option; did you mean cluster.options?",
@@ -196,8 +201,8 @@ def test_a_sweep_is_every_combination_in_a_folder_of_its_own():
 
 
 def test_a_sweep_runs_one_after_the_other(where, tmp_path, capsys):
-    assert main(["train", "--prepare", "-m", "seed=3,4", *where]) == 0
+    assert main(["train", "--prepare", "-m", "seed=3,4", TASK, *where]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "run" / str(i)) for i in range(2)]
     where[1] += "-of-slurm"
-    assert main(["slurm", "--print", "-m", "trainer.steps=3,4", *where]) == 0
+    assert main(["slurm", "--print", "-m", "trainer.steps=3,4", TASK, *where]) == 0
     assert capsys.readouterr().out.count("#!/bin/bash") == 2

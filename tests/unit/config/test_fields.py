@@ -11,7 +11,6 @@ from areal_lite.algo import correction, kl, sequences
 from areal_lite.config import (
     AlgoConfig,
     CorrectionConfig,
-    DataConfig,
     KLConfig,
     TrainConfig,
     check_fields,
@@ -21,7 +20,6 @@ from areal_lite.config import (
     settings_of,
 )
 from areal_lite.config.reference import help_text, page
-from areal_lite.data.prompts import SOURCES
 from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.command import MakeModelConfig, QuickstartConfig
 from areal_lite.system.imports import load_object
@@ -96,7 +94,6 @@ def test_choices_are_those_of_the_code_that_reads_them():
     assert correction_settings["level"].choices == correction.LEVELS
     assert settings_of(AlgoConfig)["reduction"].choices == sequences.REDUCTIONS
     assert settings_of(KLConfig)["estimator"].choices == kl.ESTIMATORS
-    assert set(settings_of(DataConfig)["source"].choices) == set(SOURCES)
     assert set(settings_of(MakeModelConfig)["architecture"].choices) == set(ARCHITECTURES)
 
 

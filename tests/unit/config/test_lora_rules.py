@@ -2,12 +2,26 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, check_fields, find_command
+from areal_lite.config import (
+    DataConfig,
+    LoraConfig,
+    RewardConfig,
+    TrainConfig,
+    TrainerConfig,
+    check_fields,
+    find_command,
+)
 from areal_lite.config.rules import check_trainer
 from areal_lite.launch.preflight import check_config
+
+ADDITION: dict[str, Any] = {
+    "data": DataConfig(source="addition"),
+    "reward": RewardConfig("areal_lite.quickstart.reward:addition_reward"),
+}
 
 
 @pytest.mark.parametrize("targets", [[], ["qkv", "qkv"]])
@@ -39,9 +53,8 @@ def test_experts_take_no_adapters(tmp_path: Path, command: str) -> None:
     described = {"model_type": "qwen3_moe", "num_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps(described))
     where = {"model": str(tmp_path), "run_dir": str(tmp_path / "run")}
-    where |= {"out": str(tmp_path / "out")} if command == "sft" else {}
+    where |= {"out": str(tmp_path / "out")} if command == "sft" else ADDITION
     config = find_command(command).schema(**where, trainer=TrainerConfig(lora=LoraConfig(rank=8)))
-    config.data.source = "addition"
     with pytest.raises(ValueError, match=r"so set trainer.lora.targets=\[qkv,proj\]"):
         check_config(find_command(command), config)
     config.trainer.lora.targets = ["qkv", "proj"]

@@ -15,7 +15,6 @@ from areal_lite.config import (
     save_config,
     source_configs,
 )
-from areal_lite.config.cautions import cautions
 from areal_lite.config.rules import check_rules
 from areal_lite.config.sources import shares
 from areal_lite.launch.preflight import check_config
@@ -26,7 +25,8 @@ MULTI_TURN = "areal_lite.rollout.workflows.multi_turn:MultiTurn"
 
 def with_sources(**sources: Any) -> TrainConfig:
     config = TrainConfig(model="m", run_dir="r")
-    config.data.sources = sources
+    config.data.source, config.data.sources = "addition", sources
+    config.reward.function = "areal_lite.quickstart.reward:addition_reward"
     return config
 
 
@@ -68,7 +68,6 @@ def test_a_single_source_is_the_run_itself() -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"source": "csv"}, "data.sources.a: source=csv: choose one of addition, jsonl, hf"),
         ({"weight": 0}, "data.sources.a: weight=0: must be at least 1 and at most 1000"),
         ({"weight": "much"}, "data.sources.a: weight: Value 'much'"),
         ({"pth": "x"}, "data.sources.a: unknown key pth; did you mean path?"),
@@ -98,15 +97,6 @@ def test_sets_for_evaluation_belong_to_sources() -> None:
         check_rules(config)
 
 
-def test_each_source_has_its_own_caution() -> None:
-    reward = {"function": "my:reward"}
-    config = with_sources(
-        a={}, b={"source": "jsonl", "path": "x"}, c={"source": "hf", "path": "x", "reward": reward}
-    )
-    found = [caution for caution in cautions(config) if "scores answers of" in caution]
-    assert len(found) == 1 and "data.source=jsonl" in found[0]
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -126,8 +116,21 @@ def test_the_command_line_says_what_is_wrong_with_a_source(model, tmp_path, caps
         ([*jsonl, "data.sources.x.reward.function=no.such:f"], "reward.function=no.such:f: cannot"),
         (["data.sources.x.workflow_args.a=1"], "rollout.workflow_args={'a': 1}"),
         (["data.sources.x=3"], "3 is not a set of keys"),
+        (["data.sources.x.source=csv"], "data.source=csv: choose one of jsonl, hf, addition, or"),
+        (["data.sources.x.args.digits=3"], "data.args={'digits': 3} do not fit data.source=add"),
     ):
-        assert main(["train", f"model={model}", f"run_dir={tmp_path / 'run'}", *overrides]) == 2
+        assert (
+            main(
+                [
+                    "train",
+                    "+task=addition",
+                    f"model={model}",
+                    f"run_dir={tmp_path / 'run'}",
+                    *overrides,
+                ]
+            )
+            == 2
+        )
         line = capsys.readouterr().err
         assert f"data.sources.x: {message}" in line and line.count("\n") == 1, line
 
@@ -143,30 +146,22 @@ def test_retired_prompts_need_one_source_that_comes_again(model, tmp_path) -> No
     check_config(find_command("train"), config)
 
 
-def test_commands_of_a_single_source_refuse_several(model, capsys) -> None:
-    for command, key in (("sft", "data"), ("quickstart", "sft.data")):
-        where = [] if command == "quickstart" else [f"model={model}"]
-        where += ["out=x"] if command == "sft" else []
-        assert main([command, *where, f"{key}.sources.a.weight=1"]) == 2
-        assert f"{key}.sources=a: only train and eval take several" in capsys.readouterr().err
-
-
 def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
     def config(**sources: Any) -> TrainConfig:
         made = with_sources(**sources)
         made.model, made.run_dir, made.resume = str(model), str(tmp_path / "run"), "auto"
         return made
 
-    first = {"a": {"weight": 2, "max_digits": 3}, "b": {"eval_split": "x"}}
+    first = {"a": {"weight": 2, "args": {"max_digits": 3}}, "b": {"eval_path": "x"}}
     save_config(config(**first), tmp_path / "run")
     assert load_config(tmp_path / "run").data.sources == first
     exact = "areal_lite.rewards.exact:exact_reward"
-    free = {"reward": {"function": exact}, "workflow_args": {}, "eval_split": "y"}
-    check_config(find_command("train"), config(a={"max_digits": 3, "weight": 2, **free}, b={}))
+    free = {"reward": {"function": exact}, "workflow_args": {}, "eval_path": "y"}
+    check_config(find_command("train"), config(a={**first["a"], **free}, b={}))
     for sources, message in (
         ({"b": first["b"], "a": first["a"]}, r"data.sources=\['b', 'a'\]: .* with \['a', 'b'\]"),
         ({"a": {**first["a"], "weight": 1}, "b": {}}, "data.sources.a.weight=1: .* with 2"),
-        ({"a": {"weight": 2}, "b": {}}, "data.sources.a.max_digits=None: .* with 3"),
+        ({"a": {"weight": 2}, "b": {}}, "data.sources.a.args=None: .* with {'max_digits': 3}"),
         ({}, r"data.sources=\[\]: the run in run_dir"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -175,6 +170,6 @@ def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
 
 def test_sources_of_a_file_and_of_the_command_line_are_joined(model, tmp_path, capsys) -> None:
     where = [f"model={model}", "data.sources={a: {weight: 2}, b: {}}"]
-    assert main(["train", *where, "data.sources.b.max_digits=3", "--cfg", "job"]) == 0
+    assert main(["train", *where, "data.sources.b.args.max_digits=3", "--cfg", "job"]) == 0
     composed = OmegaConf.create(capsys.readouterr().out)
-    assert composed.data.sources == {"a": {"weight": 2}, "b": {"max_digits": 3}}
+    assert composed.data.sources == {"a": {"weight": 2}, "b": {"args": {"max_digits": 3}}}

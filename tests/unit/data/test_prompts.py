@@ -4,13 +4,14 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
 
-from areal_lite.config import DataConfig, check_fields
-from areal_lite.data.prompts import load_prompts
+from areal_lite.config import DataConfig
+from areal_lite.data.prompts import load_prompts, prompt_source
 from areal_lite.data.rows import hf_rows
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
@@ -44,7 +45,10 @@ def jsonl(tmp_path: Path, rows: list[dict], file: str = "data.jsonl", **settings
 
 
 def test_addition_is_unbounded_and_reproducible_with_held_out_problems(model: Path) -> None:
-    train = load_prompts(DataConfig(seed=3), model, "train")
+    def made(seed: int) -> DataConfig:
+        return DataConfig(source="addition", seed=seed)
+
+    train = load_prompts(made(3), model, "train")
     assert train.num_prompts is None and train.num_too_long == 0
     prompt = train[10**9]
     problem = addition.make_problem("train", 10**9, seed=3)
@@ -52,11 +56,11 @@ def test_addition_is_unbounded_and_reproducible_with_held_out_problems(model: Pa
     assert Tokenizer(model).decode(prompt.tokens) == prompt.text
     assert (
         prompt
-        == load_prompts(DataConfig(seed=3), model, "train")[10**9]
-        != load_prompts(DataConfig(seed=4), model, "train")[10**9]
+        == load_prompts(made(3), model, "train")[10**9]
+        != load_prompts(made(4), model, "train")[10**9]
     )
-    held_out = load_prompts(DataConfig(seed=3), model, "eval")[5]
-    assert held_out == load_prompts(DataConfig(seed=4), model, "eval")[5]
+    held_out = load_prompts(made(3), model, "eval")[5]
+    assert held_out == load_prompts(made(4), model, "eval")[5]
     assert held_out.text == addition.prompt(addition.make_problem("test", 5))
 
 
@@ -165,11 +169,11 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
         ),
         (DataConfig(source="hf"), "train", "needs data.path"),
         (
-            DataConfig(source="hf", path=str(tmp_path), split="validation"),
+            DataConfig(source="hf", path=str(tmp_path), args={"train_split": "validation"}),
             "train",
             r"no validation\*\.jsonl",
         ),
-        (DataConfig(max_digits=99), "train", "max_digits"),
+        (DataConfig(source="addition", args={"max_digits": 99}), "train", "max_digits"),
         (jsonl(tmp_path, ROWS), "test", "split must be"),
         (
             jsonl(tmp_path, messages, "messages.jsonl", chat=False),
@@ -186,14 +190,19 @@ def test_settings_that_cannot_work_are_named(model: Path, tmp_path: Path) -> Non
 def test_a_source_may_be_your_own(model: Path, tmp_path: Path, monkeypatch) -> None:
     """The settings accept `module:name`, and the prompts are those that it returns."""
     (tmp_path / "my_source.py").write_text(
-        "def prompts(config, tokenizer, split):\n    return [split, config.max_digits]\n"
+        "def prompts(config, tokenizer, split, *, size=3):\n    return [split, size]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     config = DataConfig(source="my_source:prompts")
-    check_fields(config)
-    assert load_prompts(config, model, "eval") == ["eval", 8]
-    with pytest.raises(ValueError, match="data.source=csv: choose one of .* as module:name"):
-        check_fields(DataConfig(source="csv"), "data.")
+    assert load_prompts(config, model, "eval") == ["eval", 3]
+    config.args = {"size": 5}
+    assert load_prompts(config, model, "eval") == ["eval", 5]
+    for wrong, message in (
+        (DataConfig(source="csv"), "data.source=csv: choose one of jsonl, hf, .* module:function"),
+        (replace(config, args={"sise": 5}), "data.args=.* do not fit data.source=my_source:prom"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prompt_source(wrong)
 
 
 def test_folders_laid_out_as_on_the_hub(model: Path, tmp_path: Path) -> None:
@@ -205,7 +214,7 @@ def test_folders_laid_out_as_on_the_hub(model: Path, tmp_path: Path) -> None:
         tmp_path / "main" / "train-00001-of-00002.parquet"
     )
     write(tmp_path / "main" / "test.jsonl", ROWS[:2])
-    config = DataConfig(source="hf", path=str(tmp_path), name="main", chat=False)
+    config = DataConfig(source="hf", path=str(tmp_path), args={"name": "main"}, chat=False)
     train, held_out = load_prompts(config, model, "train"), load_prompts(config, model, "eval")
     assert [p.text for p in train] == [row["question"] for row in ROWS]
     assert [train[0].prompt_id, train[3].prompt_id] == [
@@ -229,7 +238,11 @@ def test_data_sets_saved_to_disk(model: Path, tmp_path: Path) -> None:
     assert load_prompts(one, model, "train")[4].prompt_id == "train:5"
     with pytest.raises(ValueError, match="no split 'validation'"):
         load_prompts(
-            DataConfig(source="hf", path=str(tmp_path / "both"), split="validation"), model, "train"
+            DataConfig(
+                source="hf", path=str(tmp_path / "both"), args={"train_split": "validation"}
+            ),
+            model,
+            "train",
         )
 
 
@@ -283,4 +296,4 @@ def test_a_missing_library_is_named_with_its_remedy(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     config = DataConfig(source="hf", path=str(tmp_path))
     with pytest.raises(ValueError, match=r"pyarrow.parquet is not installed: pip install datasets"):
-        list(hf_rows(config, "train"))
+        list(hf_rows(config, "train", "", "train"))

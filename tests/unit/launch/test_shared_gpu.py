@@ -141,7 +141,7 @@ def test_the_quickstart_is_valid_on_one_gpu(tmp_path, monkeypatch, capsys):
 def test_two_versions_of_the_weights_must_fit_into_the_folder(model, tmp_path, monkeypatch):
     with open(model / "model.safetensors", "wb") as weights:
         weights.truncate(10 * GIB)
-    where = ["data.source=addition", f"model={model}", f"run_dir={tmp_path / 'run'}"]
+    where = ["+task=addition", f"model={model}", f"run_dir={tmp_path / 'run'}"]
     disk = [*where, "sync.transport=disk", f"sync.disk_path={tmp_path / 'new' / 'folder'}"]
     usage = type("Usage", (), {"free": 19 * GIB})
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
@@ -159,7 +159,7 @@ def test_a_server_without_a_cuda_compiler_is_refused_before_anything_starts(
     (tmp_path / "cuda" / "bin" / "nvcc").unlink()
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "server.device=cuda"]
     with pytest.raises(ValueError, match="no CUDA compiler"):
-        checked_config("train", ["+experiment=one_gpu", "data.source=addition", *where])
+        checked_config("train", ["+experiment=one_gpu", "+task=addition", *where])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from areal_lite.cli import checked_config
 from areal_lite.launch import local
-from areal_lite.quickstart import launch_sft, make_model, quickstart
+from areal_lite.quickstart import make_model, quickstart, sft
 from areal_lite.run_dir.resume import STOPPED
 
 
@@ -27,7 +27,7 @@ def stages(monkeypatch) -> list[str]:
         monkeypatch.setattr(module, function, stage)
 
     stand_in(make_model, "run", "model")
-    stand_in(launch_sft, "run", "warm-up")
+    stand_in(sft, "run", "warm-up")
     stand_in(local, "run_locked", "train", status=7)
     return calls
 

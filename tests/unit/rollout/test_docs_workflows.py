@@ -56,7 +56,9 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def config_of(command: str) -> TrainConfig:
     arguments = [a for a in shlex.split(command.replace("\\\n", " ")) if a != "…"]
     assert arguments[:2] == ["areal-lite", "train"]
-    return to_dataclass(compose_config("train", ["model=somewhere", *arguments[2:]]))
+    return to_dataclass(
+        compose_config("train", ["model=somewhere", "+task=addition", *arguments[2:]])
+    )
 
 
 def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[float | None, str]:

@@ -8,7 +8,6 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
-from areal_lite.config.cautions import cautions
 from areal_lite.launch.placement import Placement
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.tools.dry_run import (
@@ -93,15 +92,6 @@ def test_the_plan_refuses_rows_that_the_run_would_refuse(tmp_path: Path) -> None
     (tmp_path / "test.jsonl").write_text("hello")
     with pytest.raises(ValueError, match=r"test.jsonl:1: not JSON"):
         prompt_lines(config)
-
-
-def test_the_reward_of_the_addition_task_is_a_caution_with_other_data(tmp_path: Path) -> None:
-    config = own_data(tmp_path, {"question": "1+1=", "answer": "2"})
-    assert any("name the reward of your data" in caution for caution in cautions(config))
-    config.reward.function = "my_reward:digits"
-    assert not any("name the reward" in caution for caution in cautions(config))
-    addition = TrainConfig(model="m")
-    assert not any("name the reward" in caution for caution in cautions(addition))
 
 
 def test_a_larger_teacher_takes_its_own_memory(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_dry_run_counts_adapters_and_no_memory_for_their_base(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}", "algo.kl.coef=0.1"]
     base = ["algo.reference=${model}", "trainer.lora.rank=2", "trainer.lora.targets=[proj]"]
-    assert cli.main(["train", "--dry-run", *where, *base]) == 0
+    assert cli.main(["train", "--dry-run", "+task=addition", *where, *base]) == 0
     shown = capsys.readouterr().out
     trained = memory.adapter_parameters(
         hf_config("qwen3"), TrainerConfig(lora=LoraConfig(rank=2, targets=["proj"]))
@@ -197,6 +197,7 @@ def test_a_dry_run_counts_adapters_and_no_memory_for_their_base(
 def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     overrides = [
+        "+task=addition",
         "trainer.data_parallel=2",
         "trainer.minibatches=2",
         "trainer.steps=10",
@@ -241,7 +242,7 @@ def test_a_dry_run_cautions_against_settings_that_cannot_work(
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
-    assert cli.main(["train", "--dry-run", *where, *overrides]) == 0
+    assert cli.main(["train", "--dry-run", "+task=addition", *where, *overrides]) == 0
     _, found, cautions = capsys.readouterr().out.partition("\n\ncautions\n")
     assert bool(found) == bool(message)
     assert (message or "") in cautions and cautions.count("\n") == bool(message)
@@ -258,7 +259,7 @@ def test_a_dry_run_cautions_against_settings_that_cannot_work(
 )
 def test_a_dry_run_refuses_what_a_run_would(model, capsys, monkeypatch, override, status, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert cli.main(["train", "--dry-run", f"model={model}", override]) == status
+    assert cli.main(["train", "--dry-run", "+task=addition", f"model={model}", override]) == status
     assert message in capsys.readouterr().err
 
 
@@ -439,5 +440,5 @@ def test_the_dry_run_says_that_experts_are_slow_on_a_gpu(tmp_path, capsys, monke
         num_experts=4,
         moe_intermediate_size=32,
     ).save_pretrained(tmp_path)
-    assert cli.main(["train", "--dry-run", f"model={tmp_path}", "data.source=addition"]) == 0
+    assert cli.main(["train", "--dry-run", f"model={tmp_path}", "+task=addition"]) == 0
     assert "on a GPU the trainer computes one expert after the other" in capsys.readouterr().out

@@ -19,7 +19,7 @@ REPLAY = ["algo.routing_replay=true"]
 TEACHER = ["algo.advantage.estimator='off'", "algo.reference=teacher", "algo.kl.coef=1"]
 AGENT = ["rollout.workflow=areal_lite.rollout.workflows.agent:Agent"]
 SOURCES = [
-    "data.sources.sums.max_digits=2",
+    "data.sources.sums.args.max_digits=2",
     "data.sources.sums.weight=3",
     "data.sources.words.path=words.jsonl",
 ]

@@ -3,9 +3,9 @@
 import time
 
 from areal_lite.launch.roles import Role, Roles
-from areal_lite.quickstart import launch_sft
+from areal_lite.quickstart import sft
 from areal_lite.quickstart.command import SftConfig
-from areal_lite.quickstart.launch_sft import WarmUpWatch
+from areal_lite.quickstart.sft import WarmUpWatch
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
 from areal_lite.tools.report.panel import Row, progress_line
@@ -34,9 +34,9 @@ def test_a_stop_ends_a_warm_up_at_once(tmp_path, monkeypatch):
         return [roles.start("trainer", ["sleep", "100"])]
 
     monkeypatch.setattr(Roles, "start_ranks", start_ranks)
-    monkeypatch.setattr(launch_sft, "check_model_folder", lambda folder: None)
+    monkeypatch.setattr(sft, "check_model_folder", lambda folder: None)
     (tmp_path / "stop").touch()  # of an earlier start: it does not count
     started = time.monotonic()
     config = SftConfig(model="m", out=str(tmp_path / "out"), run_dir=str(tmp_path))
-    assert launch_sft.run(config) == STOPPED
+    assert sft.run(config) == STOPPED
     assert time.monotonic() - started < 30 and not (tmp_path / "out").exists()
