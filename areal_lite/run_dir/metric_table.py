@@ -1,7 +1,7 @@
 """The metrics of a training step: the group, the meaning and the healthy range of each.
 
 metrics.jsonl, wandb, Prometheus and docs/diagnose.md have these names. To add a metric, log it, add
-a row here, and run `python -m areal_lite.tools.diagnose.guide > docs/diagnose.md`.
+a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`.
 """
 
 STEP_KEYS = (

@@ -1,17 +1,12 @@
 """The runs that are part of the package: demo, asynchronous, and demo-sync, synchronous.
 
 Both are real runs of the quickstart, small ones: 24 steps of 8 groups of 4 trajectories on two
-servers. `python -m areal_lite.tools.report.demo RUN NAME` packs a run directory as the demo NAME.
+servers. `python -m tests.unit.tools.report.pack_demo RUN NAME` packs a run directory as a demo.
 """
 
 from __future__ import annotations
 
-import json
-import lzma
-import shutil
-import sys
 import tarfile
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -21,25 +16,17 @@ from omegaconf import OmegaConf
 from areal_lite.config import load_config
 from areal_lite.run_dir.paths import (
     CONFIG_FILE,
-    EVALS_FILE,
-    METRICS_FILE,
-    PROXIMAL_FILE,
     STORE_FILE,
-    SUMMARY_FILE,
-    TOTALS_FILE,
 )
-from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
-from areal_lite.run_dir.store_format import ADMISSION
-from areal_lite.system.files import publish_folder, scratch_folder, write_json
+from areal_lite.system.files import publish_folder, scratch_folder
 from areal_lite.trajectory import Group, Trajectory
 
-_FOLDER = Path(__file__).with_name("demo_runs")
-_GROUPS = "groups.msgpack"
-_FILES = (METRICS_FILE, EVALS_FILE, PROXIMAL_FILE, SUMMARY_FILE, TOTALS_FILE)
+FOLDER = Path(__file__).with_name("demo_runs")
+GROUPS_FILE = "groups.msgpack"
 
 
-class _Trajectory(msgspec.Struct, array_like=True):
+class PackedTrajectory(msgspec.Struct, array_like=True):
     """A packed trajectory; its fields are columns of the store."""
 
     reward: float | None
@@ -54,13 +41,13 @@ class _Trajectory(msgspec.Struct, array_like=True):
     completion: str | None
 
 
-class _Group(msgspec.Struct, array_like=True):
+class PackedGroup(msgspec.Struct, array_like=True):
     """A packed group; `admission` has the columns of that name."""
 
     admission: tuple[int, str, int, int, int, float]
     finished_at: float
     step: int
-    trajectories: list[_Trajectory]
+    trajectories: list[PackedTrajectory]
 
 
 def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
@@ -68,14 +55,14 @@ def unpack(name: str = "demo", parent: Path = Path("runs")) -> Path:
     folder = parent / name
     if not (folder / STORE_FILE).exists():
         scratch = scratch_folder(folder)
-        with tarfile.open(_FOLDER / f"{name}.tar.xz") as archive:
+        with tarfile.open(FOLDER / f"{name}.tar.xz") as archive:
             archive.extractall(scratch, filter="data")
         # Settings that are newer than the archive have their defaults.
         config = load_config(scratch)
         config.model, config.run_dir = str(folder / "model"), str(folder)
         OmegaConf.save(OmegaConf.structured(config), scratch / CONFIG_FILE)
-        _write_store(scratch / STORE_FILE, (scratch / _GROUPS).read_bytes())
-        (scratch / _GROUPS).unlink()
+        _write_store(scratch / STORE_FILE, (scratch / GROUPS_FILE).read_bytes())
+        (scratch / GROUPS_FILE).unlink()
         publish_folder(scratch, folder)
     return folder
 
@@ -84,7 +71,7 @@ def _write_store(path: Path, packed: bytes) -> None:
     """Write the packed groups, all of them used, to a new store."""
     store = Store(path)
     store.begin()
-    for group in msgspec.msgpack.decode(packed, type=list[_Group]):
+    for group in msgspec.msgpack.decode(packed, type=list[PackedGroup]):
         store.admit(*group.admission)
         trajectories = [
             Trajectory(
@@ -116,60 +103,3 @@ def _write_store(path: Path, packed: bytes) -> None:
         store.use([group_id], group.step)
     store.commit()
     store.close()
-
-
-def pack(run_dir: Path, name: str) -> Path:
-    """Pack a run whose groups were all used, and its tokenizer, and return the archive.
-
-    The groups are packed without SQLite: an archive outlives changes of the store's tables.
-    """
-    archive = _FOLDER / f"{name}.tar.xz"
-    archive.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        for file in _FILES:
-            shutil.copy(run_dir / file, folder)
-        summary = json.loads((folder / SUMMARY_FILE).read_text())
-        write_json(folder / SUMMARY_FILE, {**summary, "run_dir": name, "report": None})
-        config = OmegaConf.load(run_dir / CONFIG_FILE)
-        (folder / "model").mkdir()
-        shutil.copy(Path(config.model) / "tokenizer.json", folder / "model")
-        config.model = config.run_dir = "?"
-        OmegaConf.save(config, folder / CONFIG_FILE)
-        (folder / _GROUPS).write_bytes(msgspec.msgpack.encode(_read_groups(run_dir / STORE_FILE)))
-        with lzma.open(archive, "wb", preset=9 | lzma.PRESET_EXTREME) as packed:
-            with tarfile.open(fileobj=packed, mode="w") as tar:
-                for file in sorted(folder.iterdir()):
-                    tar.add(file, file.name, filter=_without_owner)
-    return archive
-
-
-def _read_groups(path: Path) -> list[_Group]:
-    store = RunReader(path)
-    members: dict[int, list[_Trajectory]] = {}
-    for row in store.trajectories(state="used"):
-        arrays = {key: row[key].tobytes() for key in ("tokens", "logprobs", "versions")}
-        values = {key: row[key] for key in _Trajectory.__struct_fields__} | arrays
-        members.setdefault(row["group_id"], []).append(_Trajectory(**values))
-    groups = [
-        _Group(
-            admission=tuple(row[key] for key in ADMISSION),
-            finished_at=row["finished_at"],
-            step=row["step"],
-            trajectories=members[row["group_id"]],
-        )
-        for row in store.groups()
-    ]
-    store.close()
-    return groups
-
-
-def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return entry
-
-
-if __name__ == "__main__":
-    made = pack(Path(sys.argv[1]), sys.argv[2])
-    print(made, made.stat().st_size, "bytes")

@@ -10,6 +10,8 @@ drawn as well. The timeline has one bar per trajectory, colored by weight versio
 """
 
 import io
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +19,26 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.formatting import duration, pause
-from areal_lite.tools.report.charts import course, smooth, source_names
+from areal_lite.tools.report.charts import (
+    learning_charts,
+    speed_charts,
+)
 from areal_lite.tools.report.run_data import Columns, RunData, load_run
 from areal_lite.tools.report.summary import count_facts, first_started, known_values, training_s
-from areal_lite.tools.report.timeline import Pauses, pushes_of, segment_spans, tokens_per_s
+from areal_lite.tools.report.timeline import (
+    Pauses,
+    pushes_of,
+    segment_spans,
+    time_edges,
+)
 
 # As many characters of 12.5 points fit on the page.
 _HEADLINE_CHARACTERS = 165
-# Lines of data sources. More of them would hide each other.
-_DASHES = ("--", ":", "-.")
+_BINS = 60  # of the throughput
 
 
 def write_report(run_dir: Path) -> Path:
@@ -57,10 +65,19 @@ def _draw_page(figure: Figure, run: RunData) -> None:
     figure.text(0.05, 0.925, headline, fontsize=size, color=GREY)
     edges = {"left": 0.05, "right": 0.985, "top": 0.875, "bottom": 0.05}
     grid = figure.add_gridspec(2, 3, height_ratios=(1, 2.1), hspace=0.27, wspace=0.17, **edges)
-    _draw_reward(figure.add_subplot(grid[0, 0]), run)
-    _draw_staleness(figure.add_subplot(grid[0, 1]), run)
-    _draw_throughput(figure.add_subplot(grid[0, 2]), run)
+    for place, chart in enumerate(_charts(run)):
+        draw_chart(figure.add_subplot(grid[0, place]), chart)
     draw_timeline(figure.add_subplot(grid[1, :]), run)
+
+
+def _charts(run: RunData) -> list[dict[str, Any]]:
+    """Return the charts of reward, staleness and throughput that the page has, too."""
+    metrics, columns = run.metrics, run.columns
+    learning = learning_charts(metrics, run.evals, run.staleness_bound, columns)
+    charts = [chart for chart in learning if chart["id"] in ("reward", "staleness")]
+    edges = time_edges(columns, metrics, _BINS)
+    speed = speed_charts(columns, metrics, edges) if edges is not None else []
+    return charts + speed[:1]
 
 
 def _headline(run: RunData) -> str:
@@ -81,98 +98,34 @@ def _headline(run: RunData) -> str:
     return "   ·   ".join(parts)
 
 
-def _draw_reward(axes: Axes, run: RunData) -> None:
-    """Plot the training reward and its running mean, and the held-out accuracies as points.
-
-    The first data sources of several have a line each.
-    """
-    axes.set(title="Reward and held-out accuracy", xlabel="training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = run.series("step")
-    reward = run.series("reward_mean")
-    axes.plot(steps, reward, color=BLUE, alpha=0.3, linewidth=1)
-    trend = {"color": BLUE, "linewidth": 2, "marker": _marker(steps)}
-    axes.plot(steps, smooth(reward), label="reward", **trend)
-    for name, dashes in zip(source_names(run.metrics), _DASHES):
-        x, y = course(run.metrics, f"reward_mean/{name}")
-        axes.plot(x, smooth(y), color=BLUE, linestyle=dashes, linewidth=1.2, label=name)
-    _draw_accuracy(axes, run.evals, "greedy", "sampled", marker="D", color=GREEN)
-    _draw_accuracy(axes, run.evals, "sampled", "greedy", marker="o", color=ORANGE)
-    axes.set_ylim(bottom=min([0.0, *reward]))
-    if run.metrics or run.evals:
-        add_grid_and_legend(axes)
-    else:
-        show_empty(axes)
-
-
-def _draw_accuracy(
-    axes: Axes, evals: list[dict[str, Any]], name: str, other: str, *, marker: str, color: str
-) -> None:
-    """Plot the accuracy `name` of each evaluation. The higher of the two has its label on top."""
-    points = [e for e in evals if e.get(name) is not None]
-    for point in points:
-        y = point[name]
-        y_other = point.get(other) or 0.0
-        above = y > y_other or (y == y_other and name == "greedy")
-        place = {"xytext": (0, 8 if above else -16), "textcoords": "offset points", "ha": "center"}
-        font = {"color": color, "weight": "bold", "fontsize": 10}
-        axes.annotate(f"{y:.0%}", (point["version"], y), **place, **font)
-    if points:
-        style = {"color": color, "markersize": 8, "markeredgecolor": "white"}
-        xs = [point["version"] for point in points]
-        ys = [point[name] for point in points]
-        axes.plot(xs, ys, marker, label=name, clip_on=False, zorder=3, **style)
-
-
-def _draw_staleness(axes: Axes, run: RunData) -> None:
-    """Plot the mean and largest staleness of each step's tokens, and its bound, in steps."""
-    axes.set(title="Staleness of the tokens trained on", xlabel="training step", ylabel="steps")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = run.series("step")
-    mean = run.series("staleness_mean")
-    largest = run.series("staleness_max")
-    axes.fill_between(steps, largest, step="mid", color=BLUE, alpha=0.13, linewidth=0)
-    axes.step(steps, largest, where="mid", color=BLUE, alpha=0.55, linewidth=1.2, label="largest")
-    axes.plot(steps, mean, color=BLUE, linewidth=2, marker=_marker(steps), label="mean")
-    bound = run.staleness_bound
-    if bound is not None:
-        axes.axhline(bound, color=RED, linestyle="--", linewidth=1.5, label=f"bound ({bound})")
-    axes.set_ylim(0, max([bound or 0, 1, *largest]) * 1.05)
-    if run.metrics:
-        add_grid_and_legend(axes)
-    else:
-        show_empty(axes)
-
-
-def _draw_throughput(axes: Axes, run: RunData) -> None:
-    """Plot the tokens per second that were generated, and those that were trained on."""
-    axes.set(
-        title="Throughput", xlabel="seconds since the first trajectory", ylabel="tokens per second"
-    )
-    origin = first_started(run)
-    if origin is None:
+def draw_chart(axes: Axes, chart: Mapping[str, Any]) -> None:
+    """Draw a chart of lines (charts.py). A faint line has the color of the line after it."""
+    axes.set(title=chart["title"], xlabel=chart["x"], ylabel=chart["y"])
+    colors, faint = itertools.cycle(_COLORS), False
+    color = ""
+    for one in chart["series"]:
+        color = color if faint else next(colors)
+        faint = one["style"] == "faint"
+        if one["style"] == "bound":
+            axes.axhline(one["y"][0], color=RED, linestyle="--", linewidth=1.5, label=one["name"])
+        elif faint:
+            axes.plot(one["x"], one["y"], color=color, alpha=0.3, linewidth=1)
+        elif one["style"] == "points":
+            axes.plot(one["x"], one["y"], "o", color=color, markersize=8, label=one["name"])
+            place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+            for x, y in zip(one["x"], one["y"]):
+                axes.annotate(f"{y:.0%}", (x, y), color=color, fontsize=10, **place)
+        else:
+            # A line through a single point is invisible.
+            marker = "o" if len(one["x"]) < 4 else ""
+            axes.plot(
+                one["x"], one["y"], color=color, linewidth=2, marker=marker, label=one["name"]
+            )
+    if not chart["series"]:
         show_empty(axes)
         return
-    columns = run.columns
-    last = float(columns.finished.max()) if len(columns) else origin + 1.0
-    edges = np.linspace(origin, last, 61)
-    generated = tokens_per_s(columns, edges)
-    axes.stairs(generated, edges - origin, color=GREEN, linewidth=2, label="generated")
-    if run.metrics:
-        tokens = run.series("tokens")
-        ends = run.series("logged_at") - origin
-        took = np.diff(ends, prepend=0.0)
-        per_step = tokens / np.maximum(took, 1e-3)
-        axes.stairs(per_step, np.append(0.0, ends), color=BLUE, alpha=0.35)
-        rate = smooth(tokens) / np.maximum(smooth(took), 1e-3)
-        axes.plot(ends, rate, color=BLUE, linewidth=2, marker=_marker(ends), label="trained on")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=min(0.0, *(np.nanmin(one["y"]) for one in chart["series"])))
     add_grid_and_legend(axes)
-
-
-def _marker(points: np.ndarray) -> str:
-    """Mark the points of a short line: a line through a single point is invisible."""
-    return "o" if len(points) < 4 else ""
 
 
 BLUE = "#2b6cb0"
@@ -180,6 +133,7 @@ ORANGE = "#dd8a1f"
 RED = "#c53030"
 GREEN = "#2f855a"
 GREY = "#718096"
+_COLORS = (BLUE, GREEN, ORANGE, "#7a52cc", "#c9366f")
 
 STYLE: dict[Any, Any] = {
     "font.size": 11,

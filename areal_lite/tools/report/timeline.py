@@ -151,8 +151,10 @@ def queue_spans(
 BINS = 240
 
 
-def time_edges(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
-    """Return the edges of BINS equal bins over the run, wall-clock seconds; None before it."""
+def time_edges(
+    columns: Columns, metrics: Sequence[Mapping[str, Any]], bins: int = BINS
+) -> np.ndarray | None:
+    """Return the edges of equal bins over the run, wall-clock seconds; None before it."""
     if len(columns):
         begin, end = float(columns.started.min()), float(columns.finished.max())
     elif metrics:
@@ -161,7 +163,7 @@ def time_edges(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> np.nda
         return None
     if metrics:
         end = max(end, metrics[-1]["logged_at"])
-    return np.linspace(begin, end, BINS + 1) if end > begin else None
+    return np.linspace(begin, end, bins + 1) if end > begin else None
 
 
 def build_lanes(

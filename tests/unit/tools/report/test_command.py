@@ -208,7 +208,7 @@ def test_a_trace_has_every_request_step_and_push(tmp_path: Path) -> None:
 
 def test_the_demo_works_in_every_form(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert sum(file.stat().st_size for file in demo._FOLDER.iterdir()) < 300_000
+    assert sum(file.stat().st_size for file in demo.FOLDER.iterdir()) < 300_000
     for words in ("--demo", "--demo --inspect", "--demo --trace", "runs/demo runs/demo-sync"):
         assert main(["report", *words.split()]) == 0, capsys.readouterr().err
     for file in ("report.html", "report.png", "trace.json"):

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from areal_lite.tools.report.charts import smooth
-from areal_lite.tools.report.figure import _draw_reward, middle_trajectories, write_report
+from areal_lite.tools.report.charts import learning_charts, smooth
+from areal_lite.tools.report.figure import draw_chart, middle_trajectories, write_report
 from areal_lite.tools.report.run_data import load_run
 from areal_lite.tools.report.timeline import pushes_of, segment_spans, tokens_per_s
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate
@@ -104,12 +104,14 @@ def test_each_data_source_has_a_line(tmp_path):
     for row in rows:
         row["reward_mean/short"] = None if row["step"] == 2 else row["step"] / 10
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = load_run(tmp_path)
     axes = Figure().add_subplot()
-    _draw_reward(axes, load_run(tmp_path))
+    draw_chart(axes, learning_charts(run.metrics, run.evals, 4, run.columns)[0])
     lines = {line.get_label(): line for line in axes.get_lines()}
-    assert lines["short"].get_xdata().tolist() == [0, 1, 3, 4, 5]
+    line = lines["reward, short"]
+    assert list(line.get_xdata()) == [0, 1, 3, 4, 5]
     mean = smooth([row["reward_mean/short"] for row in rows if row["step"] != 2])
-    np.testing.assert_allclose(lines["short"].get_ydata(), mean)
+    np.testing.assert_allclose(line.get_ydata(), mean, rtol=1e-5)
 
 
 def test_the_timeline_shows_versions_in_their_colors(tmp_path):
