@@ -8,15 +8,13 @@ series is {name, style, x, y} with style `line`, `faint`, `points` or `bound`; a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from areal_lite.tools.report.run_data import Columns
+from areal_lite.tools.report.run_data import Columns, Metrics, source_names
 from areal_lite.tools.report.timeline import requests_open, tokens_per_s
-
-Metrics = Sequence[Mapping[str, Any]]
 
 # Points of a line, at most.
 POINTS = 400
@@ -321,15 +319,8 @@ def smooth(values: Sequence[float] | np.ndarray, window: int = 7) -> np.ndarray:
         return (total[high] - total[low]) / (count[high] - count[low])
 
 
-def course(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def course(metrics: Metrics, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps that know the metric `key`, and its values there: float64 [n] each."""
     known = [(row["step"], row[key]) for row in metrics if row.get(key) is not None]
     steps, values = np.array(known, np.float64).reshape(-1, 2).T
     return steps, values
-
-
-def source_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the data sources; none if a run has a single one."""
-    prefix = "reward_mean/"
-    keys = dict.fromkeys(key for row in metrics for key in row if key.startswith(prefix))
-    return [key.removeprefix(prefix) for key in keys]

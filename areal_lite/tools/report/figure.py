@@ -1,8 +1,8 @@
-"""The report of a run: one picture, `<run_dir>/report.png`.
+"""The report of a run as one picture, `<run_dir>/report.png`, as far as the run got.
 
-The picture answers four questions: Does the run learn? How stale is its training data? How fast is
-it? How did weight pushes meet single trajectories? A run that is still going or was killed can be
-drawn as well. The timeline has one bar per trajectory, colored by weight version:
+It answers four questions: Does the run learn? How stale is its training data? How fast is it? How
+did weight pushes meet single trajectories? The timeline has one bar per trajectory, colored by
+weight version:
 
     | version 25 | version 26   | version 27 |    strip: the version that the servers have
     ████████████ ░░░░░░░                         a trajectory that one push interrupted
@@ -22,23 +22,32 @@ from matplotlib.figure import Figure
 
 from areal_lite.run_dir.paths import REPORT_FILE
 from areal_lite.system.files import write_atomically
-from areal_lite.tools.formatting import duration, pause
-from areal_lite.tools.report.charts import (
-    learning_charts,
-    speed_charts,
-)
+from areal_lite.tools.report.charts import learning_charts, speed_charts
 from areal_lite.tools.report.run_data import Columns, RunData, load_run
-from areal_lite.tools.report.summary import count_facts, first_started, known_values, training_s
-from areal_lite.tools.report.timeline import (
-    Pauses,
-    pushes_of,
-    segment_spans,
-    time_edges,
-)
+from areal_lite.tools.report.summary import count_facts, first_started, headline
+from areal_lite.tools.report.timeline import Pauses, pushes_of, segment_spans, time_edges
 
+_GREY = "#718096"
+# Neighbors are far apart in hue, so that a change of version is visible.
+_COLORS = ("#2b6cb0", "#dd7a1f", "#2f855a", "#c9366f", "#3f9fd0", "#a07010", "#7a52cc", "#62a83c")
+_STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _GREY,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+}
 # As many characters of 12.5 points fit on the page.
 _HEADLINE_CHARACTERS = 165
-_BINS = 60  # of the throughput
+_THROUGHPUT_BINS = 60
+_TIMELINE_ROWS = 90
+# Shares of the width that a label in the strip needs: "version 25", "v25".
+_LONG_LABEL = 0.06
+_SHORT_LABEL = 0.025
 
 
 def write_report(run_dir: Path) -> Path:
@@ -48,190 +57,103 @@ def write_report(run_dir: Path) -> Path:
     """
     run = load_run(run_dir)
     picture = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(16, 12), dpi=100)
         _draw_page(figure, run)
         figure.savefig(picture)
-    path = run.run_dir / REPORT_FILE
+    path = run_dir / REPORT_FILE
     write_atomically(path, picture.getvalue())
     return path
 
 
 def _draw_page(figure: Figure, run: RunData) -> None:
-    """Draw the title, the headline, three plots in a row, and the timeline below."""
+    """Draw the title, the headline, three charts in a row, and the timeline below."""
     figure.text(0.05, 0.955, run.name, fontsize=18, fontweight="bold")
-    headline = _headline(run)
-    size = 12.5 * min(1.0, _HEADLINE_CHARACTERS / len(headline))
-    figure.text(0.05, 0.925, headline, fontsize=size, color=GREY)
+    text = headline(count_facts(run), run.steps_planned, run.ended)
+    size = 12.5 * min(1.0, _HEADLINE_CHARACTERS / len(text))
+    figure.text(0.05, 0.925, text, fontsize=size, color=_GREY)
     edges = {"left": 0.05, "right": 0.985, "top": 0.875, "bottom": 0.05}
     grid = figure.add_gridspec(2, 3, height_ratios=(1, 2.1), hspace=0.27, wspace=0.17, **edges)
-    for place, chart in enumerate(_charts(run)):
-        draw_chart(figure.add_subplot(grid[0, place]), chart)
-    draw_timeline(figure.add_subplot(grid[1, :]), run)
-
-
-def _charts(run: RunData) -> list[dict[str, Any]]:
-    """Return the charts of reward, staleness and throughput that the page has, too."""
-    metrics, columns = run.metrics, run.columns
-    learning = learning_charts(metrics, run.evals, run.staleness_bound, columns)
+    learning = learning_charts(run.metrics, run.evals, run.staleness_bound, run.columns)
     charts = [chart for chart in learning if chart["id"] in ("reward", "staleness")]
-    edges = time_edges(columns, metrics, _BINS)
-    speed = speed_charts(columns, metrics, edges) if edges is not None else []
-    return charts + speed[:1]
-
-
-def _headline(run: RunData) -> str:
-    facts = count_facts(run)
-    parts = [
-        f"{facts['steps']} training steps",
-        f"{facts['trajectories']:,} trajectories trained on",
-    ]
-    if (seconds := training_s(run)) > 0:
-        parts.append(f"in {duration(seconds)}")
-    if facts["interrupted"] is not None:
-        parts.append(f"{facts['interrupted']:.0%} sampled from more than one weight version")
-    if correct := known_values(run.metrics, "replay_distinct_correct"):
-        parts.append(f"{correct[-1]:.1f} distinct correct completions per prompt in replay")
-    if facts["pushes"]:
-        mean, longest = pause(facts["pause_mean"]), pause(facts["pause_max"])
-        parts.append(f"pause per weight push {mean} (longest {longest})")
-    return "   ·   ".join(parts)
+    if (bins := time_edges(run.columns, run.metrics, _THROUGHPUT_BINS)) is not None:
+        charts.append(speed_charts(run.columns, run.metrics, bins)[0])
+    for place, chart in enumerate(charts):
+        draw_chart(figure.add_subplot(grid[0, place]), chart)
+    _draw_timeline(figure.add_subplot(grid[1, :]), run)
 
 
 def draw_chart(axes: Axes, chart: Mapping[str, Any]) -> None:
     """Draw a chart of lines (charts.py). A faint line has the color of the line after it."""
     axes.set(title=chart["title"], xlabel=chart["x"], ylabel=chart["y"])
-    colors, faint = itertools.cycle(_COLORS), False
-    color = ""
+    if not chart["series"]:
+        _show_empty(axes)
+        return
+    colors, faint, color = itertools.cycle(_COLORS), False, ""
     for one in chart["series"]:
         color = color if faint else next(colors)
         faint = one["style"] == "faint"
-        if one["style"] == "bound":
-            axes.axhline(one["y"][0], color=RED, linestyle="--", linewidth=1.5, label=one["name"])
-        elif faint:
-            axes.plot(one["x"], one["y"], color=color, alpha=0.3, linewidth=1)
+        style: dict[str, Any] = {"color": color, "label": one["name"], "linewidth": 2}
+        if faint:
+            style |= {"alpha": 0.3, "linewidth": 1, "label": None}
+        elif one["style"] == "bound":
+            style |= {"color": "#c53030", "linestyle": "--", "linewidth": 1.5}
         elif one["style"] == "points":
-            axes.plot(one["x"], one["y"], "o", color=color, markersize=8, label=one["name"])
+            style |= {"marker": "o", "linestyle": "", "markersize": 8}
             place = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
             for x, y in zip(one["x"], one["y"]):
                 axes.annotate(f"{y:.0%}", (x, y), color=color, fontsize=10, **place)
-        else:
-            # A line through a single point is invisible.
-            marker = "o" if len(one["x"]) < 4 else ""
-            axes.plot(
-                one["x"], one["y"], color=color, linewidth=2, marker=marker, label=one["name"]
-            )
-    if not chart["series"]:
-        show_empty(axes)
-        return
-    axes.set_ylim(bottom=min(0.0, *(np.nanmin(one["y"]) for one in chart["series"])))
-    add_grid_and_legend(axes)
-
-
-BLUE = "#2b6cb0"
-ORANGE = "#dd8a1f"
-RED = "#c53030"
-GREEN = "#2f855a"
-GREY = "#718096"
-_COLORS = (BLUE, GREEN, ORANGE, "#7a52cc", "#c9366f")
-
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "axes.titlesize": 12.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "legend.frameon": False,
-    "legend.fontsize": 10,
-}
-
-
-def add_grid_and_legend(axes: Axes) -> None:
-    """Add horizontal grid lines and, in extra space above the data, the legend."""
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top + 0.15 * (top - bottom))
+        elif len(one["x"]) < 4:
+            style["marker"] = "o"  # a line through a single point is invisible
+        axes.plot(one["x"], one["y"], **style)
+    low = min(0.0, *(np.nanmin(one["y"]) for one in chart["series"]))
+    top = axes.get_ylim()[1]
+    axes.set_ylim(low, top + 0.15 * (top - low))  # the legend is above the data
     axes.grid(axis="y", color="#e2e8f0")
     axes.set_axisbelow(True)
-    axes.legend(
-        loc="upper right",
-        ncols=3,
-        bbox_to_anchor=(1.0, 1.01),
-        borderaxespad=0,
-        columnspacing=1.2,
-        handlelength=1.5,
-    )
+    corner = {"loc": "upper right", "bbox_to_anchor": (1.0, 1.01), "borderaxespad": 0}
+    axes.legend(ncols=3, columnspacing=1.2, handlelength=1.5, **corner)
 
 
-def show_empty(axes: Axes) -> None:
-    """Write "nothing yet" in place of a plot without data."""
+def _show_empty(axes: Axes) -> None:
     center = {"ha": "center", "va": "center", "transform": axes.transAxes}
-    axes.text(0.5, 0.5, "nothing yet", color=GREY, fontsize=14, **center)
+    axes.text(0.5, 0.5, "nothing yet", color=_GREY, fontsize=14, **center)
     axes.set(xticks=[], yticks=[])
 
 
-_ROWS = 90
-# Neighbors are far apart in hue, so that a change of version is visible. The cycle is eight long.
-_VERSION_COLORS = (
-    "#2b6cb0",
-    "#dd7a1f",
-    "#2f855a",
-    "#c9366f",
-    "#3f9fd0",
-    "#a07010",
-    "#7a52cc",
-    "#62a83c",
-)
-# Shares of the width that a label in the strip needs: "version 25", "v25".
-_LONG_LABEL = 0.06
-_SHORT_LABEL = 0.025
-
-
-def draw_timeline(axes: Axes, run: RunData) -> None:
+def _draw_timeline(axes: Axes, run: RunData) -> None:
     """Draw trajectories from the middle of the run, and the pushes that interrupted them."""
-    columns, paused = run.columns, pushes_of(run.metrics)
-    origin = first_started(run)
-    chosen = middle_trajectories(columns, len(paused), _ROWS)
+    columns, paused, origin = run.columns, pushes_of(run.metrics), first_started(run)
+    chosen = middle_trajectories(columns, len(paused), _TIMELINE_ROWS)
     axes.set(xlabel="seconds since the first trajectory", yticks=[])
-    title = (
-        f"{len(chosen)} trajectories from the middle of the run: "
-        "one bar each, colored by the weight version that sampled it"
-    )
+    title = f"{len(chosen)} trajectories from the middle of the run: one bar each, colored by the "
+    axes.set_title(f"{title}weight version that sampled it", pad=30)
     note = "black line and gap: a weight push pauses generation"
-    axes.set_title(title, pad=30)
-    axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=GREY)
+    axes.set_title(note, loc="right", pad=30, fontsize=11, fontweight="normal", color=_GREY)
     axes.spines["left"].set_visible(False)
     if not len(chosen) or origin is None:
-        show_empty(axes)
+        _show_empty(axes)
         return
     first = float(columns.started[chosen[0]]) - origin
     # A few long trajectories would squeeze all others.
     last = float(np.quantile(columns.finished[chosen], 0.97)) - origin
     margin = 0.01 * (last - first)
-    left = first - margin
-    right = last + margin
+    left, right = first - margin, last + margin
     axes.set_xlim(left, right)
     axes.set_ylim(len(chosen), -0.5)
     for row, index in enumerate(chosen.tolist()):
-        started, finished = float(columns.started[index]), float(columns.finished[index])
-        for version, start, end in segment_spans(
-            started, finished, columns.segments(index), paused
-        ):
+        life = float(columns.started[index]), float(columns.finished[index])
+        for version, start, end in segment_spans(*life, columns.segments(index), paused):
             bar = [(start - origin, end - start)]
             axes.broken_barh(bar, (row + 0.1, 0.8), color=_color(version), linewidth=0)
     pauses = {v: (at - origin, at - origin + pause_s) for v, (at, pause_s) in paused.items()}
     visible = {v: span for v, span in pauses.items() if left <= span[0] <= right}
-    _draw_pauses(axes, visible)
-    before = max((v for v, span in pauses.items() if span[0] < left), default=0)
-    _label_versions(axes, visible, before, left, right)
-
-
-def _draw_pauses(axes: Axes, pauses: Pauses) -> None:
-    """Cover the bars where no server samples. The line marks pauses shorter than a pixel, too."""
-    for start, end in pauses.values():
+    for start, end in visible.values():
+        # Cover the bars where no server samples. The line marks a pause shorter than a pixel, too.
         axes.axvspan(start, end, facecolor="#edf2f7", zorder=2.5)
         axes.axvline(start, color="black", linewidth=0.9, zorder=3)
+    before = max((v for v, span in pauses.items() if span[0] < left), default=0)
+    _label_versions(axes, visible, before, left, right)
 
 
 def _label_versions(axes: Axes, pauses: Pauses, before: int, left: float, right: float) -> None:
@@ -269,4 +191,4 @@ def middle_trajectories(columns: Columns, pushes: int, count: int) -> np.ndarray
 
 
 def _color(version: int) -> str:
-    return _VERSION_COLORS[version % len(_VERSION_COLORS)]
+    return _COLORS[version % len(_COLORS)]

@@ -74,6 +74,10 @@ _FIGURES = {
 }
 
 
+# Variables of page.html.j2 that a page may leave out.
+_OPTIONAL = ("follow", "runs", "figures", "lanes", "timeline", "rollouts", "config")
+
+
 def write_page(run_dir: Path) -> Path:
     """Write `<run_dir>/report.html` and return its path. Raises ValueError if that is no run."""
     path = Path(run_dir) / PAGE_FILE
@@ -119,12 +123,9 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
 
 
 def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str:
-    """Fill in the template.
+    """Fill in the template with `context`.
 
-    Args:
-        data: what the scripts draw.
-        heavy: what the rollout browser shows, stored compressed.
-        context: the variables of page.html.j2 that have no default here.
+    `data` is what the scripts draw, and `heavy` what the rollout browser shows, compressed.
     """
     style = "".join(_file("page.css"))
     script = "(() => {\n" + "".join(map(_file, _SCRIPTS)) + "})();"
@@ -135,22 +136,13 @@ def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    defaults = {
-        "follow": "",
-        "runs": [],
-        "figures": [],
-        "lanes": None,
-        "timeline": False,
-        "rollouts": "",
-        "config": "",
-    }
     size = (len(style) + len(script) + len(packed) + len(light)) / 1e3
     footer = (
         f"Written by areal_lite. {size:,.0f} kB; a page has at most about 5 MB, however long its "
         "run. It loads nothing from a network."
     )
     return _template().render(
-        **{**defaults, **context},
+        **dict.fromkeys(_OPTIONAL, "") | context,
         policy=policy,
         style=Markup(style),
         script=Markup(script),
@@ -163,17 +155,11 @@ def render(data: Mapping[str, Any], heavy: Sequence[Any], **context: Any) -> str
 def _sections(charts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put the charts over steps under two headings."""
     off_policy = ("staleness", "staleness_histogram", "behave_kl", "ess", "clip", "grad_norm")
+    learning = [chart for chart in charts if chart["id"] not in off_policy]
+    update = [chart for chart in charts if chart["id"] in off_policy]
     return [
-        {
-            "id": "learning",
-            "title": "Learning",
-            "charts": [chart for chart in charts if chart["id"] not in off_policy],
-        },
-        {
-            "id": "staleness",
-            "title": "Off-policy data and the update",
-            "charts": [chart for chart in charts if chart["id"] in off_policy],
-        },
+        {"id": "learning", "title": "Learning", "charts": learning},
+        {"id": "staleness", "title": "Off-policy data and the update", "charts": update},
     ]
 
 
@@ -182,13 +168,7 @@ def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None]
 
 
-def _table(
-    id: str,
-    title: str,
-    rows: Sequence[Sequence[str]],
-    head: Sequence[str] = (),
-    folded: bool = False,
-) -> dict[str, Any]:
+def _table(id: str, title: str, rows: Any, head: Any = (), folded: bool = False) -> dict[str, Any]:
     return {"id": id, "title": title, "rows": rows, "head": head, "folded": folded}
 
 
@@ -251,21 +231,12 @@ def lane_data(run: RunData, edges: np.ndarray) -> dict[str, Any]:
         "bins": len(edges) - 1,
         "seconds": float(edges[-1] - edges[0]),
         "lanes": [
-            {
-                "name": lane["name"],
-                "shares": {
-                    state: [round(float(share), 3) for share in shares]
-                    for state, shares in lane["shares"].items()
-                },
-            }
-            for lane in lanes
+            {"name": name, "shares": {state: s.round(3).tolist() for state, s in shares.items()}}
+            for name, shares in lanes.items()
         ],
         "totals": [
-            (
-                lane["name"],
-                [(state, f"{s.mean():.1%}") for state, s in lane["shares"].items() if s.any()],
-            )
-            for lane in lanes
+            (name, [(state, f"{s.mean():.1%}") for state, s in shares.items() if s.any()])
+            for name, shares in lanes.items()
         ],
     }
 
@@ -278,10 +249,8 @@ _OWN_KEYS = ("run_dir", "model")
 def compare_page(run_dirs: Sequence[Path]) -> str:
     """Return the page of several runs; the first is the one that others are compared with.
 
-    Raises ValueError for fewer than two, and for a directory that has no run.
+    Raises ValueError for a directory that has no run.
     """
-    if len(run_dirs) < 2:
-        raise ValueError(f"runs={list(map(str, run_dirs))}: name at least two run directories")
     runs = [read_run(run_dir) for run_dir in run_dirs]
     names = run_names(run_dirs)
     facts = [count_facts(run) for run in runs]
@@ -302,8 +271,8 @@ def compare_page(run_dirs: Sequence[Path]) -> str:
         ],
         sections=[{"id": "charts", "title": "Charts", "charts": charts}],
         tables=[
-            _compare_table("final", "Final numbers", head, difference_rows(facts)),
-            _compare_table("configuration", "Settings that differ", ["", *names], changes),
+            _table("final", "Final numbers", difference_rows(facts), head),
+            _table("configuration", "Settings that differ", changes, ["", *names]),
         ],
     )
 
@@ -372,9 +341,3 @@ def _flat(node: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         inner = isinstance(value, Mapping) and value
         pairs += _flat(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", value)]
     return pairs
-
-
-def _compare_table(
-    id: str, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    return {"id": id, "title": title, "head": head, "rows": rows, "folded": False}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +13,23 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from areal_lite.run_dir.metrics import read_events, read_metrics
-from areal_lite.run_dir.paths import CONFIG_FILE, METRICS_FILE, STORE_FILE, SUMMARY_FILE
-from areal_lite.run_dir.reader import RunReader, to_chunk, to_groups
-from areal_lite.tools.audit.groups import Groups
-from areal_lite.trajectory import GroupState
+from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, check_run_dir
+from areal_lite.run_dir.reader import Groups, RunReader, to_chunk, to_groups
+from areal_lite.trajectory import GroupState, trace_name
 
+Metrics = Sequence[Mapping[str, Any]]
+"""Lines of metrics.jsonl or evals.jsonl, in the order in which they were written."""
+
+# The columns that a chunk of the store and Columns share.
+_NAMES = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
+_NAMES += ("oldest", "newest", "started", "finished", "server")
 # The values of these keys are never shown.
 _SECRET = re.compile(r"(api_)?key|token|password|secret", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The records of one run.
-
-    `metrics` and `evals` hold lines in the order in which they were written. `config` is empty
-    without a config.yaml.
-    """
+    """The records of one run. `config` is empty without a config.yaml."""
 
     run_dir: Path
     metrics: list[dict[str, Any]]
@@ -55,14 +56,9 @@ class RunData:
     def steps_planned(self) -> int | None:
         return self.config.get("trainer", {}).get("steps")
 
-    def series(self, key: str) -> np.ndarray:
-        """Return `key` of each training step, float64 [steps], NaN where it is unknown."""
-        return np.array([m.get(key) for m in self.metrics], np.float64)
-
 
 def load_run(run_dir: Path) -> RunData:
     """Read all records that exist. Raises ValueError when `run_dir` is not a directory."""
-    run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a run directory: there is no such folder")
     return RunData(
@@ -76,13 +72,8 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read the records of a run, as far as it got.
-
-    Raises ValueError for a directory that is not that of a training run.
-    """
-    run_dir = Path(run_dir)
-    if not any((run_dir / name).exists() for name in (CONFIG_FILE, METRICS_FILE, STORE_FILE)):
-        raise ValueError(f"{run_dir} is not the directory of a training run: give one")
+    """Read the records of a run. Raises ValueError for a directory that has none."""
+    check_run_dir(run_dir)
     return load_run(run_dir)
 
 
@@ -104,10 +95,6 @@ def _public(node: Any) -> Any:
     return [_public(value) for value in node] if isinstance(node, list) else node
 
 
-_COLUMNS = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
-_TIMES = ("started", "finished")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """The trajectories of a store, in the order of group, sample and trace index: n of them.
@@ -117,9 +104,10 @@ class Columns:
         reward: float64 [n], NaN without one.
         truncated: bool [n].
         prompt, tokens: int64 [n], tokens of the prompt and of everything.
+        oldest, newest: int64 [n], the weight versions of its first and last segment, or -1.
         started, finished: float64 [n], wall-clock seconds.
         server: int64 [n], index into `servers`.
-        servers: names, "" where the server is unknown.
+        servers: names, "servers" where the server is unknown.
         step: int64 [n], the training step that used it, from 0; -1 for none.
         sampled: int64 [n], sampled tokens.
         owner: int64 [s], the trajectory of each segment.
@@ -134,6 +122,8 @@ class Columns:
     truncated: np.ndarray
     prompt: np.ndarray
     tokens: np.ndarray
+    oldest: np.ndarray
+    newest: np.ndarray
     started: np.ndarray
     finished: np.ndarray
     server: np.ndarray
@@ -158,6 +148,10 @@ class Columns:
         """Count the used groups whose tokens the store has removed."""
         return int((self.groups.are(GroupState.USED) & (self.groups.kept <= 0)).sum())
 
+    def name(self, trajectory: int) -> str:
+        """Return the name of a trajectory in its group."""
+        return trace_name(int(self.sample[trajectory]), int(self.trace[trajectory]))
+
     def segments(self, trajectory: int) -> list[tuple[int, int]]:
         """Return (version, tokens) of each segment of a trajectory."""
         first, last = np.searchsorted(self.owner, [trajectory, trajectory + 1])
@@ -170,14 +164,13 @@ def read_columns(path: Path) -> Columns:
     Without a store there are no trajectories: a run with debug=train_only has none. Raises
     ValueError for a store that cannot be read.
     """
-    names = (*_COLUMNS, *_TIMES, "server")
-    groups, chunks = to_groups(), [to_chunk(names)]
+    groups, chunks = to_groups(), [to_chunk(_NAMES)]
     if path.exists():
         with closing(RunReader(path)) as reader:
             reader.snapshot()
             groups = reader.group_table()
-            chunks += reader.chunks(names)
-    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
+            chunks += reader.chunks(_NAMES)
+    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in _NAMES}
     firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)]).tolist()
     owner = np.concatenate([first + chunk.owner for first, chunk in zip(firsts, chunks)])
     length = np.concatenate([chunk.end - chunk.start for chunk in chunks])
@@ -185,7 +178,7 @@ def read_columns(path: Path) -> Columns:
     return Columns(
         **columns,
         server=server,
-        servers=servers.tolist(),
+        servers=[name or "servers" for name in servers.tolist()],
         step=groups.step[np.searchsorted(groups.ids, columns["group"])],
         sampled=np.bincount(owner, length, len(server)).astype(np.int64),
         owner=owner,
@@ -193,3 +186,10 @@ def read_columns(path: Path) -> Columns:
         length=length,
         groups=groups,
     )
+
+
+def source_names(metrics: Metrics) -> list[str]:
+    """Return the names of the data sources; none if a run has a single one."""
+    prefix = "reward_mean/"
+    keys = dict.fromkeys(key for row in metrics for key in row if key.startswith(prefix))
+    return [key.removeprefix(prefix) for key in keys]

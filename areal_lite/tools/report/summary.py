@@ -17,8 +17,8 @@ from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.run_dir.paths import REPORT_FILE, STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import read_json
-from areal_lite.tools.formatting import duration, pause, short
-from areal_lite.tools.report.run_data import Columns, RunData, load_run
+from areal_lite.tools.formatting import duration, pause, percent, short
+from areal_lite.tools.report.run_data import Metrics, RunData, load_run
 from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
 
 
@@ -30,37 +30,30 @@ class Fact(NamedTuple):
     text: Callable[[Any], str]
 
 
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
+_count = "{:,.0f}".format
 FACTS = (
     Fact("steps", "training steps", _count),
-    Fact("sampled_before", "accuracy before training, sampled", _percent),
-    Fact("sampled_after", "accuracy of the last evaluation, sampled", _percent),
-    Fact("greedy_before", "accuracy before training, greedy", _percent),
-    Fact("greedy_after", "accuracy of the last evaluation, greedy", _percent),
+    Fact("sampled_before", "accuracy before training, sampled", percent),
+    Fact("sampled_after", "accuracy of the last evaluation, sampled", percent),
+    Fact("greedy_before", "accuracy before training, greedy", percent),
+    Fact("greedy_after", "accuracy of the last evaluation, greedy", percent),
     Fact("reward_first", "mean reward of the first five steps", short),
     Fact("reward_last", "mean reward of the last five steps", short),
     Fact("seconds", "time, first trajectory to last step", duration),
     Fact("trajectories", "trajectories trained on", _count),
     Fact("tokens", "tokens trained on", _count),
     Fact("tokens_per_s", "tokens trained on per second", short),
-    Fact("wait_share", "share of the time that the trainer waited", _percent),
+    Fact("wait_share", "share of the time that the trainer waited", percent),
     Fact("staleness_mean", "mean staleness, steps", short),
     Fact("staleness_max", "largest staleness, steps", short),
-    Fact("interrupted", "trajectories of more than one weight version", _percent),
+    Fact("interrupted", "trajectories of more than one weight version", percent),
     Fact("behave_kl", "mean KL of behavior and proximal, nats per token", short),
     Fact("ess", "mean effective sample size", "{:.4f}".format),
     Fact("pushes", "weight pushes", _count),
     Fact("pause_mean", "mean pause per push", pause),
     Fact("pause_max", "longest pause", pause),
     Fact("length_mean", "mean response, tokens", short),
-    Fact("truncated", "responses cut off at the token budget", _percent),
+    Fact("truncated", "responses cut off at the token budget", percent),
 )
 
 
@@ -68,7 +61,6 @@ def count_facts(run: RunData) -> dict[str, Any]:
     """Count the numbers of FACTS; None where the run did not get that far."""
     metrics, evals, columns = run.metrics, run.evals, run.columns
     used = columns.step >= 0
-    first_version, last_version = versions_of(columns)
     pauses = [seconds for _, seconds in pushes_of(metrics).values()]
     seconds = training_s(run) if metrics and len(columns) else None
     tokens = int(columns.sampled[used].sum())
@@ -87,10 +79,10 @@ def count_facts(run: RunData) -> dict[str, Any]:
         "trajectories": int(used.sum()),
         "tokens": tokens,
         "tokens_per_s": tokens / seconds if seconds else None,
-        "wait_share": _waited(metrics, columns) / seconds if seconds else None,
+        "wait_share": _waited_s(run) / seconds if seconds else None,
         "staleness_mean": mean_of(metrics, "staleness_mean"),
         "staleness_max": max((m.get("staleness_max") or 0 for m in metrics), default=None),
-        "interrupted": _mean((last_version > first_version)[used]),
+        "interrupted": _mean((columns.newest > columns.oldest)[used]),
         "behave_kl": mean_of(metrics, "behave_kl"),
         "ess": mean_of(metrics, "ess"),
         "pushes": len(pauses),
@@ -123,20 +115,10 @@ def training_s(run: RunData) -> float:
     return run.metrics[-1]["logged_at"] - started - downtime_s(run.metrics)
 
 
-def versions_of(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last weight version of each trajectory, -1 without any."""
-    index = np.arange(len(columns))
-    first = np.searchsorted(columns.owner, index)
-    last = np.searchsorted(columns.owner, index, "right") - 1
-    versions = np.append(columns.version, -1)
-    some = last >= first
-    return np.where(some, versions[first], -1), np.where(some, versions[last], -1)
-
-
-def _waited(metrics: Sequence[Mapping[str, Any]], columns: Columns) -> float:
+def _waited_s(run: RunData) -> float:
     """Return the seconds that the trainer waited after the first trajectory had started."""
-    starts, ends = trainer_spans(metrics)["waits for a batch"]
-    return float(np.maximum(ends - np.maximum(starts, columns.started.min()), 0.0).sum())
+    starts, ends = trainer_spans(run.metrics)["waits for a batch"]
+    return float(np.maximum(ends - np.maximum(starts, run.columns.started.min()), 0.0).sum())
 
 
 def fact_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -186,12 +168,12 @@ def _text(fact: Fact, value: float | None) -> str:
     return "–" if value is None else fact.text(value)
 
 
-def known_values(metrics: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def known_values(metrics: Metrics, key: str) -> list[float]:
     """Return `key` of the training steps that have it."""
     return [m[key] for m in metrics if m.get(key) is not None]
 
 
-def mean_of(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def mean_of(metrics: Metrics, key: str) -> float | None:
     """Return the mean of `key` over the training steps that have it; None without any."""
     return _mean(known_values(metrics, key))
 
@@ -206,13 +188,8 @@ def build_summary(
     """Count the results of a run: times in seconds, staleness in training steps.
 
     Rates count the trajectories that were trained on, per second between the start of the first
-    trajectory and the end of the last step. Raises ValueError when `run_dir` is not a directory.
-
-    Args:
-        run_dir: the run directory.
-        config: the run's configuration.
-        started_at: wall-clock seconds at which the command started.
-        finished_at: wall-clock seconds at which the command ended.
+    trajectory and the end of the last step. The command began at `started_at`, and ended at
+    `finished_at`. Raises ValueError when `run_dir` is not a directory.
     """
     run = load_run(run_dir)
     facts = count_facts(run)
@@ -249,21 +226,16 @@ def _counts(run: RunData) -> dict[str, Any]:
     """Return the counts of the store and of the controller, which writes its own when it ends."""
     totals = read_json(run.run_dir / TOTALS_FILE)
     drained = sum(known_values(run.metrics, "drained"))
-    groups, missing = _count_groups(run.run_dir / STORE_FILE)
+    groups, missing = {}, 0
+    if (path := run.run_dir / STORE_FILE).exists():
+        with closing(RunReader(path)) as reader:
+            groups, missing = reader.counts(), reader.missing_trajectories()
     return {
         "requests_drained": totals["drained"] if totals else drained,
         "trajectories_lost": totals["trajectories_lost"] if totals else missing,
         "groups": groups,
         "controller": totals or None,
     }
-
-
-def _count_groups(path: Path) -> tuple[dict[str, int], int]:
-    """Return the groups by state, and the number of trajectories that the store lacks."""
-    if not path.exists():
-        return {}, 0
-    with closing(RunReader(path)) as reader:
-        return reader.counts(), reader.missing_trajectories()
 
 
 def _accuracies(facts: dict[str, Any], evals: list[dict[str, Any]]) -> dict[str, Any]:
@@ -297,7 +269,6 @@ def _rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def show(key: str, form: Callable[[Any], str] = str) -> str:
         return "–" if summary.get(key) is None else form(summary[key])
 
-    percent = "{:.1%}".format
     greedy = f"{show('greedy_before', percent)} → {show('greedy_after', percent)}"
     sampled = f"{show('sampled_before', percent)} → {show('sampled_after', percent)}"
     tokens = f"{show('tokens_per_s', short)} tokens/s"

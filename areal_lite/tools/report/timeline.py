@@ -17,40 +17,42 @@ from typing import Any
 import numpy as np
 
 from areal_lite.system.files import to_plain
-from areal_lite.tools.report.run_data import Columns, read_run
-from areal_lite.trajectory import GroupState, trace_name
+from areal_lite.tools.report.run_data import Columns, Metrics, read_run
+from areal_lite.trajectory import GroupState
 
 Spans = tuple[np.ndarray, np.ndarray]
-"""Starts and ends of spans of time, float64 [k] each, in wall-clock seconds."""
+"""Starts and ends of spans of time, float64 [k] each."""
 
+Pauses = dict[int, tuple[float, float]]
+"""By version, the start of the pause of its push, and its seconds."""
 
-def exposure(starts: np.ndarray, ends: np.ndarray, weights: Any, at: np.ndarray) -> np.ndarray:
-    """Return the weighted seconds that spans have lasted before each time in `at`, float64.
-
-    The difference over two times, divided by the seconds between them, is the mean number of spans
-    that are open (weights 1), or a rate (weights per second).
-    """
-    weights = np.broadcast_to(np.asarray(weights, np.float64), starts.shape)
-
-    def ramps(corners: np.ndarray) -> np.ndarray:
-        """Sum weight x seconds since the corner, over the corners that have passed."""
-        order = np.argsort(corners, kind="stable")
-        corners, w = corners[order], weights[order]
-        passed = np.searchsorted(corners, at)
-        total = np.concatenate(([0.0], np.cumsum(w)))
-        moment = np.concatenate(([0.0], np.cumsum(w * corners)))
-        return at * total[passed] - moment[passed]
-
-    return ramps(starts) - ramps(ends)
+BINS = 240
+# Bars and pushes of a window, at most.
+BARS = 160
+_PUSHES = 4
+_TRAINER = 1  # its process in a trace
 
 
 def mean_open(
     starts: np.ndarray, ends: np.ndarray, edges: np.ndarray, weights: Any = 1.0
 ) -> np.ndarray:
-    """Return the mean weight of the spans that are open in each bin, float64 [len(edges) - 1]."""
-    origin = edges[0]  # small numbers keep the sums exact
-    seconds = exposure(starts - origin, ends - origin, weights, edges - origin)
-    return np.diff(seconds) / np.diff(edges)
+    """Return the mean weight of the spans that are open in each bin, float64 [len(edges) - 1].
+
+    It is the difference, over the bin, of the weighted seconds that spans have lasted.
+    """
+    weights = np.broadcast_to(np.asarray(weights, np.float64), starts.shape)
+    at = edges - edges[0]  # small numbers keep the sums exact
+
+    def ramps(corners: np.ndarray) -> np.ndarray:
+        """Sum weight x seconds since the corner, over the corners that have passed."""
+        order = np.argsort(corners, kind="stable")
+        corners, w = corners[order] - edges[0], weights[order]
+        passed = np.searchsorted(corners, at)
+        total = np.concatenate(([0.0], np.cumsum(w)))
+        moment = np.concatenate(([0.0], np.cumsum(w * corners)))
+        return at * total[passed] - moment[passed]
+
+    return np.diff(ramps(starts) - ramps(ends)) / np.diff(edges)
 
 
 def merge(starts: np.ndarray, ends: np.ndarray) -> Spans:
@@ -71,15 +73,13 @@ def covered(spans: Spans, edges: np.ndarray) -> np.ndarray:
     return mean_open(*spans, edges) if len(spans[0]) else np.zeros(len(edges) - 1)
 
 
-def pauses(metrics: Sequence[Mapping[str, Any]]) -> Spans:
-    """Return the spans in which a push paused generation."""
-    found = [(m["paused_at"], m["pause_s"]) for m in metrics if m.get("paused_at")]
-    known = [(at, at + pause) for at, pause in found if pause is not None]
-    starts, ends = np.array(known, np.float64).reshape(-1, 2).T
-    return starts, ends
+def pushes_of(metrics: Metrics) -> Pauses:
+    """Return the pauses of the pushes whose end was logged."""
+    lines = [m for m in metrics if m.get("paused_at") and m.get("pause_s") is not None]
+    return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
 
 
-def trainer_spans(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Spans]:
+def trainer_spans(metrics: Metrics) -> dict[str, Spans]:
     """Return when the trainer waited for a batch, trained and pushed, from the ends of its steps.
 
     A step that lacks one of its times counts as zero seconds of it.
@@ -97,7 +97,7 @@ def trainer_spans(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Spans]:
     return dict(reversed(spans.items()))
 
 
-def downtime_s(metrics: Sequence[Mapping[str, Any]]) -> float:
+def downtime_s(metrics: Metrics) -> float:
     """Return the seconds between the starts of a run that was resumed.
 
     They belong to no step: a step is logged its own seconds after the one before it.
@@ -107,27 +107,14 @@ def downtime_s(metrics: Sequence[Mapping[str, Any]]) -> float:
     return sum(max(gap, 0.0) for gap in gaps)
 
 
-def batch_times(metrics: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Return the time at which each step, from 0, got its batch."""
-    starts = trainer_spans(metrics)["trains"][0]
-    return {m["step"] - 1: float(at) for m, at in zip(metrics, starts)}
-
-
-def queue_spans(
-    columns: Columns, metrics: Sequence[Mapping[str, Any]], batch: int, end: float
-) -> dict[str, Spans]:
+def queue_spans(columns: Columns, metrics: Metrics, batch: int, end: float) -> dict[str, Spans]:
     """Return when a whole batch was queued, and when the controller lacked groups for one.
 
-    A group is queued from its end until the trainer takes its batch, or until `end`.
-
-    Args:
-        columns: the store.
-        metrics: the training steps.
-        batch: groups of a batch.
-        end: wall-clock seconds.
+    A group is queued from its end until the trainer takes its batch, or until `end`. `batch` is the
+    number of groups of a batch.
     """
     groups = columns.groups
-    taken = batch_times(metrics)
+    taken = {m["step"] - 1: at for m, at in zip(metrics, trainer_spans(metrics)["trains"][0])}
     queued = groups.are(GroupState.USED) | groups.are(GroupState.FINISHED)
     joins = groups.finished[queued]
     leaves = np.array([taken.get(step, end) for step in groups.step[queued].tolist()])
@@ -148,13 +135,8 @@ def queue_spans(
     }
 
 
-BINS = 240
-
-
-def time_edges(
-    columns: Columns, metrics: Sequence[Mapping[str, Any]], bins: int = BINS
-) -> np.ndarray | None:
-    """Return the edges of equal bins over the run, wall-clock seconds; None before it."""
+def time_edges(columns: Columns, metrics: Metrics, bins: int = BINS) -> np.ndarray | None:
+    """Return the edges of equal bins over the run; None before it."""
     if len(columns):
         begin, end = float(columns.started.min()), float(columns.finished.max())
     elif metrics:
@@ -167,36 +149,52 @@ def time_edges(
 
 
 def build_lanes(
-    columns: Columns, metrics: Sequence[Mapping[str, Any]], batch: int, edges: np.ndarray
-) -> list[dict[str, Any]]:
-    """Return the lanes: name, and by state the share of each bin, float64 [BINS].
+    columns: Columns, metrics: Metrics, batch: int, edges: np.ndarray
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return by lane and state the share of each bin, float64 [len(edges) - 1].
 
     Shares of a lane sum to 1. `batch` is the number of groups of a batch.
     """
-    trainer = {name: covered(spans, edges) for name, spans in trainer_spans(metrics).items()}
     queue = queue_spans(columns, metrics, batch, float(edges[-1]))
-    controller = {name: covered(spans, edges) for name, spans in queue.items()}
-    lanes = [_lane("trainer", trainer, "does something else")]
-    lanes += [
-        _lane(
-            name or "servers",
-            _server_shares(columns, index, pauses(metrics), edges),
-            "waits for work",
-        )
+    at, seconds = np.array([*pushes_of(metrics).values()], np.float64).reshape(-1, 2).T
+    paused = (at, at + seconds)
+    servers = {
+        name: _filled(_server_shares(columns, index, paused, edges), "waits for work")
         for index, name in enumerate(columns.servers)
-    ]
-    return [*lanes, _lane("controller", controller, "has not started")]
+    }
+    return {
+        "trainer": _filled(_shares(trainer_spans(metrics), edges), "does something else"),
+        **servers,
+        "controller": _filled(_shares(queue, edges), "has not started"),
+    }
+
+
+def _shares(spans: Mapping[str, Spans], edges: np.ndarray) -> dict[str, np.ndarray]:
+    return {state: covered(own, edges) for state, own in spans.items()}
+
+
+def _server_shares(
+    columns: Columns, index: int, paused: Spans, edges: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the shares of time in which a server generated, and in which a push paused it."""
+    own = columns.server == index
+    busy = merge(columns.started[own], columns.finished[own])
+    either = merge(np.concatenate((busy[0], paused[0])), np.concatenate((busy[1], paused[1])))
+    pause = covered(merge(*paused), edges)
+    return {"generates": covered(either, edges) - pause, "is paused for a push": pause}
+
+
+def _filled(states: dict[str, np.ndarray], rest: str) -> dict[str, np.ndarray]:
+    """Give the state `rest` what the shares leave of each bin."""
+    shares = {state: np.clip(share, 0.0, 1.0) for state, share in states.items()}
+    return {**shares, rest: np.clip(1.0 - np.sum(list(shares.values()), axis=0), 0.0, 1.0)}
 
 
 def requests_open(columns: Columns, edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the mean number of trajectories in flight on each server, float64 [BINS]."""
+    """Return the mean number of trajectories in flight on each server, float64 [bins]."""
+    servers = ((name, columns.server == i) for i, name in enumerate(columns.servers))
     return {
-        name or "servers": mean_open(
-            columns.started[columns.server == index],
-            columns.finished[columns.server == index],
-            edges,
-        )
-        for index, name in enumerate(columns.servers)
+        name: mean_open(columns.started[own], columns.finished[own], edges) for name, own in servers
     }
 
 
@@ -210,32 +208,7 @@ def tokens_per_s(columns: Columns, edges: np.ndarray) -> np.ndarray:
     return mean_open(columns.started, columns.started + life, edges, columns.sampled / life)
 
 
-def _server_shares(
-    columns: Columns, index: int, paused: Spans, edges: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Return the shares of a server that generated, and that a push paused."""
-    own = columns.server == index
-    busy = merge(columns.started[own], columns.finished[own])
-    either = merge(np.concatenate((busy[0], paused[0])), np.concatenate((busy[1], paused[1])))
-    pause = covered(merge(*paused), edges)
-    return {"generates": covered(either, edges) - pause, "is paused for a push": pause}
-
-
-def _lane(name: str, states: dict[str, np.ndarray], rest: str) -> dict[str, Any]:
-    shares = {state: np.clip(share, 0.0, 1.0) for state, share in states.items()}
-    total = np.sum(list(shares.values()), axis=0)
-    return {"name": name, "shares": {**shares, rest: np.clip(1.0 - total, 0.0, 1.0)}}
-
-
-Pauses = dict[int, tuple[float, float]]
-"""By version, the wall-clock start of the pause of its push, and its seconds."""
-
-# Bars and pushes of a window, at most.
-BARS = 160
-_PUSHES = 4
-
-
-def build_windows(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def build_windows(columns: Columns, metrics: Metrics) -> list[dict[str, Any]]:
     """Return windows at the start, the middle and the end of the run, each of a few pushes.
 
     A short run is one window. Times are seconds since the first trajectory.
@@ -244,6 +217,7 @@ def build_windows(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> lis
         return []
     origin = float(columns.started.min())
     paused = pushes_of(metrics)
+    steps = list(zip(metrics, *trainer_spans(metrics)["trains"]))
     return [
         {
             "name": name,
@@ -254,20 +228,20 @@ def build_windows(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> lis
                 for version, (at, pause) in paused.items()
                 if start <= at <= end
             ],
-            "steps": _steps(metrics, start, end, origin),
+            "steps": [
+                [line["step"], float(begin) - origin, float(stop) - origin]
+                for line, begin, stop in steps
+                if begin < end and stop > start
+            ],
             **_bars(columns, paused, start, end, origin),
         }
-        for name, start, end in _spans(columns, sorted(paused.values()))
+        for name, start, end in _window_spans(columns, sorted(paused.values()))
     ]
 
 
-def pushes_of(metrics: Sequence[Mapping[str, Any]]) -> Pauses:
-    """Return the pauses of the pushes whose end was logged."""
-    lines = [m for m in metrics if m.get("paused_at") and m.get("pause_s") is not None]
-    return {m["version"]: (m["paused_at"], m["pause_s"]) for m in lines}
-
-
-def _spans(columns: Columns, paused: list[tuple[float, float]]) -> list[tuple[str, float, float]]:
+def _window_spans(
+    columns: Columns, paused: list[tuple[float, float]]
+) -> list[tuple[str, float, float]]:
     """Return name, start and end of each window."""
     first, last = float(columns.started.min()), float(columns.finished.max())
     times = [at for at, _ in paused if first < at < last]
@@ -283,18 +257,6 @@ def _spans(columns: Columns, paused: list[tuple[float, float]]) -> list[tuple[st
     ]
 
 
-def _steps(
-    metrics: Sequence[Mapping[str, Any]], start: float, end: float, origin: float
-) -> list[list[Any]]:
-    """Return [step, start, end] of the training of each step that the window shows."""
-    spans = zip(metrics, *trainer_spans(metrics)["trains"]) if metrics else ()
-    return [
-        [m["step"], float(begin) - origin, float(stop) - origin]
-        for m, begin, stop in spans
-        if begin < end and stop > start
-    ]
-
-
 def _bars(
     columns: Columns, paused: Pauses, start: float, end: float, origin: float
 ) -> dict[str, Any]:
@@ -302,27 +264,26 @@ def _bars(
     inside = np.flatnonzero((columns.started < end) & (columns.finished > start))
     inside = inside[np.argsort(columns.started[inside], kind="stable")]
     chosen = inside[np.linspace(0, len(inside) - 1, min(BARS, len(inside))).astype(int)]
-    rows = pack(
-        columns.server[chosen].tolist(),
-        columns.started[chosen].tolist(),
-        columns.finished[chosen].tolist(),
-    )
-    bars = []
-    for index, row in zip(chosen.tolist(), rows):
-        started, finished = float(columns.started[index]), float(columns.finished[index])
-        spans = segment_spans(started, finished, columns.segments(index), paused)
-        bars.append(
-            {
-                "server": columns.servers[columns.server[index]] or "servers",
-                "row": row,
-                "group": int(columns.group[index]),
-                "sample": trace_name(int(columns.sample[index]), int(columns.trace[index])),
-                "reward": float(columns.reward[index]),
-                "tokens": int(columns.sampled[index]),
-                "step": int(columns.step[index]) + 1,
-                "spans": [[v, s - origin, e - origin] for v, s, e in spans],
-            }
-        )
+    begins, stops = columns.started[chosen].tolist(), columns.finished[chosen].tolist()
+    rows = pack(columns.server[chosen].tolist(), begins, stops)
+    bars = [
+        {
+            "server": columns.servers[columns.server[index]],
+            "row": row,
+            "group": int(columns.group[index]),
+            "sample": columns.name(index),
+            "reward": float(columns.reward[index]),
+            "tokens": int(columns.sampled[index]),
+            "step": int(columns.step[index]) + 1,
+            "spans": [
+                [version, first - origin, last - origin]
+                for version, first, last in segment_spans(
+                    started, finished, columns.segments(index), paused
+                )
+            ],
+        }
+        for index, row, started, finished in zip(chosen.tolist(), rows, begins, stops)
+    ]
     return {"bars": bars, "total": len(inside)}
 
 
@@ -333,12 +294,7 @@ def segment_spans(
 
     The spans cover the time from `started` to `finished` without a gap. Version v starts with the
     pause of its push. If that push is unknown, it starts where the version's share of the sampled
-    tokens puts it. Times are wall-clock seconds.
-
-    Args:
-        started, finished: the start and the end of the trajectory.
-        segments: (version, tokens) of each segment.
-        pushes: the known pauses.
+    tokens puts it. `segments` are (version, tokens).
     """
     tokens: Counter[int] = Counter()
     for version, count in segments:
@@ -350,9 +306,8 @@ def segment_spans(
         if spans:
             share = earlier_tokens / tokens.total()
             at = pushes[version][0] if version in pushes else started + (finished - started) * share
-            at = min(max(at, begin), finished)
-            spans[-1] = (*spans[-1][:2], at)
-            begin = at
+            begin = min(max(at, begin), finished)
+            spans[-1] = (*spans[-1][:2], begin)
         spans.append((version, begin, finished))
         earlier_tokens += count
     return spans
@@ -373,13 +328,11 @@ def pack(lanes: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -
     return rows
 
 
-_TRAINER = 1
-
-
 def write_trace(run_dir: Path, path: Path) -> int:
-    """Write the trace of a run to `path` and return its number of events.
+    """Write a run in the Chrome JSON format, for ui.perfetto.dev or chrome://tracing.
 
-    Events are written one by one. Raises ValueError for a directory without a run.
+    Returns the number of events, which are written one by one. Raises ValueError for a directory
+    without a run.
     """
     run = read_run(run_dir)
     count = 0
@@ -394,14 +347,16 @@ def write_trace(run_dir: Path, path: Path) -> int:
     return count
 
 
-def trace_events(
-    columns: Columns, metrics: Sequence[Mapping[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run: names of the lanes first, then slices and pushes."""
+def trace_events(columns: Columns, metrics: Metrics) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run; times are microseconds since the first trajectory.
+
+    Process 1 is the trainer, with its waits, steps and pushes. Each server is a process with a
+    thread per request that it had at once; a request is a slice, its segments are slices within it.
+    """
     spans = trainer_spans(metrics)
     starts = [float(start.min()) for start, _ in spans.values() if len(start)]
     origin = float(columns.started.min()) if len(columns) else min(starts, default=0.0)
-    yield _name("process_name", _TRAINER, 0, "trainer")
+    yield _process(_TRAINER, "trainer")
     for state, (begins, ends) in spans.items():
         for line, begin, end in zip(metrics, begins.tolist(), ends.tolist()):
             if end > begin:
@@ -414,28 +369,26 @@ def trace_events(
             "ts": round((at - origin) * 1e6), "args": {"pause_s": seconds},
         }  # fmt: skip
     for index, name in enumerate(columns.servers):
-        yield from _server_events(columns, index, name or "servers", paused, origin)
+        yield _process(_TRAINER + 1 + index, name)
+        yield from _requests(columns, index, paused, origin)
 
 
-def _server_events(
-    columns: Columns, index: int, name: str, paused: Any, origin: float
+def _requests(
+    columns: Columns, index: int, paused: Pauses, origin: float
 ) -> Iterator[dict[str, Any]]:
     pid = _TRAINER + 1 + index
-    yield _name("process_name", pid, 0, name)
     own = np.flatnonzero(columns.server == index)
     own = own[np.argsort(columns.started[own], kind="stable")]
     starts, ends = columns.started[own].tolist(), columns.finished[own].tolist()
-    for request, row, start, end in zip(
-        own.tolist(), pack([0] * len(own), starts, ends), starts, ends
-    ):
+    rows = pack([0] * len(own), starts, ends)
+    for request, row, start, end in zip(own.tolist(), rows, starts, ends):
         args = {
             "reward": float(columns.reward[request]),
             "prompt_tokens": int(columns.prompt[request]),
             "sampled_tokens": int(columns.sampled[request]),
             "step": int(columns.step[request]) + 1 or None,
         }
-        name = trace_name(int(columns.sample[request]), int(columns.trace[request]))
-        title = f"group {columns.group[request]}, sample {name}"
+        title = f"group {columns.group[request]}, sample {columns.name(request)}"
         yield _slice(title, pid, row, start - origin, end - origin, args)
         for version, begin, stop in segment_spans(start, end, columns.segments(request), paused):
             yield _slice(f"version {version}", pid, row, begin - origin, stop - origin, {})
@@ -450,5 +403,5 @@ def _slice(
     }  # fmt: skip
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _process(pid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}

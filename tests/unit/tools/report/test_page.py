@@ -167,7 +167,7 @@ def test_charts_of_a_critic_and_a_reference_are_there_if_a_run_has_them(tmp_path
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not the directory of a training run"):
+    with pytest.raises(ValueError, match="is not a run directory"):
         write_page(tmp_path)
 
 

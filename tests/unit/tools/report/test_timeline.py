@@ -11,7 +11,7 @@ from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.report.charts import POINTS, histogram, smooth, staleness_tokens, thinned
 from areal_lite.tools.report.rollouts import MAX_GROUPS, choose_groups, group_rewards
 from areal_lite.tools.report.run_data import Columns, load_run, read_columns
-from areal_lite.tools.report.summary import count_facts, training_s, versions_of
+from areal_lite.tools.report.summary import count_facts, training_s
 from areal_lite.tools.report.timeline import (
     BARS,
     build_lanes,
@@ -66,9 +66,8 @@ def test_columns_are_those_of_the_store(run: Path, columns: Columns) -> None:
     for index, row in enumerate(rows):
         assert columns.segments(index) == [(v, end - start) for v, start, end in row["segments"]]
         assert columns.sampled[index] == (row["versions"] >= 0).sum()
-    first, last = versions_of(columns)
-    assert first.tolist() == [row["min_version"] for row in rows]
-    assert last.tolist() == [row["max_version"] for row in rows]
+    assert columns.oldest.tolist() == [row["min_version"] for row in rows]
+    assert columns.newest.tolist() == [row["max_version"] for row in rows]
 
 
 def test_a_run_without_a_store_has_no_trajectories(tmp_path: Path) -> None:
@@ -152,9 +151,9 @@ def test_lanes_are_shares_and_the_trainer_never_does_two_things(
     edges = time_edges(columns, timed)
     assert edges is not None
     lanes = build_lanes(columns, timed, 4, edges)
-    assert [lane["name"] for lane in lanes] == ["trainer", "servers", "controller"]
-    for lane in lanes:
-        assert np.sum(list(lane["shares"].values()), axis=0) == pytest.approx(1.0)
+    assert list(lanes) == ["trainer", "servers", "controller"]
+    for shares in lanes.values():
+        assert np.sum(list(shares.values()), axis=0) == pytest.approx(1.0)
     spans = trainer_spans(timed)
     everything = np.concatenate([ends - starts for starts, ends in spans.values()]).sum()
     union = merge(*(np.concatenate(side) for side in zip(*spans.values())))
