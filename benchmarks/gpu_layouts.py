@@ -49,7 +49,7 @@ EXPERTS: dict[str, Any] = dict(
 # name -> (model, layout)
 ALONE = {"alone": ("dense", {}), "alone, experts": ("experts", {})}
 TWO: dict[str, tuple[str, dict]] = {
-    "tensor": ("dense", dict(tensor_parallel=2, sequence_parallel=True)),
+    "tensor": ("dense", dict(tensor_parallel=2)),
     "pipeline": ("dense", dict(pipeline_parallel=2)),
     "interleaved": ("dense", dict(pipeline_parallel=2, virtual_pipeline=2)),
     "context": ("dense", dict(context_parallel=2)),
@@ -60,13 +60,13 @@ FOUR: dict[str, tuple[str, dict]] = {
     "tensor x pipeline": ("dense", dict(tensor_parallel=2, pipeline_parallel=2)),
     "tensor x context": (
         "dense",
-        dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+        dict(tensor_parallel=2, context_parallel=2),
     ),
     "context x pipeline": ("dense", dict(context_parallel=2, pipeline_parallel=2)),
     "data x pipeline": ("dense", dict(data_parallel=2, pipeline_parallel=2)),
     "tensor x experts": (
         "experts",
-        dict(tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2),
+        dict(tensor_parallel=2, data_parallel=2, expert_parallel=2),
     ),
 }
 # Largest difference of a log-prob in nats, before and after the updates, and of a loss. The order

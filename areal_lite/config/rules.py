@@ -91,11 +91,6 @@ def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
 
 
 def _parallel(trainer: TrainerConfig, key: str) -> None:
-    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
-        raise ValueError(
-            f"{key}.sequence_parallel=true divides tokens among tensor-parallel ranks: "
-            f"set {key}.tensor_parallel to 2 or more"
-        )
     if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
         raise ValueError(
             f"{key}.virtual_pipeline={trainer.virtual_pipeline} interleaves pipeline stages: "

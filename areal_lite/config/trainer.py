@@ -35,9 +35,11 @@ class TrainerConfig:
     tokens_per_microbatch: int = setting(
         8192, "Tokens of one forward and backward pass.", minimum=1, maximum=MAX_TOKENS
     )
-    tensor_parallel: int = setting(1, "Ranks that share each matrix.", minimum=1, maximum=1024)
-    sequence_parallel: bool = setting(
-        False, "Tensor-parallel ranks also share the tokens between their matrices."
+    tensor_parallel: int = setting(
+        1,
+        "Ranks that share each matrix, and the tokens between the matrices.",
+        minimum=1,
+        maximum=1024,
     )
     pipeline_parallel: int = setting(1, "Ranks that share the layers.", minimum=1, maximum=1024)
     virtual_pipeline: int = setting(

@@ -2,7 +2,7 @@
 
 A head is called on the last pipeline stage as head(chunk, hidden, following):
 
-* hidden: [l, 1, hidden]; with sequence parallelism, this rank's share of them,
+* hidden: [l / tp, 1, hidden], this tensor-parallel rank's share,
 * following: int64 [l], the token after each.
 
 It returns a tuple of float32 [l] about `following`, equal on all tensor-parallel ranks.
@@ -31,7 +31,7 @@ def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
 
     def head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         return lm_logprobs(
-            _whole_sequence(chunk, hidden)[:, 0],
+            _whole_sequence(hidden)[:, 0],
             chunk.output_weight(),
             following,
             temperature,
@@ -61,14 +61,12 @@ class ValueLayer(torch.nn.Module):
 
 def value_head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor]:
     """Return the value of the state before the token."""
-    return (chunk.output_layer(_whole_sequence(chunk, hidden))[:, 0, 0],)
+    return (chunk.output_layer(_whole_sequence(hidden))[:, 0, 0],)
 
 
-def _whole_sequence(chunk: Backbone, hidden: Tensor) -> Tensor:
+def _whole_sequence(hidden: Tensor) -> Tensor:
     """Return [l, 1, hidden] on every tensor-parallel rank.
 
     Each rank must then find the same gradient of it.
     """
-    if not chunk.config.sequence_parallel:
-        return hidden
     return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

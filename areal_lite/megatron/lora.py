@@ -4,15 +4,15 @@ A layer y = W x becomes y = W x + s B A x with s = alpha / rank. Only A [rank, i
 are trained. W has no gradient, no master weight and no optimizer state. A starts uniform in
 ±1 / sqrt(in) (Kaiming, as in PEFT), and B starts at zero, so training starts from W.
 
-Under tensor parallelism, with x of width `in` and z = A x of width `rank`:
+Under tensor parallelism:
 
-    layer             A                 B               the ranks exchange, for each token
-    column-parallel   whole             rows, as W has  the gradient of z
-    row-parallel      columns, as W has whole           z
+    layer             A                 B
+    column-parallel   whole             rows, as W has
+    row-parallel      columns, as W has whole
 
-The ranks thus exchange `rank` numbers more than without adapters. With sequence parallelism the
-matrix that every rank has whole sees this rank's tokens only. Megatron then sums its gradient over
-the ranks, as for norms.
+The ranks exchange z = A x and its gradient, `rank` numbers for each token. The matrix that every
+rank has whole sees this rank's tokens only. Megatron then sums its gradient over the ranks, as for
+norms.
 
 The projections that Megatron fuses (query, key and value; gate and up) share one A.
 """
@@ -32,9 +32,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
@@ -50,11 +48,10 @@ if TYPE_CHECKING:
     from areal_lite.megatron.model import Backbone
 
 
-# What makes z that of the tokens of the layer's output: without and with sequence parallelism, for
-# a layer whose outputs (0) or inputs (1) are split.
+# Turns z into that of the output's tokens, for a layer whose outputs (0) or inputs (1) are split.
 _EXCHANGES = {
-    0: (copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region),
-    1: (reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region),
+    0: gather_from_sequence_parallel_region,
+    1: reduce_scatter_to_sequence_parallel_region,
 }
 
 
@@ -74,7 +71,7 @@ class Adapter(torch.nn.Module):
         self.inputs = layer.input_size  # of all ranks
         self._split = split
         self._group = process_group(layer.tp_group)
-        self._exchange = partial(_EXCHANGES[split][layer.sequence_parallel], group=self._group)
+        self._exchange = partial(_EXCHANGES[split], group=self._group)
         rows, columns = layer.weight.shape
         self.a = torch.nn.Parameter(layer.weight.new_empty(lora.rank, columns))
         self.b = torch.nn.Parameter(layer.weight.new_zeros(rows, lora.rank))

@@ -44,8 +44,8 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 class Backbone(GPTModel):
     """One chunk of layers, with the embedding and the output layer where it is first and last.
 
-    It returns hidden states [l, 1, hidden] (l / tp of them with sequence parallelism), after the
-    final norm where it is last. A head turns them into results, so logits never exist whole.
+    It returns hidden states [l / tp, 1, hidden], after the final norm where it is last. A head
+    turns them into results, so logits never exist whole.
     """
 
     config: TransformerConfig
@@ -103,11 +103,6 @@ def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     check_supported(hf, trainer.tensor_parallel, trainer.expert_parallel)
     has_experts = getattr(hf, "num_experts", 0) > 0
     check_targets(trainer.lora, has_experts)
-    if has_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ValueError(
-            "trainer.sequence_parallel=false with trainer.tensor_parallel > 1 does not work with"
-            " experts: set it to true"
-        )
     if hf.num_hidden_layers % (trainer.pipeline_parallel * trainer.virtual_pipeline):
         raise ValueError(
             f"{hf.num_hidden_layers} layers cannot be split over trainer.pipeline_parallel="

@@ -132,7 +132,7 @@ def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str,
     }
     return {
         "tensor_model_parallel_size": config.tensor_parallel,
-        "sequence_parallel": config.sequence_parallel,
+        "sequence_parallel": config.tensor_parallel > 1,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline if interleaved else None,
         "context_parallel_size": config.context_parallel,

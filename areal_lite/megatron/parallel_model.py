@@ -132,8 +132,7 @@ class ParallelModel:
         """
         microbatches = self._with_fillers(microbatches)
         size, rank = self.cp_group.size(), self.cp_group.rank()
-        multiple = self.tp_group.size() if self.config.sequence_parallel else 1
-        lengths = [local_length(m, size, multiple) for m in microbatches]
+        lengths = [local_length(m, size, self.tp_group.size()) for m in microbatches]
         if self.pp_group.size() > 1:  # stages send each other tensors of one shape
             lengths = [max(lengths)] * len(lengths)
         local = [local_tokens(m, size, rank, length) for m, length in zip(microbatches, lengths)]
@@ -194,7 +193,7 @@ class ParallelModel:
 
     def _set_routes(self, chunk: Backbone, routes: Tensor | None) -> None:
         """Hand [l, layers, top_k] to the routers that replay, for the next forward pass."""
-        if routes is not None and self.config.sequence_parallel:
+        if routes is not None:
             routes = routes.chunk(self.tp_group.size())[self.tp_group.rank()]
         for replay in chunk.replays:
             replay.routes = None if routes is None else routes[:, replay.layer]

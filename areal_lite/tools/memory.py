@@ -232,7 +232,7 @@ def activation_bytes_per_token(
     if trainer.virtual_pipeline > 1:
         in_flight += (stages - 1) / trainer.virtual_pipeline
     if trainer.recompute == "full":
-        inputs = layers * hf.hidden_size * itemsize / (tensor if trainer.sequence_parallel else 1)
+        inputs = layers * hf.hidden_size * itemsize / tensor
         return in_flight * inputs + per_layer
     return in_flight * layers * per_layer
 
@@ -248,7 +248,7 @@ def layer_activations(
     # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu/kernels), it
     # keeps its input and the normalized input, both in float32.
     norm = b if gpu or (trainer.threads == 1 and b == 4) else 8
-    norms = 2 * (norm + b) * hidden / (tensor if trainer.sequence_parallel else 1)  # and outputs
+    norms = 2 * (norm + b) * hidden  # and outputs
     has_head_norms = "self_attention.q_layernorm.weight" in names
     head_norms = norm * (queries + keys) if has_head_norms else 0
     # Query, key and value, rotated query and key, and the output.
@@ -258,7 +258,7 @@ def layer_activations(
         mlp = hf.num_experts_per_tok * b * (5 * hf.moe_intermediate_size / tensor + 2 * hidden)
     else:
         mlp = b * 3 * hf.intermediate_size / tensor  # both projections and the product
-    return norms + (head_norms + attention) / tensor + mlp
+    return (norms + head_norms + attention) / tensor + mlp
 
 
 def kv_bytes_per_token(hf: PretrainedConfig, itemsize: int, tensor_parallel: int) -> int:

@@ -56,7 +56,7 @@ MODELS = {
 RUNS = {
     "single": ({}, tuple(MODELS), ("moe", "llama3_untied")),
     "tensor": (
-        {"tensor_parallel": 2, "sequence_parallel": True},
+        {"tensor_parallel": 2},
         ("qwen2_tied", "llama3_untied", "moe"),
         ("llama3_untied", "moe"),
     ),
@@ -72,7 +72,7 @@ RUNS = {
     ),
     "expert": ({"data_parallel": 2, "expert_parallel": 2}, ("moe", "moe_unnormalized"), ("moe",)),
     "tensor_expert": (
-        {"tensor_parallel": 2, "sequence_parallel": True, "data_parallel": 2, "expert_parallel": 2},
+        {"tensor_parallel": 2, "data_parallel": 2, "expert_parallel": 2},
         ("moe",),
         ("moe",),
     ),

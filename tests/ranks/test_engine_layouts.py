@@ -29,7 +29,7 @@ WORKER = Path(__file__).with_name("layout_worker.py")
 TWO = {
     "sequence": (
         "qwen3_tied",
-        dict(tensor_parallel=2, sequence_parallel=True, recompute="selective"),
+        dict(tensor_parallel=2, recompute="selective"),
     ),
     "pipeline": ("qwen2_untied", dict(pipeline_parallel=2, recompute="full")),
     "tied_pipeline": ("qwen3_tied", dict(pipeline_parallel=2)),
@@ -41,11 +41,11 @@ FOUR = {
     "tensor_pipeline": ("qwen3_tied", dict(tensor_parallel=2, pipeline_parallel=2)),
     "tensor_interleaved": (
         "qwen2_untied",
-        dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2),
+        dict(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
     ),
     "tensor_context": (
         "qwen3_tied",
-        dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+        dict(tensor_parallel=2, context_parallel=2),
     ),
     "context_pipeline": (
         "qwen3_tied",
@@ -55,7 +55,7 @@ FOUR = {
     "data_pipeline": ("qwen3_tied", dict(data_parallel=2, pipeline_parallel=2)),
     "tensor_experts": (
         "moe_untied",
-        dict(tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2),
+        dict(tensor_parallel=2, data_parallel=2, expert_parallel=2),
     ),
     "experts_pipeline": (
         "moe_untied",

@@ -48,7 +48,7 @@ TWO = {
     "sequence": (
         "qwen3_tied",
         ALL,
-        dict(tensor_parallel=2, sequence_parallel=True, recompute="selective"),
+        dict(tensor_parallel=2, recompute="selective"),
     ),
     "experts": ("moe_untied", ATTENTION, dict(data_parallel=2, expert_parallel=2)),
 }
@@ -62,12 +62,12 @@ FOUR = {
     "tensor_interleaved": (
         "qwen2_untied",
         MLP,
-        dict(tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=2),
+        dict(tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
     ),
     "tensor_context": (
         "qwen3_tied",
         ALL,
-        dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
+        dict(tensor_parallel=2, context_parallel=2),
     ),
     "data_tensor": ("qwen3_tied", ALL, dict(data_parallel=2, tensor_parallel=2)),
 }

@@ -16,17 +16,15 @@ from tests.ranks.test_architectures import make_model, reference_logprobs, weigh
 
 WORKER = Path(__file__).with_name("routing_worker.py")
 TWO = {
-    "tensor": dict(tensor_parallel=2, sequence_parallel=True, recompute="full"),
+    "tensor": dict(tensor_parallel=2, recompute="full"),
     "interleaved": dict(pipeline_parallel=2, virtual_pipeline=2),
     "context": dict(context_parallel=2),
     "experts": dict(data_parallel=2, expert_parallel=2),
 }
 FOUR = {
     "pipeline": dict(data_parallel=2, pipeline_parallel=2, recompute="selective"),
-    "tensor_context": dict(tensor_parallel=2, sequence_parallel=True, context_parallel=2),
-    "tensor_experts": dict(
-        tensor_parallel=2, sequence_parallel=True, data_parallel=2, expert_parallel=2
-    ),
+    "tensor_context": dict(tensor_parallel=2, context_parallel=2),
+    "tensor_experts": dict(tensor_parallel=2, data_parallel=2, expert_parallel=2),
     "experts_pipeline": dict(data_parallel=2, expert_parallel=2, pipeline_parallel=2),
     "context_pipeline": dict(context_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
 }

@@ -1,7 +1,5 @@
 """Configurations in Megatron's terms, and those that are refused: computed, they would be wrong."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -112,14 +110,9 @@ def test_refused(architecture, fields, message):
         check_supported(config(architecture, **fields), tensor_parallel=2, expert_parallel=2)
 
 
-def test_experts_split_over_tensor_parallel_ranks_need_sequence_parallelism():
+def test_experts_may_be_split_over_tensor_parallel_ranks():
     hf = config("qwen3_moe")
-    layout = TrainerConfig(tensor_parallel=2)
-    with pytest.raises(
-        ValueError, match="trainer.sequence_parallel=false with trainer.tensor_parallel > 1"
-    ):
-        check_layout(hf, layout)
-    check_layout(hf, replace(layout, sequence_parallel=True))
+    check_layout(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(
         hf, torch.float32, tensor_model_parallel_size=2, sequence_parallel=True
     )

@@ -10,10 +10,6 @@ from areal_lite.config.rules import check_trainer
     ("layout", "message"),
     [
         (
-            dict(sequence_parallel=True),
-            "trainer.sequence_parallel=true .* set trainer.tensor_parallel to 2",
-        ),
-        (
             dict(virtual_pipeline=2),
             "trainer.virtual_pipeline=2 .* set trainer.pipeline_parallel to 2",
         ),
@@ -35,7 +31,6 @@ def test_refused(layout, message):
 def test_accepted():
     layout = dict(
         tensor_parallel=2,
-        sequence_parallel=True,
         pipeline_parallel=2,
         virtual_pipeline=3,
         context_parallel=2,

@@ -131,8 +131,7 @@ def test_recomputing_and_more_ranks_need_less():
 
     assert activations(recompute="full") < activations() / 2
     assert activations(context_parallel=2) == activations() / 2
-    assert activations() / 2 < activations(tensor_parallel=2) < activations()
-    assert activations(tensor_parallel=2, sequence_parallel=True) == activations() / 2
+    assert activations(tensor_parallel=2) == activations() / 2
     assert activations(tokens_per_microbatch=2048) == activations() / 4
     assert activations(pipeline_parallel=2) == activations()  # half of the layers, two microbatches
 
@@ -324,7 +323,6 @@ QWEN3_0_6B = AutoConfig.for_model(
             QWEN_7B,
             {
                 "tensor_parallel": 4,
-                "sequence_parallel": True,
                 "data_parallel": 2,
                 "tokens_per_microbatch": 18432,
                 "recompute": "full",
@@ -344,7 +342,7 @@ def test_memory_of_the_experiments(hf, layout, gib):
     width = hf.intermediate_size // trainer.tensor_parallel
     more = 2 * 2 * width * trainer.tokens_per_microbatch * layers
     norms = 2 * 2 * hf.hidden_size * trainer.tokens_per_microbatch * layers
-    more -= norms / (trainer.tensor_parallel if trainer.sequence_parallel else 1)
+    more -= norms / trainer.tensor_parallel
     planned = memory.rank_memory(hf, trainer, 2, 0).total
     assert (planned + more) / GIB == pytest.approx(gib, abs=0.06)
 
