@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite.cli import check_composed, import_from_working_directory
 from areal_lite.config import TrainConfig, compose_config, register
-from areal_lite.config.compose import as_overrides
-from areal_lite.config.errors import explain
+from areal_lite.config.command_line import as_overrides, explain
 from areal_lite.launch.local import OnStep, train_and_report
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR, SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir

@@ -17,9 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
 from areal_lite.config import TrainConfig, command_names, compose_config, find_command, to_dataclass
-from areal_lite.config.arguments import overrides_of, switches
+from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
 from areal_lite.config.commands import CORE
-from areal_lite.config.errors import did_you_mean, explain, one_line
 from areal_lite.system.imports import load_object
 
 _HELP = ("--help", "-h")

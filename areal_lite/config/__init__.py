@@ -15,15 +15,22 @@ from areal_lite.config.algo import (
     KLConfig,
     ShapingConfig,
 )
-from areal_lite.config.cluster import ClusterConfig
+from areal_lite.config.command_line import compose_config, config_dir, register
 from areal_lite.config.commands import (
+    ClusterConfig,
     SlurmConfig,
     TrainConfig,
     command_names,
     find_command,
 )
-from areal_lite.config.compose import compose_config, config_dir, register
-from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
+from areal_lite.config.data import (
+    DataConfig,
+    EvalConfig,
+    RewardConfig,
+    naming,
+    reference_folders,
+    source_configs,
+)
 from areal_lite.config.fields import check_fields, settings_of
 from areal_lite.config.files import (
     changed_settings,
@@ -32,9 +39,6 @@ from areal_lite.config.files import (
     stored_settings,
     to_dataclass,
 )
-from areal_lite.config.restart import RestartConfig
-from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig
-from areal_lite.config.servers import ServerConfig, SyncConfig
-from areal_lite.config.sources import naming, reference_folders, source_configs
-from areal_lite.config.store import StoreConfig
+from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig, StoreConfig
+from areal_lite.config.servers import RestartConfig, ServerConfig, SyncConfig
 from areal_lite.config.trainer import LoggerConfig, LoraConfig, TrainerConfig

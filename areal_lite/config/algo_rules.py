@@ -1,7 +1,7 @@
 """Rules over several settings of the objective, and what it needs of the others."""
 
 from areal_lite.config.commands import TrainConfig
-from areal_lite.config.sources import reference_folders
+from areal_lite.config.data import reference_folders
 
 
 def check_algo(config: TrainConfig) -> None:

@@ -4,18 +4,16 @@ Other commands are entry points of the group `areal_lite.commands`, each a `Comm
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
 from areal_lite import extensions
 from areal_lite.config.algo import AlgoConfig
-from areal_lite.config.cluster import ClusterConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
-from areal_lite.config.fields import MAX_SEED, setting
-from areal_lite.config.restart import RestartConfig
-from areal_lite.config.rollout import BufferConfig, RolloutConfig
-from areal_lite.config.servers import ServerConfig, SyncConfig
-from areal_lite.config.store import StoreConfig
+from areal_lite.config.fields import MAX_SEED, WEEK_S, setting
+from areal_lite.config.rollout import BufferConfig, RolloutConfig, StoreConfig
+from areal_lite.config.servers import RestartConfig, ServerConfig, SyncConfig
 from areal_lite.config.trainer import LoggerConfig, TrainerConfig
 
 MODEL_HELP = "Folder of a Hugging Face checkpoint."
@@ -111,6 +109,52 @@ class TrainConfig:
     def is_base(self, reference: str) -> bool:
         """Return whether a reference policy is the trained model without its adapters."""
         return self.trainer.lora.rank > 0 and reference == self.model
+
+
+@dataclass
+class ClusterConfig:
+    """The Slurm job: whole nodes, all alike, with a file system that they share."""
+
+    nodes: int = setting(1, "Number of nodes.", minimum=1, maximum=10_000)
+    gpus_per_node: int = setting(
+        8, "GPUs of a node. 0: nodes without GPUs.", minimum=0, maximum=1024
+    )
+    trainer_nodes: int | None = setting(
+        None,
+        "The first nodes, which hold the trainer; the others hold the servers. null: as many as "
+        "the trainer's ranks need. A single node holds both.",
+        minimum=1,
+        maximum=10_000,
+    )
+    time: str = setting("24:00:00", "Time limit of the job, as Slurm writes it.")
+    stop_before_s: int = setting(
+        600,
+        "This many seconds before the time limit the trainer finishes its step and saves a "
+        "checkpoint, and the job is queued again. 0: the job just ends.",
+        minimum=0,
+        maximum=WEEK_S,
+    )
+    chain: int = setting(
+        1,
+        "More than 1: submit this many jobs, each to start when the previous one has ended, "
+        "instead of one job that is queued again.",
+        minimum=1,
+        maximum=1000,
+    )
+    job_name: str = setting("areal_lite", "Name of the job.")
+    options: dict[str, Any] = setting(
+        {}, "More options of sbatch: {partition: a} is --partition=a."
+    )
+    setup: list[str] = setting([], "Lines of shell at the start of the job.")
+    container: str = setting("none", "Container runtime.", choices=("none", "pyxis", "apptainer"))
+    image: str | None = setting(None, "Image of the container.")
+    mounts: list[str] = setting(
+        [],
+        "Folders mounted into the container besides the working directory: FOLDER or FOLDER:WHERE.",
+    )
+    python: str | None = setting(
+        None, "Python interpreter. null: the one that submits, or python3 in a container."
+    )
 
 
 @dataclass

@@ -11,8 +11,9 @@ Every number has a lower and an upper bound. NaN and infinities are therefore ne
 upper bound is far above what anybody needs: it stops a slip of the keyboard, not an experiment.
 """
 
+import difflib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -158,3 +159,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
                 # As much of the value as one line shows, without what a terminal cannot print.
                 shown = str(value)[:100].encode(errors="replace").decode().replace("\0", "?")
                 raise ValueError(f"{prefix}{inner}{name}={shown}: {about.remedy}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the most similar of the `known` words, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), 1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else ""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from areal_lite.config.command_line import ADDED_GROUPS, compose_config, config_dir
 from areal_lite.config.commands import command_names, find_command
-from areal_lite.config.compose import ADDED_GROUPS, compose_config, config_dir
 from areal_lite.config.fields import Setting, number, sections, settings_of
 
 _COLUMNS = 100

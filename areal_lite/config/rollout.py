@@ -1,4 +1,4 @@
-"""Settings of generation, and of the buffer between generation and training."""
+"""Settings of generation, of the buffer between generation and training, and of the store."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,4 +121,18 @@ class BufferConfig:
         False,
         "For experiments: train only when all that max_staleness admits is generated, so that "
         "every token is exactly that stale.",
+    )
+
+
+@dataclass
+class StoreConfig:
+    """The store: every rollout group and trajectory of a run, in trajectories.sqlite."""
+
+    max_gib: float | None = setting(
+        50.0,
+        "Largest size of the file. Beyond it, the oldest groups lose their tokens, log-probs and "
+        "texts, and their rows stay. Those that were used or that failed come last. What a resume "
+        "or a replay buffer needs is kept even so. null: no limit.",
+        minimum=0.001,
+        maximum=1_000_000,
     )

@@ -1,22 +1,22 @@
 """Rules over several settings that need nothing but the settings.
 
-Each broken rule is a ValueError of one line that names the keys, their values and the remedy.
-Those over the objective are in algo_rules.py, those over the buffer in buffer_rules.py. Rules that
-look at the machine, at files or at imported functions are in launch/preflight.py.
+A broken rule is a ValueError of one line that names the keys, their values and the remedy. A
+caution is such a line about settings that are allowed but cannot do what they are for. The rules
+over the objective are in algo_rules.py. launch/preflight.py checks what rules cannot: the machine,
+files, and imported functions.
 """
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.algo_rules import check_algo
-from areal_lite.config.buffer_rules import check_buffer
 from areal_lite.config.commands import SlurmConfig, TrainConfig
-from areal_lite.config.data import DataConfig
+from areal_lite.config.data import DataConfig, Sampled, naming, source_configs
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
-from areal_lite.config.sources import Sampled, naming, source_configs
 from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
 
@@ -274,3 +274,160 @@ def check_cluster(config: SlurmConfig) -> None:
         raise ValueError(
             f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
         )
+
+
+def check_buffer(config: TrainConfig) -> None:
+    """Check that batches can be made within the staleness bound, or drawn for replay."""
+    if config.buffer.window is not None:
+        _window(config)
+    if config.buffer.replay.capacity:
+        _replay(config)
+    else:
+        _staleness(config)
+
+
+def _staleness(config: TrainConfig) -> None:
+    """Check that the steps between two pushes may use what the weights of the first sampled."""
+    every, bound = config.sync.every, config.buffer.max_staleness
+    needed = min(every, config.trainer.steps) - 1
+    if bound < needed:
+        raise ValueError(
+            f"sync.every={every} trains {needed + 1} steps on what one version of the weights "
+            f"sampled, and buffer.max_staleness={bound} forbids tokens that are {needed} steps "
+            f"old: set it to {needed} or more, or sync.every=1"
+        )
+    if config.max_lead < needed:
+        window, batch = config.buffer.window, config.trainer.batch_groups
+        least = bound - config.max_lead + needed
+        raise ValueError(
+            f"buffer.window={window} can make a group {bound - config.max_lead} steps older "
+            f"(trainer.batch_groups={batch}), more than buffer.max_staleness={bound} allows with "
+            f"sync.every={every}: set buffer.max_staleness to {least} or more, or lower the window"
+        )
+
+
+def _window(config: TrainConfig) -> None:
+    """Check that batches are taken in the order in which a window limits them."""
+    window = f"buffer.window={config.buffer.window}"
+    if config.buffer.replay.capacity:
+        raise ValueError(f"{window} is for batches in order, and replay draws them: unset one")
+    if config.buffer.fixed_lag:
+        raise ValueError(
+            f"{window} does not go with buffer.fixed_lag, with which no group runs when a batch is "
+            "taken: unset one"
+        )
+
+
+def _replay(config: TrainConfig) -> None:
+    replay, group_size = config.buffer.replay, config.rollout.group_size
+    capacity = f"buffer.replay.capacity={replay.capacity}"
+    if config.algo.loss != "tb":
+        raise ValueError(
+            f"{capacity} trains on tokens of any age, which algo.loss={config.algo.loss} cannot: "
+            "set algo.loss=tb"
+        )
+    if replay.capacity < group_size:
+        raise ValueError(f"{capacity} holds less than a group (rollout.group_size={group_size})")
+    if group_size == 1:
+        raise ValueError(
+            f"{capacity} balances the trajectories of a prompt against each other: "
+            "rollout.group_size must be 2 or more"
+        )
+    if replay.max_prompts < config.trainer.batch_groups:
+        raise ValueError(
+            f"buffer.replay.max_prompts={replay.max_prompts} is less than a batch "
+            f"(trainer.batch_groups={config.trainer.batch_groups})"
+        )
+    conflicts = {
+        "buffer.fixed_lag": config.buffer.fixed_lag,
+        "rollout.retire_above": config.rollout.retire_above is not None,
+    }
+    for key, is_set in conflicts.items():
+        if is_set:
+            raise ValueError(
+                f"{key} does not go with {capacity}, for which generation never stops: unset one"
+            )
+
+
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+_SMALLER_LR_FROM = 32
+"""Lag, in training steps, from which the learning rate of fresh data was too large."""
+
+
+class Tolerance(NamedTuple):
+    """The staleness, in training steps, up to which an objective is known to learn; the source."""
+
+    steps: int
+    objective: str
+    shown: str
+
+
+def cautions(config: TrainConfig) -> list[str]:
+    """Return what a run with these settings should know beforehand."""
+    found = [
+        _idle_clip(config),
+        _too_stale(config),
+        _fresh_learning_rate(config),
+    ]
+    return [caution for caution in found if caution]
+
+
+def clip_is_idle(config: TrainConfig) -> bool:
+    """Return whether the ratio that the loss clips is always 1."""
+    algo = config.algo
+    return (
+        algo.loss in CLIPPED_LOSSES
+        and algo.decoupled
+        and algo.prox != "loglinear"
+        and config.trainer.minibatches == 1
+    )
+
+
+def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
+    """Return the staleness that an objective tolerates.
+
+    None for Trajectory Balance, which tolerates any, and for a loss of your own.
+    """
+    if algo.loss == "tb" or ":" in algo.loss:
+        return None
+    if algo.loss in CLIPPED_LOSSES and not algo.decoupled:
+        return Tolerance(
+            2, "a clip around the behavior policy", "arXiv 2505.24298: AIME24 42.0 -> 23.3 at 4"
+        )
+    if algo.correction.mode == "off":
+        return Tolerance(1, "a weight of 1", "nothing accounts for the policy that sampled")
+    return Tolerance(
+        8, "a bounded weight", "arXiv 2505.24298: AIME24 42.0 -> 41.0 at 8, 38.7 at 16"
+    )
+
+
+def _idle_clip(config: TrainConfig) -> str | None:
+    if not clip_is_idle(config):
+        return None
+    return (
+        "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
+        "in which the ratio to the proximal policy is 1. For a clip that acts, set "
+        "trainer.minibatches=2 and algo.prox=recompute"
+    )
+
+
+def _too_stale(config: TrainConfig) -> str | None:
+    tolerance, allowed = tolerated_staleness(config.algo), config.buffer.max_staleness
+    if tolerance is None or allowed <= tolerance.steps:
+        return None
+    return (
+        f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
+        f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
+        "algo.loss=examples.recipes.stale:loss"
+    )
+
+
+def _fresh_learning_rate(config: TrainConfig) -> str | None:
+    algo, allowed = config.algo, config.buffer.max_staleness
+    if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES:
+        return None
+    return (
+        f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "
+        "the learning rate of fresh data. 0.6 of it was right at a lag of 32, and a third at 64 "
+        "(benchmarks/results/staleness/README.md)"
+    )

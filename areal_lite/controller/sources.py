@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from areal_lite.config import TrainConfig, naming, source_configs
-from areal_lite.config.sources import Sampled, weight_of
+from areal_lite.config.data import Sampled, weight_of
 from areal_lite.data.mixture import MixedPrompts
 from areal_lite.data.prompts import PromptSet, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder

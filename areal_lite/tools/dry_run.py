@@ -19,8 +19,8 @@ from areal_lite.config import (
     reference_folders,
     source_configs,
 )
-from areal_lite.config.cautions import cautions
-from areal_lite.config.sources import shares
+from areal_lite.config.data import shares
+from areal_lite.config.rules import cautions
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split

@@ -23,7 +23,7 @@ from areal_lite.config import (
     TrainerConfig,
     to_dataclass,
 )
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
 from areal_lite.config import command_names, compose_config, find_command, settings_of, to_dataclass
-from areal_lite.config.errors import explain, one_line
+from areal_lite.config.command_line import explain, one_line
 from areal_lite.config.fields import keys_of, sections
 from areal_lite.launch.preflight import check_config
 

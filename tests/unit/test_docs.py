@@ -16,7 +16,7 @@ import areal_lite
 from areal_lite.api import TrainResult
 from areal_lite.cli import parse
 from areal_lite.config import command_names, find_command
-from areal_lite.config.compose import as_overrides, compose_config
+from areal_lite.config.command_line import as_overrides, compose_config
 from areal_lite.launch.sweep import sweep
 from tests import docs_commands
 

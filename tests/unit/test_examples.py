@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import DataConfig, to_dataclass
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition

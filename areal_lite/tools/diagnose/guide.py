@@ -172,7 +172,7 @@ GUIDE = (
         learning.too_stale,
         "Tokens are staler than the objective is known to tolerate",
         ("staleness_max", "stale_square", "mismatch_square"),
-        "staleness_max above what `areal_lite/config/cautions.py` lists for the objective",
+        "staleness_max above what `areal_lite/config/rules.py` lists for the objective",
         "`buffer.max_staleness` suits another correction of stale tokens",
         "lower `buffer.max_staleness`; or train with "
         "`algo.loss=examples.recipes.stale:loss`, or with "

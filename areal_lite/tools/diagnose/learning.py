@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from areal_lite.config import source_configs
-from areal_lite.config.cautions import CLIPPED_LOSSES, clip_is_idle, tolerated_staleness
-from areal_lite.config.sources import shares
+from areal_lite.config.data import shares
+from areal_lite.config.rules import CLIPPED_LOSSES, clip_is_idle, tolerated_staleness
 from areal_lite.tools.diagnose.history import History, Sign, alarm, hint, limit
 from areal_lite.tools.formatting import short
 

@@ -16,7 +16,7 @@ from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction
 from areal_lite.algo.losses import LossInputs, ppo_loss
 from areal_lite.config import to_dataclass
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.quickstart import addition
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from areal_lite.cli import main, parse
 from areal_lite.config import command_names, compose_config
-from areal_lite.config.arguments import quoted, switches
+from areal_lite.config.command_line import quoted, switches
 
 FOLDERS = ["runs/a", "1", "null", "a b", "it's", 'say "x"', r"back\slash", "runs/[1,2]", "ü", "\\"]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig, TrainerConfig
-from areal_lite.config.buffer_rules import check_buffer
+from areal_lite.config.rules import check_buffer
 
 
 def config(every: int, max_staleness: int, steps: int = 100) -> TrainConfig:

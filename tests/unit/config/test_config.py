@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from areal_lite import extensions
 from areal_lite.cli import main, run_command
 from areal_lite.config import TrainConfig, find_command, load_config, save_config, to_dataclass
-from areal_lite.config.compose import compose_config, config_dir
+from areal_lite.config.command_line import compose_config, config_dir
 from areal_lite.launch.preflight import check_config
 from areal_lite.quickstart.command import SftConfig
 

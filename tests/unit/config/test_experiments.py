@@ -7,7 +7,7 @@ import pytest
 
 from areal_lite.cli import checked_config, main
 from areal_lite.config import SlurmConfig
-from areal_lite.config.compose import config_dir
+from areal_lite.config.command_line import config_dir
 from areal_lite.launch.sweep import sweep
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 

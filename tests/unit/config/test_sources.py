@@ -15,8 +15,8 @@ from areal_lite.config import (
     save_config,
     source_configs,
 )
+from areal_lite.config.data import shares
 from areal_lite.config.rules import check_rules
-from areal_lite.config.sources import shares
 from areal_lite.launch.preflight import check_config
 from areal_lite.tools.memory import longest_sequence
 

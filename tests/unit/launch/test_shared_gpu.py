@@ -8,7 +8,7 @@ import pytest
 
 from areal_lite.cli import checked_config, main
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
-from areal_lite.config.compose import config_dir
+from areal_lite.config.command_line import config_dir
 from areal_lite.launch import local, placement
 from areal_lite.launch.placement import Placement
 from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool

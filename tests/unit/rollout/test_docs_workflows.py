@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import RolloutConfig, TrainConfig, to_dataclass
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.worker import load_reward_function

@@ -27,7 +27,7 @@ from areal_lite.config import (
     TrainerConfig,
     to_dataclass,
 )
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.train_batch import TrainBatch

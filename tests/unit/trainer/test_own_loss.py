@@ -20,7 +20,7 @@ from areal_lite.config import (
     TrainConfig,
     to_dataclass,
 )
-from areal_lite.config.compose import compose_config
+from areal_lite.config.command_line import compose_config
 from areal_lite.config.rules import check_rules
 from areal_lite.trainer.objective import build_objective
 from tests.unit.trainer import my_losses

@@ -12,7 +12,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, source_configs
-from areal_lite.config.sources import weight_of
+from areal_lite.config.data import weight_of
 from areal_lite.controller.buffer import GroupQueue
 from areal_lite.controller.curriculum import Curriculum
 from areal_lite.controller.metrics import batch_stats

@@ -1,0 +1,211 @@
+"""From the words of a command line to composed settings, by Hydra, and what was wrong with them.
+
+    areal-lite report runs/a --follow        is  areal-lite report run_dir=runs/a follow=true
+    areal-lite report runs/a runs/b          is  areal-lite report runs=[runs/a,runs/b]
+
+A word without `=` is a folder, for commands with `words`: a run, or for `chat` also a model.
+`--NAME` is `NAME=true`, for every setting of a command that is true or false.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_origin
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+
+from areal_lite.config.commands import find_command
+from areal_lite.config.fields import did_you_mean, keys_of
+from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
+
+# Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
+ADDED_GROUPS = ("experiment", "task")
+
+
+def config_dir() -> Path:
+    """Return the folder conf/ of a checkout, or its copy inside an installed package."""
+    package = Path(__file__).resolve().parents[1]
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+@cache
+def register(command: str) -> DictConfig:
+    """Register the schema of `command` with Hydra, once per process, and return it.
+
+    conf/COMMAND.yaml, if there is one, extends it under the name COMMAND_schema. Hydra copies every
+    registered schema at each composition, so only what is used is registered. The resolver
+    `${token:}` makes a random key.
+    """
+    OmegaConf.register_new_resolver(
+        "token", lambda: secrets.token_hex(16), use_cache=True, replace=True
+    )
+    schema = OmegaConf.structured(find_command(command).schema)
+    extended = (config_dir() / f"{command}.yaml").exists()
+    ConfigStore.instance().store(name=f"{command}_schema" if extended else command, node=schema)
+    return schema
+
+
+def compose_config(command: str, overrides: list[str]) -> DictConfig:
+    """Compose the settings of `command`.
+
+    Raises HydraException or OmegaConfBaseException; `explain` says what they mean.
+    """
+    schema = register(command)
+    # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
+    keys = keys_of(find_command(command).schema)
+    free = tuple(f"{key}." for key, kind in keys.items() if get_origin(kind) is dict)
+    marked = [
+        f"++{override}" if f"{override.partition('=')[0]}.".startswith(free) else override
+        for override in overrides
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        composed = compose(command, marked)
+    # Hydra accepts any +key=value. This refuses a key that the schema does not have.
+    OmegaConf.merge(schema, OmegaConf.to_container(composed))
+    return composed
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Write settings as overrides: `{"trainer": {"steps": 5}}` as `trainer.steps=5`.
+
+    A key may have sections in it (`"trainer.steps"`), and a value may name a file of conf/
+    (`"schedule": "sync"`), as on the command line.
+    """
+
+    def walk(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in node.items():
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}={_text_of(value)}"
+
+    return list(walk(settings, ""))
+
+
+def _text_of(value: Any) -> str:
+    """Write a value in Hydra's grammar of overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_text_of(item)}' for key, item in value.items())}}}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_text_of, value))}]"
+    return QuotedString(str(value), Quote.single).with_quotes()
+
+
+def switches(command: str) -> dict[str, str]:
+    """Return by option, such as `--follow`, the override that it stands for."""
+    keys = keys_of(find_command(command).schema)
+    names = [key for key, kind in keys.items() if kind is bool and "." not in key]
+    return {f"--{name.replace('_', '-')}": f"{name}=true" for name in names}
+
+
+def overrides_of(command: str, args: list[str]) -> list[str]:
+    """Return the overrides for arguments without options.
+
+    Raises ValueError for more plain words than the command takes.
+    """
+    found = find_command(command)
+    if found.words is None:
+        return args  # Hydra says what is wrong with a word
+    # `~key` is Hydra's way to remove a key.
+    words = [arg for arg in args if "=" not in arg and not arg.startswith("~")]
+    overrides = [arg for arg in args if arg not in words]
+    key, _ = found.words
+    if not words:
+        return overrides
+    if keys_of(found.schema)[key] == list[str]:
+        return [f"{key}=[{','.join(map(quoted, words))}]", *overrides]
+    if len(words) > 1:
+        raise ValueError(f"areal-lite {command} takes one folder, not {len(words)}: {words[1]}")
+    if key == "model" and not (Path(words[0]) / "config.json").is_file():
+        key = "run_dir"
+    return [f"{key}={quoted(words[0])}", *overrides]
+
+
+def quoted(text: str) -> str:
+    """Quote text for Hydra's grammar, whatever its characters are.
+
+    Only backslashes in front of a quote, or at the end, mean something else there.
+    """
+    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
+    return "'" + doubled.replace("'", r"\'") + "'"
+
+
+_UNKNOWN_KEY = re.compile(
+    r"Key '([^']+)' (?:is not in struct|not in '[^']+').*?full_key: (\S+)", re.S
+)
+_UNKNOWN_OPTION = re.compile(
+    r"Could not find '([^/']+)/([^']+)'.*Available options in '\1': (.+?)"
+    r"(?: Config search path|$)"
+)
+# A pattern of a message and what is said instead, once `_NOISE` is out of the message.
+_REWORDED = {
+    r"Error parsing override '(.+)' missing EQUAL.*": r"\1 has no value: write \1=…",
+    r"Could not override '.+'\. No match .* use \+(\S+)": r"\1 would add settings: use +\1",
+    r"Error merging override ([^=]+)=(.*?) Invalid type assigned: .* is not a subclass of .*": (
+        r"\1=\2: \1 is a section: set its keys, \1.KEY=VALUE"
+    ),
+    r"Error merging override ([^=]+)=(.*?) Invalid value assigned: .* is not a ListConfig.*": (
+        r"\1=\2: write a list, \1=[\2]"
+    ),
+    r"Error merging override (.+?) ((?:Value|Cannot|Invalid) .*?)(?: full_key: \S+)?": r"\1: \2",
+    r"(.*) full_key: (\S+)": r"\2: \1",
+}
+_NOISE = re.compile(
+    # The mark of compose.py at a new key, and what OmegaConf and Hydra append.
+    r"(?<=override )\+\+|(?<=override ')\+\+"
+    r"| object_type=\S+| reference_type=\S+| See https://hydra\S+(?: for details)?"
+)
+
+
+# Characters of an override and of a whole message that a terminal shows.
+_SHOWN = 100
+_LONGEST = 2000
+
+
+def explain(error: Exception, command: str) -> str:
+    """Say in one line what is wrong with an override, given the error of Hydra or OmegaConf."""
+    cause = f" {error.__cause__}" if error.__cause__ else ""
+    text = _NOISE.sub("", " ".join(f"{error}{cause}".split()))
+    if unknown := _UNKNOWN_KEY.search(text):
+        return _unknown_key(unknown.group(2), command)
+    if unknown := _UNKNOWN_OPTION.search(text):
+        group, name, options = unknown.group(1), unknown.group(2), unknown.group(3).split()
+        hint = did_you_mean(name, options)
+        return f"unknown {group}={name}; {f'{hint} ' if hint else ''}there are {', '.join(options)}"
+    for pattern, reworded in _REWORDED.items():
+        if match := re.fullmatch(pattern, text):
+            return match.expand(reworded)
+    if isinstance(error, OverrideParseException):
+        override = error.override.removeprefix("++")[:_SHOWN]
+        return f"cannot read {override}: check its brackets and quotes"
+    return text
+
+
+def one_line(message: str) -> str:
+    """Return the message on one line. A long one loses its middle."""
+    line = " ".join(message.split())
+    half = _LONGEST // 2
+    return line if len(line) <= _LONGEST else f"{line[:half]} … {line[-half:]}"
+
+
+def _unknown_key(key: str, command: str) -> str:
+    """Name the keys that end in `key`, or else the most similar one."""
+    if key.rpartition(".")[2] in TRUNCATED_SAMPLING:
+        return f"unknown key {key}; {WHOLE_VOCABULARY}"
+    written = find_command(command).written(command)
+    keys = [*keys_of(find_command(command).schema), *(f"+{group}" for group in ADDED_GROUPS)]
+    same_end = [known for known in keys if known.endswith(f".{key}")]
+    hint = f"did you mean {' or '.join(same_end)}?" if same_end else did_you_mean(key, keys)
+    return f"unknown key {key}; {hint or f'`{written} --help` lists all settings'}"
