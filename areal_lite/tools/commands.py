@@ -229,7 +229,7 @@ class SimulationConfig:
     gpus: list[int] = setting(
         [64, 512, 4096], "compare=[scale]: numbers of GPUs.", minimum=2, maximum=1_000_000
     )
-    out: str | None = setting(None, "JSON file for the results, with a picture beside it.")
+    out: str | None = setting(None, "JSON file for the results.")
 
 
 @dataclass

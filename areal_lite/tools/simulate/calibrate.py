@@ -12,8 +12,8 @@
 The first steps are left out: servers and trainer warm up.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,34 +37,6 @@ _FIRST_GUESS = np.array([3e-3, 3e-5, 1e-3])
 _BOUNDS = ([1e-5, 0.0, 0.0], [10.0, 1.0, 10.0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trajectories:
-    """The stored trajectories of a run, in the order of their groups.
-
-    Args:
-        groups: group ids. servers: names. tokens: sampled tokens. prompts: prompt tokens.
-        started, finished: wall-clock seconds.
-    """
-
-    groups: np.ndarray
-    servers: np.ndarray
-    tokens: np.ndarray
-    prompts: np.ndarray
-    started: np.ndarray
-    finished: np.ndarray
-
-    def after(self, time: float) -> "Trajectories":
-        """Return those that started after `time`."""
-        return self._chosen(self.started >= time)
-
-    def on(self, server: str) -> "Trajectories":
-        """Return those of a server."""
-        return self._chosen(self.servers == server)
-
-    def _chosen(self, chosen: np.ndarray) -> "Trajectories":
-        return Trajectories(**{name: getattr(self, name)[chosen] for name in vars(self)})
-
-
 def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     """Return the workload of the run in `run_dir`. Raises ValueError if it has too few steps."""
     config = load_config(run_dir)
@@ -75,8 +47,8 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
             "least 5 are needed"
         )
     rows = read_trajectories(run_dir)
-    late = rows.after(records[0]["logged_at"])
-    prompt_tokens = float(late.prompts.mean())
+    late = rows[rows["started"] >= records[0]["logged_at"]]
+    prompt_tokens = float(late["prompt"].mean())
     return Workload(
         lengths=RecordedLengths(_by_group(late)),
         server=fit_server(late, rows),
@@ -87,31 +59,35 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     )
 
 
-def read_trajectories(run_dir: Path) -> Trajectories:
-    """Read the trajectories of a run's store."""
-    names = ("group", "server", "tokens", "prompt", "started", "finished")
+def read_trajectories(run_dir: Path) -> np.ndarray:
+    """Read group, server, prompt tokens, sampled tokens, start and end of each trajectory."""
+    names = ("group", "server", "prompt", "tokens", "started", "finished")
     with closing(RunReader(run_dir / STORE_FILE)) as reader:
         chunks = list(reader.chunks(names))
-    groups, servers, tokens, prompts, started, finished = (
-        np.concatenate([chunk[name] for chunk in chunks]) for name in names
-    )
-    return Trajectories(
-        groups=groups,
-        servers=servers,
-        tokens=tokens - prompts,
-        prompts=prompts,
-        started=started,
-        finished=finished,
-    )
+    columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
+    columns["tokens"] -= columns["prompt"]
+    return table(columns)
 
 
-def fit_server(rows: Trajectories, everything: Trajectories) -> ServerSpeed:
+def table(columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the columns as one array of rows, [n]."""
+    rows = np.empty(
+        len(next(iter(columns.values()))), [(name, one.dtype) for name, one in columns.items()]
+    )
+    for name, column in columns.items():
+        rows[name] = column
+    return rows
+
+
+def fit_server(rows: np.ndarray, everything: np.ndarray) -> ServerSpeed:
     """Fit the speed of the servers to trajectories; `everything` was in flight with them.
 
     The speeds are in seconds.
     """
-    names = np.unique(rows.servers).tolist()
-    servers = [_Server(rows.on(name), everything.on(name)) for name in names]
+    servers = [
+        _Server(rows[rows["server"] == name], everything[everything["server"] == name])
+        for name in np.unique(rows["server"])
+    ]
 
     def surplus(speed: np.ndarray, begun: list[np.ndarray]) -> np.ndarray:
         pairs = zip(servers, begun, strict=True)
@@ -133,10 +109,10 @@ class _Server:
     `everything` was in flight with them.
     """
 
-    def __init__(self, rows: Trajectories, everything: Trajectories):
+    def __init__(self, rows: np.ndarray, everything: np.ndarray):
         self._rows = rows
-        self._started = np.sort(everything.started)
-        times = np.concatenate([everything.started, everything.finished])
+        self._started = np.sort(everything["started"])
+        times = np.concatenate([everything["started"], everything["finished"]])
         change = np.repeat([1, -1], len(times) // 2)
         order = np.argsort(times, kind="stable")
         number = np.cumsum(change[order])[:-1]
@@ -152,7 +128,7 @@ class _Server:
         self._in_flight = on_level / np.maximum(until[-1], 1e-9)
         starts, ends = (
             np.searchsorted(self._times, some, side="right") - 1
-            for some in (rows.started, rows.finished)
+            for some in (rows["started"], rows["finished"])
         )
         self._spent = until[ends] - until[starts]
 
@@ -168,14 +144,14 @@ class _Server:
         until = np.zeros((len(begins) + 1, _LEVELS))
         until[np.arange(len(begins)) + 1, level] = 1
         until = np.cumsum(until, axis=0)
-        ends = np.searchsorted(begins, self._rows.finished, side="right")
-        return until[ends] - until[np.searchsorted(begins, self._rows.started, side="left")]
+        ends = np.searchsorted(begins, self._rows["finished"], side="right")
+        return until[ends] - until[np.searchsorted(begins, self._rows["started"], side="left")]
 
     def surplus(self, speed: np.ndarray, begun: np.ndarray) -> np.ndarray:
         """Return how many tokens more than its own each trajectory would have, [rows]."""
         step_s, per_sequence_s, request_s = speed
         step = step_s + per_sequence_s * self._in_flight
-        return ((self._spent - request_s * begun) / step).sum(axis=1) - self._rows.tokens
+        return ((self._spent - request_s * begun) / step).sum(axis=1) - self._rows["tokens"]
 
 
 def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> TrainerSpeed:
@@ -195,9 +171,9 @@ def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> Tra
     )
 
 
-def _by_group(rows: Trajectories) -> list[list[int]]:
+def _by_group(rows: np.ndarray) -> list[list[int]]:
     """Return the lengths of each group."""
     groups: dict[int, list[int]] = {}
-    for group, tokens in zip(rows.groups.tolist(), rows.tokens.tolist()):
+    for group, tokens in zip(rows["group"].tolist(), rows["tokens"].tolist()):
         groups.setdefault(group, []).append(tokens)
     return list(groups.values())

@@ -1,8 +1,8 @@
-"""Run `areal-lite simulate`: a table, advice in words, and a file of results on request."""
+"""Run `areal-lite simulate`: a table, advice in words, and the numbers as a file on request."""
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,13 @@ from areal_lite.tools.simulate.comparisons import (
     simulated,
 )
 from areal_lite.tools.simulate.run import Summary
+
+# Shares of time from which something is worth a word.
+_NOTABLE = 0.1
+# A variant within this share of the best one is as good.
+_AS_GOOD = 0.03
+# Efficiency against the smallest number of GPUs below which more of them hardly help.
+_SCALES = 0.7
 
 
 def run(config: SimulateConfig) -> int:
@@ -48,7 +55,7 @@ def _without_log() -> Iterator[None]:
 
 
 def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) -> None:
-    """Write the numbers as JSON, and a picture of the comparisons beside it."""
+    """Write the numbers as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {
         question: [{"name": v.name, "gpus": v.gpus, **v.summary.as_dict()} for v in variants]
@@ -57,10 +64,6 @@ def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) 
     record = {"run": summary.as_dict(), "comparisons": results}
     write_atomically(path, json.dumps(record, indent=1) + "\n")
     print(f"\nwritten: {path}")
-    if comparisons:
-        picture = path.with_suffix(".png")
-        draw(comparisons, picture)
-        print(f"written: {picture}")
 
 
 def summary_text(config: SimulateConfig, summary: Summary) -> str:
@@ -118,16 +121,6 @@ def comparison_text(question: str, variants: Sequence[Variant]) -> str:
         for name, row in zip(names, [heads, *cells])
     ]
     return "\n".join(lines)
-
-
-# Shares of time from which something is worth a word.
-_NOTABLE = 0.1
-
-# A variant within this share of the best one is as good.
-_AS_GOOD = 0.03
-
-# Efficiency against the smallest number of GPUs below which more of them hardly help.
-_SCALES = 0.7
 
 
 def advise(config: SimulateConfig, summary: Summary) -> list[str]:
@@ -209,33 +202,3 @@ def _scaling(variants: Sequence[Variant]) -> str:
 
 def _speed(variant: Variant) -> float:
     return variant.summary.tokens_per_s
-
-
-def draw(comparisons: Mapping[str, Sequence[Variant]], path: Path) -> None:
-    """Draw one panel for each comparison into a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, _ = plt.subplots(
-        1, len(comparisons), figsize=(4.6 * len(comparisons), 3.6), layout="constrained"
-    )
-    for axes, (question, variants) in zip(figure.axes, comparisons.items()):
-        places = range(len(variants))
-        speeds = [v.summary.tokens_per_s / 1e3 for v in variants]
-        little = [v.summary.little_tokens_per_s / 1e3 for v in variants]
-        axes.bar(places, speeds, 0.6, color="#1f6fb4", label="simulated")
-        axes.plot(places, little, "o", color="#d1662b", label="Little's law")
-        axes.set(
-            xticks=places,
-            xticklabels=[v.name for v in variants],
-            xlabel=QUESTIONS[question],
-            title="thousand trained tokens a second",
-        )
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    figure.axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=90)
-    plt.close(figure)

@@ -1,18 +1,17 @@
 """Calibration: a run directory that a known model made gives that model back."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from areal_lite.tools.simulate.calibrate import Trajectories, _trainer_speed, fit_server
+from areal_lite.tools.simulate.calibrate import _trainer_speed, fit_server, table
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
 
 RNG = np.random.default_rng(0)
 
 
-def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> Trajectories:
+def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> np.ndarray:
     """Trajectories of a server whose steps take longer, the more are in flight."""
     started = np.sort(RNG.uniform(0, 100, count))
     tokens = RNG.integers(20, 400, count)
@@ -26,13 +25,15 @@ def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> Trajector
         )
         finished = started + tokens * (step_s + per_sequence_s * in_flight)
     prompts = np.full(count, 10)
-    return Trajectories(
-        groups=np.arange(count) // 4,
-        servers=np.full(count, "s0"),
-        tokens=tokens,
-        prompts=prompts,
-        started=started,
-        finished=finished,
+    return table(
+        dict(
+            group=np.arange(count) // 4,
+            server=np.full(count, "s0"),
+            tokens=tokens,
+            prompt=prompts,
+            started=started,
+            finished=finished,
+        )
     )
 
 
@@ -45,15 +46,14 @@ def test_the_time_of_a_step_is_found() -> None:
 
 def test_each_server_has_a_load_of_its_own() -> None:
     few, many = made_up(0.01, 0.0004, count=100), made_up(0.01, 0.0004)
-    many = replace(many, servers=np.full(400, "s1"))
-    columns = {k: np.concatenate([v, getattr(many, k)]) for k, v in vars(few).items()}
-    both = Trajectories(**columns)
+    many["server"] = "s1"
+    both = np.concatenate([few, many])
     speed = fit_server(both, both)
     assert speed.step_s == pytest.approx(0.01, rel=0.02)
     assert speed.per_sequence_s == pytest.approx(0.0004, rel=0.02)
 
 
-def modelled(speed: ServerSpeed, bursts: int, size: int) -> Trajectories:
+def modelled(speed: ServerSpeed, bursts: int, size: int) -> np.ndarray:
     """Trajectories of the simulator's server. `size` requests arrive at once in each burst."""
     server, now = DecodingServer(speed), 0.0
     rows: dict[Generation, tuple[int, float, float]] = {}
@@ -77,13 +77,15 @@ def modelled(speed: ServerSpeed, bursts: int, size: int) -> Trajectories:
     tokens, started, finished = (np.array(column) for column in zip(*rows.values()))
     assert np.isfinite(finished).all()
     groups = np.arange(len(tokens))
-    return Trajectories(
-        groups=groups,
-        servers=np.full(len(tokens), "s0"),
-        tokens=tokens,
-        prompts=groups,
-        started=started,
-        finished=finished,
+    return table(
+        dict(
+            group=groups,
+            server=np.full(len(tokens), "s0"),
+            tokens=tokens,
+            prompt=groups,
+            started=started,
+            finished=finished,
+        )
     )
 
 
@@ -99,13 +101,15 @@ def test_the_work_of_the_host_for_a_request_is_found(size: int) -> None:
 
 def test_equal_lengths_give_a_speed() -> None:
     groups, started = np.arange(50), np.arange(50) * 1.0
-    rows = Trajectories(
-        groups=groups,
-        servers=np.full(50, "s0"),
-        tokens=np.full(50, 100),
-        prompts=groups,
-        started=started,
-        finished=started + 0.5,
+    rows = table(
+        dict(
+            group=groups,
+            server=np.full(50, "s0"),
+            tokens=np.full(50, 100),
+            prompt=groups,
+            started=started,
+            finished=started + 0.5,
+        )
     )
     speed = fit_server(rows, rows)
     total = 100 * speed.steps_s(1, 1, 0) + speed.request_s
@@ -114,9 +118,9 @@ def test_equal_lengths_give_a_speed() -> None:
 
 def test_only_the_chosen_trajectories_are_fitted() -> None:
     rows = made_up(0.01, 0.0004)
-    wrong = replace(rows, finished=np.where(rows.started < 30, rows.finished + 5, rows.finished))
-    assert len(wrong.after(50).tokens) < len(wrong.tokens)
-    assert fit_server(wrong.after(60), wrong).step_s == pytest.approx(0.01, rel=0.1)
+    rows["finished"][rows["started"] < 30] += 5  # they would mislead a fit
+    late = rows[rows["started"] >= 60]
+    assert fit_server(late, rows).step_s == pytest.approx(0.01, rel=0.1)
 
 
 def test_the_parts_of_a_step_are_averaged() -> None:

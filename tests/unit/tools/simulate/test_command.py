@@ -34,7 +34,7 @@ def config():
     return checked_config("simulate", SMALL)
 
 
-def test_it_prints_a_table_and_writes_its_files(tmp_path, capsys) -> None:
+def test_it_prints_a_table_and_writes_its_file(tmp_path, capsys) -> None:
     out = tmp_path / "results" / "small.json"
     assert main(["simulate", *SMALL, "simulate.compare=[schedules]", f"simulate.out={out}"]) == 0
     printed = capsys.readouterr().out
@@ -48,7 +48,6 @@ def test_it_prints_a_table_and_writes_its_files(tmp_path, capsys) -> None:
     record = json.loads(out.read_text())
     names = [row["name"] for row in record["comparisons"]["schedules"]]
     assert names == ["sync", "one_step", "async"] and record["run"]["tokens_per_s"] > 0
-    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("question", COMPARISONS)
