@@ -9,6 +9,44 @@ from areal_lite.run_dir.metric_table import GROUP_OF, HEALTHY, MEANINGS
 from areal_lite.tools.diagnose.guide import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
 
+# The metrics that a finding is about. It may look at a part of them only.
+METRICS = {
+    "failed_servers": "failed",
+    "bad_numbers": "skipped nonfinite_tokens masked_nonfinite critic_skipped",
+    "stuck_batch": "tokens reward_mean",
+    "rogue_normalizer": "trained_tokens masked_truncated masked_overdue masked_nonfinite",
+    "lost_seed": "distinct_share",
+    "logprob_mismatch": "logprob_diff logprob_diff_sampled logprob_diff_scored",
+    "reward_collapse": "reward_mean",
+    "falling_accuracy": "reward_mean",
+    "entropy_collapse": "entropy",
+    "low_ess": "ess weight_max behavior_weight rejected behave_kl behave_kl_k1 behave_abs",
+    "too_stale": "staleness_max stale_square mismatch_square",
+    "reward_failures": "reward_failures",
+    "workflow_failures": "workflow_failures failed_rollouts empty_groups",
+    "truncated": "truncated_share length_mean length_max masked_truncated",
+    "too_easy": "uniform_groups_share reward_mean reward_std",
+    "too_hard": "uniform_groups_share reward_mean reward_std",
+    "gradient_spikes": "grad_norm loss",
+    "idle_clip": "clip_fraction clip_fraction_high clip_fraction_low ratio ratio_max",
+    "duplicates": "distinct_share distinct_correct",
+    "faint_adapters": "adapter_share",
+    "lost_routes": "routes_changed",
+    "changed_routes": "routes_changed",
+    "distant_teacher": "reference_kl",
+    "split_episodes": "traces_mean",
+    "rare_source": "trajectories",
+    "silent_source": "uniform_groups_share",
+    "blind_critic": "value_explained value_error",
+    "slow_servers": "wait_s in_flight concurrency_limit",
+    "tight_staleness": "staleness_max staleness_mean wait_s",
+    "slow_trainer": "wait_s train_s queue_depth in_flight",
+    "long_pauses": "pause_s push_s total_s megabytes drained drain_s",
+    "stragglers": "straggler_wait_s passed_groups length_max",
+    "overdue_tokens": "masked_tokens masked_overdue dropped_groups",
+    "busy_controller": "loop_lag_p99_s",
+}
+
 _PAGE = """\
 # Diagnosing a run
 
@@ -79,7 +117,7 @@ def page() -> str:
 
 
 def _found_by(key: str) -> str:
-    found = [advice.name for advice in GUIDE if key in advice.metrics]
+    found = [name for name, keys in METRICS.items() if key in keys.split()]
     return ", ".join(name.replace("_", " ") for name in found)
 
 

@@ -1,4 +1,4 @@
-"""Every finding: its name, the metrics that show it, its likely cause and what to change.
+"""Every finding: its name, when it is found, its likely cause and what to change.
 
 The order is that of the output, behind the severity. A finding that another one explains is left
 out (`unless`). docs/diagnose_page.py writes the page of findings, metrics and thresholds.
@@ -18,8 +18,7 @@ class Advice(NamedTuple):
 
     check: Callable[[History], Sign | None]
     title: str
-    metrics: tuple[str, ...]
-    # When it is found, with the thresholds of limits.py in braces.
+    # When it is found, with the thresholds in braces.
     flag: str
     cause: str
     change: str
@@ -34,7 +33,6 @@ GUIDE = (
     Advice(
         operation.stalled,
         "The run makes no progress",
-        (),
         "no step for {stall_s:g} s and {stall_factor:g} usual steps, while the run is active",
         "a role hangs, and the others wait for it",
         "read the log that is named; `reward.timeout_s`, `server.health_timeout_s` and "
@@ -43,7 +41,6 @@ GUIDE = (
     Advice(
         operation.ended_early,
         "The run ended before its last step",
-        (),
         "no process runs, steps are left, and no stop was requested",
         "a role failed, or the run was interrupted or killed (out of memory leaves no error)",
         "remove the cause; `resume=auto` continues from the newest checkpoint, "
@@ -52,7 +49,6 @@ GUIDE = (
     Advice(
         operation.failed_servers,
         "Servers failed",
-        ("failed",),
         "a server was restarted or left out of a push; alarm: {restarts:g} restarts, or given up",
         "a server ran out of memory, crashed or did not answer in time",
         "read logs/server-N.log; lower `server.mem_fraction` or `server.max_running_requests` "
@@ -61,7 +57,6 @@ GUIDE = (
     Advice(
         operation.restarted,
         "Controller and trainer were restarted",
-        (),
         "a restart in logs/restarts.log; alarm: {restarts:g} of them",
         "one of them failed, was killed or hung; the steps after the newest checkpoint were "
         "trained again",
@@ -71,7 +66,6 @@ GUIDE = (
     Advice(
         learning.bad_numbers,
         "Losses, gradients or log-probs are not finite",
-        ("skipped", "nonfinite_tokens", "masked_nonfinite", "critic_skipped"),
         "a skipped update, or a token whose log-prob is not finite",
         "updates are too large for the precision, or a server computes NaN",
         "look at bad_batches/; lower `trainer.lr`, add `trainer.lr_warmup_steps`, or set "
@@ -80,7 +74,6 @@ GUIDE = (
     Advice(
         integrity.stuck_batch,
         "A batch came again",
-        ("tokens", "reward_mean"),
         "two steps in a row have the same samples, token for token, which is unlikely by chance; "
         "or a step reports the tokens and the mean reward of the batch before",
         "the trainer or a server gives an old answer: a cache, a retry, or a data source that does "
@@ -91,7 +84,6 @@ GUIDE = (
     Advice(
         integrity.rogue_normalizer,
         "The loss counts other tokens than were sampled",
-        ("trained_tokens", "masked_truncated", "masked_overdue", "masked_nonfinite"),
         "the trained and the masked tokens of a step are not those of its groups in the store",
         "a batch was changed between store and trainer, or a loss counts padding, prompts or a "
         "part of the ranks: every learning rate then means something else",
@@ -102,7 +94,6 @@ GUIDE = (
     Advice(
         integrity.lost_seed,
         "A seed does not reach the data",
-        ("distinct_share",),
         "the samples of a group are equal although the policy makes that unlikely; or prompts come "
         "in the order of their file with `data.shuffle=true`",
         "each request is sampled with the same seed, or the shuffling ignores its seed",
@@ -112,7 +103,6 @@ GUIDE = (
     Advice(
         learning.logprob_mismatch,
         "Servers and trainer disagree about log-probs",
-        ("logprob_diff", "logprob_diff_sampled", "logprob_diff_scored"),
         "above {logprob_diff:g} nats, or {logprob_growth:g} times what it was at first",
         "servers have other weights, another precision or other kernels than the trainer",
         "set `sync.verify=true` to check the pushes; `trainer.fp32_head=true`, and the same "
@@ -122,7 +112,6 @@ GUIDE = (
     Advice(
         learning.reward_collapse,
         "The reward collapsed",
-        ("reward_mean",),
         "the mean of {recent_steps:g} steps below {reward_ratio:.0%} of its best",
         "updates were too large, or the data too stale",
         "go back to a checkpoint (`trainer.keep_checkpoints`); lower `trainer.lr` or "
@@ -132,7 +121,6 @@ GUIDE = (
     Advice(
         learning.falling_accuracy,
         "Held-out accuracy falls while the reward does not",
-        ("reward_mean",),
         "the newest evaluation below the best by {accuracy_drop:.0%} and two standard errors",
         "the policy learns the training prompts by heart, or exploits the reward function",
         "read trajectories (`areal-lite report --inspect`); mend `reward.function`, use more "
@@ -141,7 +129,6 @@ GUIDE = (
     Advice(
         learning.entropy_collapse,
         "The entropy collapsed before the task is solved",
-        ("entropy",),
         "below {entropy_ratio:.0%} of the entropy at the start",
         "likely tokens are reinforced until nothing else is sampled",
         "raise `algo.eps_high` (0.28 in DAPO), add `algo.entropy_coef` or `algo.kl.coef`, or lower "
@@ -151,15 +138,6 @@ GUIDE = (
     Advice(
         learning.low_ess,
         "Behavior weights are far from 1",
-        (
-            "ess",
-            "weight_max",
-            "behavior_weight",
-            "rejected",
-            "behave_kl",
-            "behave_kl_k1",
-            "behave_abs",
-        ),
         "alarm: ess below {ess:g}; hint: behave_kl above {behave_kl:g}, more than "
         "{rejected:.0%} of the tokens rejected, or a weight at the cap in {capped_steps:.0%} "
         "of the steps",
@@ -171,7 +149,6 @@ GUIDE = (
     Advice(
         learning.too_stale,
         "Tokens are staler than the objective is known to tolerate",
-        ("staleness_max", "stale_square", "mismatch_square"),
         "staleness_max above what `areal_lite/config/rules.py` lists for the objective",
         "`buffer.max_staleness` suits another correction of stale tokens",
         "lower `buffer.max_staleness`; or train with "
@@ -182,7 +159,6 @@ GUIDE = (
     Advice(
         operation.reward_failures,
         "Rewards fail",
-        ("reward_failures",),
         "above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
         "the reward function raises an error or takes too long",
         "mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs; "
@@ -191,7 +167,6 @@ GUIDE = (
     Advice(
         operation.workflow_failures,
         "Rollouts fail",
-        ("workflow_failures", "failed_rollouts", "empty_groups"),
         "above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
         "the workflow raises an error, for example for a tool or a context that is too long",
         "mend `rollout.workflow`; `server.context_length` bounds prompt and completion together",
@@ -200,7 +175,6 @@ GUIDE = (
     Advice(
         learning.truncated,
         "Completions are cut off",
-        ("truncated_share", "length_mean", "length_max", "masked_truncated"),
         "truncated_share above {truncated_share:.0%}; alarm: {truncated_alarm:.0%}",
         "completions need more tokens, or grow without use",
         "raise `rollout.max_new_tokens`; `algo.shaping.overlong_margin` punishes length gradually, "
@@ -209,7 +183,6 @@ GUIDE = (
     Advice(
         learning.too_easy,
         "Most groups are too easy: all their trajectories succeed",
-        ("uniform_groups_share", "reward_mean", "reward_std"),
         "uniform_groups_share above {uniform_share:.0%}, mostly successes; alarm: "
         "{uniform_alarm:.0%}",
         "the policy has solved these prompts; equal rewards give no advantage",
@@ -219,7 +192,6 @@ GUIDE = (
     Advice(
         learning.too_hard,
         "Most groups are too hard: all their trajectories fail",
-        ("uniform_groups_share", "reward_mean", "reward_std"),
         "uniform_groups_share above {uniform_share:.0%}, mostly failures; alarm: "
         "{uniform_alarm:.0%}",
         "the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
@@ -231,7 +203,6 @@ GUIDE = (
     Advice(
         learning.gradient_spikes,
         "The gradient norm has spikes",
-        ("grad_norm", "loss"),
         "above {grad_spike:g} times the median and `trainer.clip_grad`",
         "few tokens dominate a batch: extreme weights, or rare rewards",
         "lower `trainer.clip_grad` or `trainer.lr`, set `algo.dual_clip=3`, or raise "
@@ -241,7 +212,6 @@ GUIDE = (
     Advice(
         learning.idle_clip,
         "The clip never acts",
-        ("clip_fraction", "clip_fraction_high", "clip_fraction_low", "ratio", "ratio_max"),
         "clip_fraction 0 in every step",
         "with one update per batch the ratio is 1, so nothing is clipped; with several, the "
         "updates are small",
@@ -251,7 +221,6 @@ GUIDE = (
     Advice(
         learning.duplicates,
         "Completions of a prompt are the same",
-        ("distinct_share", "distinct_correct"),
         "below {distinct_share:g} on a scale from 0 (all the same) to 1 (all different)",
         "the policy is almost deterministic on these prompts",
         "raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
@@ -260,7 +229,6 @@ GUIDE = (
     Advice(
         learning.mixed_evaluations,
         "Evaluations mix the weights of many steps",
-        (),
         "versions further apart than {mixed_share:.0%} of `eval.every` answered one of them",
         "an evaluation takes long, and pushes change the servers' weights meanwhile",
         "set `eval.servers=1` with one more server, which then keeps the version; or lower "
@@ -269,7 +237,6 @@ GUIDE = (
     Advice(
         learning.faint_adapters,
         "The adapters have hardly changed the model",
-        ("adapter_share",),
         "adapter_share below {adapter_share:g}, and a reward that did not rise by {reward_rise:g}",
         "updates of adapters need a larger learning rate than those of all weights",
         "raise `trainer.lr`, to ten times that of full training for example; raise "
@@ -278,7 +245,6 @@ GUIDE = (
     Advice(
         learning.lost_routes,
         "Routes should be replayed, and there are none",
-        ("routes_changed",),
         "no recorded route in {least_steps:g} steps with `algo.routing_replay=true`",
         "the trajectories come from a workflow that drops routes, or from servers that record none",
         "let `rollout.workflow` join the routes of its completions, as `Transcript` does; check "
@@ -287,7 +253,6 @@ GUIDE = (
     Advice(
         learning.changed_routes,
         "The trainer's routers would choose other experts",
-        ("routes_changed",),
         "above {routes_changed:.0%} of the recorded routes",
         "the weights moved far since the tokens were sampled, or server and trainer compute with "
         "different precision",
@@ -298,7 +263,6 @@ GUIDE = (
     Advice(
         learning.distant_teacher,
         "The student does not come closer to its teacher",
-        ("reference_kl",),
         "reference_kl above {teacher_ratio:.0%} of its first value, which was above "
         "{teacher_kl:g} nats, with `algo.advantage.estimator=off`",
         "updates are too small or too large, or the teacher cannot judge texts like the student's",
@@ -309,7 +273,6 @@ GUIDE = (
     Advice(
         learning.split_episodes,
         "Agents seldom continue a conversation",
-        ("traces_mean",),
         "traces_mean above {traces_share:.0%} of `max_traces`",
         "the agent edits what was said before each request (it drops reasoning, or writes answers "
         "anew): each request then begins a trace, and server and trainer compute all of it again",
@@ -320,7 +283,6 @@ GUIDE = (
     Advice(
         learning.rare_source,
         "A data source comes into batches less often than its weight says",
-        ("trajectories",),
         "below {source_share:.0%} of its share of the groups of {recent_steps:g} steps",
         "its groups are filtered out, its prompts are retired or rest, or its rollouts fail",
         "look at `uniform_groups_share/NAME` and the counts of filtered groups; give the source "
@@ -331,7 +293,6 @@ GUIDE = (
     Advice(
         learning.silent_source,
         "A data source has no signal",
-        ("uniform_groups_share",),
         "groups of equal rewards in {uniform_alarm:.0%} of those of one source",
         "its prompts are solved, or too hard, or its reward function does not tell answers apart",
         "lower its `weight`; set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` and "
@@ -342,7 +303,6 @@ GUIDE = (
     Advice(
         learning.blind_critic,
         "The critic explains nothing",
-        ("value_explained", "value_error"),
         "value_explained below {value_explained:g} after {recent_steps:g} steps and more",
         "the critic learns slowly, or its updates are too large; advantages are then noisier than "
         "without it",
@@ -353,7 +313,6 @@ GUIDE = (
     Advice(
         operation.slow_servers,
         "The trainer waits for the servers",
-        ("wait_s", "in_flight", "concurrency_limit"),
         "above {wait_share:.0%} of the time, with as many requests in flight as allowed, or tokens "
         "fresher than they may be",
         "generation is slower than training",
@@ -364,7 +323,6 @@ GUIDE = (
     Advice(
         operation.tight_staleness,
         "The staleness bound holds generation back while the trainer waits",
-        ("staleness_max", "staleness_mean", "wait_s"),
         "above {wait_share:.0%} of the time, with tokens at the bound and fewer requests in flight "
         "than allowed",
         "a few long trajectories keep a batch open, and no others may start",
@@ -374,7 +332,6 @@ GUIDE = (
     Advice(
         operation.slow_trainer,
         "Servers idle because the trainer is slow",
-        ("wait_s", "train_s", "queue_depth", "in_flight"),
         "waits below {busy_share:.0%}, a whole batch in the queue, and requests below "
         "{in_flight_share:.0%} of the limit",
         "training is slower than generation",
@@ -384,7 +341,6 @@ GUIDE = (
     Advice(
         operation.long_pauses,
         "Pushes pause generation for long",
-        ("pause_s", "push_s", "total_s", "megabytes", "drained", "drain_s"),
         "above {pause_share:.0%} of the time",
         "weights take long compared with a step, or the interrupt mode waits",
         "set `rollout.interrupt=in_place`; raise `sync.every` or `trainer.batch_groups` "
@@ -393,7 +349,6 @@ GUIDE = (
     Advice(
         operation.stragglers,
         "Batches wait for slow groups",
-        ("straggler_wait_s", "passed_groups", "length_max"),
         "above {straggler_share:.0%} of the time",
         "a few groups last much longer than the others, and no more may pass them",
         "raise `buffer.window` and `buffer.max_staleness`, or lower `rollout.max_new_tokens`",
@@ -401,7 +356,6 @@ GUIDE = (
     Advice(
         operation.overdue_tokens,
         "Many tokens are too stale to train on",
-        ("masked_tokens", "masked_overdue", "dropped_groups"),
         "above {overdue_share:.0%} of the tokens masked, or of the groups dropped",
         "trajectories last longer than the staleness bound allows",
         "raise `buffer.max_staleness`, or lower `rollout.max_concurrent` or "
@@ -410,7 +364,6 @@ GUIDE = (
     Advice(
         operation.busy_controller,
         "The controller is overloaded",
-        ("loop_lag_p99_s",),
         "above {loop_lag_s:g} s",
         "a workflow, filter or reward computes in the controller's event loop, or it has no core",
         "move computing of `rollout.workflow` and `rollout.filters` to threads, or lower "

@@ -2,22 +2,19 @@
 
     python -m areal_lite.tools.report.exporter RUN_DIR … [--host 127.0.0.1] [--port 9108]
 
-/metrics has gauges with the label `run`, the directory as it was given:
+/metrics has gauges with the label `run`, the directory as given. Null and lists are left out:
 
-* areal_lite_<key>: each number in the newest complete line of metrics.jsonl. Null and lists are
-  left out.
+* areal_lite_<key>: each number in the newest complete line of metrics.jsonl.
 * areal_lite_eval_<key>: each number in the newest complete line of evals.jsonl.
 * areal_lite_run_<fact>: the state of the run, see FACTS.
 
 /servers lists the announced servers of runs with server.args.enable_metrics=true, for Prometheus'
 http_sd_configs. It contains no keys, because SGLang's /metrics asks for none.
 
-What cannot be read is left out, counted (areal_lite_run_malformed) and logged once. A connection
-ends after some seconds, and there are only so many at a time.
-
-The exporter reads the run directories at each request and writes nothing. It may start before a
-run, outlive it, and end at any time. A directory that does not exist yet has no metrics. There is
-no password, so the exporter binds to loopback unless another host is named.
+Run directories are read at each request, and may appear at any time. A file that cannot be read is
+left out, counted (areal_lite_run_malformed) and logged once. There is no password, so the exporter
+binds to loopback unless another host is named. A connection ends after some seconds, and there are
+only so many at a time.
 """
 
 import argparse
@@ -28,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, TypeVar
@@ -46,6 +43,8 @@ from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
 
+_MAX_CONNECTIONS = 32
+_MAX_CONNECTION_S = 10.0
 FACTS = {
     "seconds_since_step": "seconds since the newest training step was logged",
     "steps_planned": "trainer.steps",
@@ -53,19 +52,13 @@ FACTS = {
     "servers": "number of announced servers",
     "malformed": "number of files that cannot be read",
 }
-
-
-_MAX_CONNECTIONS = 32
-_MAX_CONNECTION_S = 10.0
-
 T = TypeVar("T")
 
 
 class RunCollector(Collector):
-    """The gauges of several runs."""
+    """The gauges of several runs. `clock` returns seconds since 1970, like `logged_at`."""
 
     def __init__(self, run_dirs: Iterable[Path], clock: Callable[[], float] = time.time):
-        """Remember the directories. `clock` returns seconds since 1970, like `logged_at`."""
         self._run_dirs = list(run_dirs)
         self._clock = clock
 
@@ -85,7 +78,7 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
     Two keys can yield the same name. The first one counts: Prometheus would refuse both.
     """
     step = _readable(run_dir, _newest_step)
-    evaluation = _readable(run_dir, _newest_evaluation)
+    evaluation = _readable(run_dir, partial(_newest, name="evals"))
     settings = _readable(run_dir, _settings)
     servers = announced_servers(run_dir)
     facts = {
@@ -116,10 +109,6 @@ def _newest_step(run_dir: Path) -> dict[str, Any]:
     if step and not isinstance(step.get("logged_at"), (int, float)):
         raise ValueError("the newest step lacks logged_at")
     return step
-
-
-def _newest_evaluation(run_dir: Path) -> dict[str, Any]:
-    return _newest(run_dir, "evals")
 
 
 def _newest(run_dir: Path, name: str) -> dict[str, Any]:
@@ -180,14 +169,9 @@ def targets(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
-    """Return a listening server; call its `serve_forever`.
+    """Return a listening server; call its `serve_forever`. Raises OSError when it cannot listen.
 
-    Raises OSError when it cannot listen.
-
-    Args:
-        run_dirs: the run directories; they may appear later.
-        host: an address, or NODE for the address of this machine.
-        port: a port; 0 picks a free one, which is the server's `server_port`.
+    `host` is an address, or NODE for the address of this machine. Port 0 picks a free one.
     """
     registry = CollectorRegistry()
     registry.register(RunCollector(run_dirs))
@@ -196,9 +180,8 @@ def exporter(run_dirs: Sequence[Path], host: str, port: int) -> WSGIServer:
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/servers":
             return metrics(environ, start_response)
-        body = json.dumps(targets(run_dirs)).encode()
         start_response("200 OK", [("Content-Type", "application/json")])
-        return [body]
+        return [json.dumps(targets(run_dirs)).encode()]
 
     return make_server(listen_address(host), port, app, _Server, _Quiet)
 
@@ -245,16 +228,24 @@ class _Quiet(WSGIRequestHandler):
 
 def main() -> int:
     """Serve until interrupted and return the exit status."""
-    args = _arguments()
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_lite.tools.report.exporter",
+        description="Metrics of runs, for Prometheus.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="may appear later"
+    )
+    host_help = f"an address, or `{NODE}` for this machine's own; there is no password"
+    parser.add_argument("--host", default=LOOPBACK[0], help=host_help)
+    parser.add_argument("--port", type=int, default=9108, help="0: any free one")
+    args = parser.parse_args()
     run_dirs = list(dict.fromkeys(args.run_dirs))
     try:
         server = exporter(run_dirs, args.host, args.port)
     except OSError as error:
-        print(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}): "
-            "choose another --host or --port",
-            file=sys.stderr,
-        )
+        at = f"{args.host}:{args.port} ({error.strerror})"
+        print(f"cannot listen on {at}: choose another --host or --port", file=sys.stderr)
         return 1
     names = [f"{folder}{'' if folder.is_dir() else ' (not there yet)'}" for folder in run_dirs]
     url = f"http://{server.server_address[0]}:{server.server_port}/metrics"
@@ -264,24 +255,6 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m areal_lite.tools.report.exporter",
-        description="Metrics of runs, for Prometheus.",
-    )
-    parser.add_argument(
-        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="may be made later"
-    )
-    parser.add_argument(
-        "--host",
-        default=LOOPBACK[0],
-        help=f"an address, or `{NODE}` for this machine's own; there is no password "
-        "(default: %(default)s)",
-    )
-    parser.add_argument("--port", type=int, default=9108, help="default: %(default)s")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
