@@ -22,7 +22,7 @@ from areal_lite.run_dir.resume import (
     stop_requested,
 )
 from areal_lite.tools.formatting import short
-from areal_lite.tools.report.panel import Progress, Row, Section, View, eta, sparkline
+from areal_lite.tools.report.panel import Progress, View, eta, sparkline
 
 _RANK = "areal_lite.quickstart.sft_rank"
 # The steps whose mean pace is shown.
@@ -90,7 +90,7 @@ class WarmUpWatch:
         total = self._config.trainer.steps
         view = View(title=f"warm-up · {self._run_dir}", unit="warm-up step", done=0, total=total)
         if not self._recent:
-            return replace(view, waits=[Row("trainer", "loads the model")])
+            return replace(view, waits={"trainer": "loads the model"})
         step = self._recent[-1]
         times_s = [step["time_s"] for step in self._recent]
         rate = self._config.batch_size * len(times_s) / sum(times_s)
@@ -100,10 +100,10 @@ class WarmUpWatch:
             done=step["step"],
             eta_s=eta(times_s, total - step["step"], 0.0),
             line={"loss": step["loss"]},
-            sections=[
-                Section("learning", [Row("loss", loss)]),
-                Section("speed", [Row("demonstrations", f"{short(rate)}/s")]),
-            ],
+            sections={
+                "learning": {"loss": loss},
+                "speed": {"demonstrations": f"{short(rate)}/s"},
+            },
         )
 
 

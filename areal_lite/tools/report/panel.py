@@ -48,6 +48,15 @@ from areal_lite.tools.formatting import duration, pause, short, visible
 from areal_lite.tools.report.run_data import source_names
 from areal_lite.tools.report.summary import off_policy_label
 
+RECENT_STEPS = 10
+"""The steps whose mean pace is shown."""
+_UNKNOWN = "–"
+_REWARD_SPARKS = 10
+# Data sources that have a row. The report draws them all.
+_MOST_SOURCES = 4
+
+_LOG_INTERVAL_S = 10.0
+_POLL_INTERVAL_S = 1.0
 _MOST_COLUMNS = 100
 # The ^C that a terminal writes for Ctrl-C stays on the last line of the panel.
 _MARGIN = 2
@@ -60,20 +69,6 @@ _LABEL = 17
 _SHORT_LABEL = 12
 _SPARKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"alarm": "bold red", "error": "bold red", "warning": "yellow", "hint": "yellow"}
-
-
-class Row(NamedTuple):
-    """A name and its value."""
-
-    name: str
-    value: str
-
-
-class Section(NamedTuple):
-    """Rows that belong together, under a title."""
-
-    title: str
-    rows: Sequence[Row]
 
 
 class Notice(NamedTuple):
@@ -93,8 +88,8 @@ class View:
         done: units that are complete.
         total: units of all the work.
         eta_s: seconds until all are complete; None if unknown.
-        line: values for a line in a log, by name (progress.py).
-        sections: the numbers.
+        line: values for a line in a log, by name.
+        sections: by title the numbers, by name.
         waits: what each part of the run does or waits for.
         notices: what to look at, the most important first.
     """
@@ -105,8 +100,8 @@ class View:
     total: int
     eta_s: float | None = None
     line: Mapping[str, Any] = field(default_factory=dict)
-    sections: Sequence[Section] = ()
-    waits: Sequence[Row] = ()
+    sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    waits: Mapping[str, str] = field(default_factory=dict)
     notices: Sequence[Notice] = ()
 
 
@@ -171,11 +166,14 @@ def _progress(view: View, columns: int) -> Iterator[Text | Table]:
 
 def _fitting(view: View, columns: int, lines: int) -> list[Text]:
     """Return the rows below the bar, at most `lines`, with as much as there is room for."""
-    waits = [row for wait in view.waits for row in _wrapped(wait, columns)]
+    waits = [row for wait in view.waits.items() for row in _wrapped(*wait, columns)]
     rows = _blocks(_sections(view.sections, columns), waits)
     if len(rows) > lines:
         return _blocks(waits)[: max(lines, 0)]
-    notices = [_notice(notice, columns) for notice in view.notices]
+    notices = [
+        _row(*notice, columns, _SHORT_LABEL, _STYLES.get(notice.level, "dim"))
+        for notice in view.notices
+    ]
     return rows + _blocks(notices[: max(lines - len(rows) - 1, 0)])
 
 
@@ -184,44 +182,33 @@ def _blocks(*blocks: list[Text]) -> list[Text]:
     return [row for block in blocks if block for row in (Text(), *block)]
 
 
-def _sections(sections: Sequence[Section], columns: int) -> list[Text]:
+def _sections(sections: Mapping[str, Mapping[str, str]], columns: int) -> list[Text]:
     """Return the rows of the sections, two next to each other where there is room."""
     if columns < _LEAST_TWO_COLUMNS:
         # Without titles, as a narrow terminal is often low, too.
-        return [_row(row, columns) for section in sections for row in section.rows]
+        return [_row(*row, columns) for rows in sections.values() for row in rows.items()]
     width = (columns - _GAP) // 2
+    blocks = [
+        [_cut(Text(title, style="bold"), width), *(_row(*row, width) for row in rows.items())]
+        for title, rows in sections.items()
+    ]
     rows: list[Text] = []
-    for left, right in zip_longest(sections[::2], sections[1::2]):
-        halves = [_section(section, width) for section in (left, right) if section]
+    for first in range(0, len(blocks), 2):
         rows += [Text()] if rows else []
-        for pair in zip_longest(*halves, fillvalue=Text(" " * width)):
+        for pair in zip_longest(*blocks[first : first + 2], fillvalue=Text(" " * width)):
             rows.append(Text(" " * _GAP).join(pair))
     return rows
 
 
-def _section(section: Section, columns: int) -> list[Text]:
-    title = _cut(Text(section.title, style="bold"), columns)
-    return [title, *(_row(row, columns) for row in section.rows)]
+def _row(name: str, value: str, columns: int, label: int = _LABEL, style: str = "dim") -> Text:
+    return _cut(Text.assemble(_cut(Text(name, style=style), label), _one_line(value)), columns)
 
 
-def _row(row: Row, columns: int) -> Text:
-    name = _cut(Text(row.name, style="dim"), _LABEL)
-    return _cut(Text.assemble(name, _one_line(row.value)), columns)
-
-
-def _wrapped(row: Row, columns: int) -> list[Text]:
-    """Return `row` on as many lines as it needs."""
-    lines = wrap(_one_line(row.value), max(columns - _SHORT_LABEL, 1))
-    names = [row.name, *[""] * (len(lines) - 1)]
-    return [
-        _cut(Text.assemble(_cut(Text(name, style="dim"), _SHORT_LABEL), line), columns)
-        for name, line in zip(names, lines)
-    ]
-
-
-def _notice(notice: Notice, columns: int) -> Text:
-    level = _cut(Text(notice.level, style=_STYLES.get(notice.level, "dim")), _SHORT_LABEL)
-    return _cut(Text.assemble(level, _one_line(notice.text)), columns)
+def _wrapped(name: str, value: str, columns: int) -> list[Text]:
+    """Return a name and its value on as many lines as they need."""
+    lines = wrap(_one_line(value), max(columns - _SHORT_LABEL, 1))
+    names = [name, *[""] * (len(lines) - 1)]
+    return [_row(*row, columns, _SHORT_LABEL) for row in zip(names, lines)]
 
 
 def _one_line(text: str) -> str:
@@ -235,10 +222,6 @@ def _cut(text: Text, columns: int) -> Text:
     return text
 
 
-_LOG_INTERVAL_S = 10.0
-_POLL_INTERVAL_S = 1.0
-
-
 class Progress:
     """Shows the progress of a piece of work. A context manager: leaving it ends the panel."""
 
@@ -249,12 +232,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare to show `view()`, the present state of the work.
+        """Prepare to show `view()`, the present state of the work, at most once a second.
 
-        Args:
-            view: is called at most once a second.
-            stream: the terminal or log file to write to; stderr by default.
-            clock: returns seconds.
+        `stream` is the terminal or log file to write to; stderr by default.
         """
         self._view = view
         self._stream = stream or sys.stderr
@@ -345,14 +325,6 @@ def progress_line(view: View, elapsed_s: float) -> str:
     return " · ".join(parts)
 
 
-RECENT_STEPS = 10
-"""The steps whose mean pace is shown."""
-_UNKNOWN = "–"
-_REWARD_SPARKS = 10
-# Data sources that have a row. The report draws them all.
-_MOST_SOURCES = 4
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """The records of a run so far.
@@ -405,9 +377,13 @@ def train_view(state: RunState) -> View:
     """Lay out what a run has published."""
     steps = state.config.trainer.steps
     times_s = [step["time_s"] for step in state.timed]
-    sections = [_learning(state), _generation(state), _speed(state), _off_policy(state)]
-    if state.config.debug == "train_only":  # without servers
-        del sections[1]
+    config, without_servers = state.config, state.config.debug == "train_only"
+    off_policy = f"{off_policy_label(config.algo)}, staleness up to {config.buffer.max_staleness}"
+    generation = {} if without_servers else {"generation": _generation(state)}
+    waits = {"trainer": _trainer(state)} | ({} if without_servers else {"servers": _servers(state)})
+    if state.status and state.status.evaluating:
+        versions = ", ".join(map(str, state.status.evaluating))
+        waits["evaluation"] = f"of step {versions} in progress"
     return View(
         title=f"training · {state.config.run_dir}",
         unit="step",
@@ -415,8 +391,13 @@ def train_view(state: RunState) -> View:
         total=steps,
         eta_s=eta(times_s, steps - state.done, state.since_step_s),
         line=step_line(state.newest) if state.steps else {},
-        sections=sections,
-        waits=_waits(state),
+        sections={
+            "learning": _learning(state),
+            **generation,
+            "speed": _speed(state),
+            off_policy: _off_policy(state),
+        },
+        waits=waits,
         notices=state.notices,
     )
 
@@ -424,10 +405,7 @@ def train_view(state: RunState) -> View:
 def eta(times_s: Sequence[float], left: int, since_s: float) -> float | None:
     """Return the seconds until `left` more units are complete; None if the pace is unknown.
 
-    Args:
-        times_s: the seconds of recent units.
-        left: units that are not complete.
-        since_s: seconds since the last unit was complete.
+    Recent units took `times_s` seconds, and the last one is complete since `since_s` seconds.
     """
     if not times_s or not left:
         return None
@@ -444,20 +422,15 @@ def step_line(step: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _learning(state: RunState) -> Section:
-    reward = f"{_show(state.newest, 'reward_mean')} {sparkline(state.rewards, _REWARD_SPARKS)}"
-    return Section(
-        "learning",
-        (
-            Row("reward", reward),
-            *(
-                Row(f"  {name}", _show(state.newest, f"reward_mean/{name}"))
-                for name in source_names([state.newest])[:_MOST_SOURCES]
-            ),
-            Row("greedy accuracy", _accuracy(state.evaluation, "greedy")),
-            Row("sampled accuracy", _accuracy(state.evaluation, "sampled")),
-        ),
-    )
+def _learning(state: RunState) -> dict[str, str]:
+    sources = source_names([state.newest])[:_MOST_SOURCES]
+    sparks = sparkline(state.rewards, _REWARD_SPARKS)
+    return {
+        "reward": f"{_show(state.newest, 'reward_mean')} {sparks}",
+        **{f"  {name}": _show(state.newest, f"reward_mean/{name}") for name in sources},
+        "greedy accuracy": _accuracy(state.evaluation, "greedy"),
+        "sampled accuracy": _accuracy(state.evaluation, "sampled"),
+    }
 
 
 def _accuracy(evaluation: Mapping[str, Any] | None, key: str) -> str:
@@ -466,17 +439,14 @@ def _accuracy(evaluation: Mapping[str, Any] | None, key: str) -> str:
     return f"{evaluation[key]:.1%}, step {evaluation['version']}"
 
 
-def _generation(state: RunState) -> Section:
+def _generation(state: RunState) -> dict[str, str]:
     status = state.status
     ready = f"{status.servers_ready} of {state.config.server.count}" if status else _UNKNOWN
-    return Section(
-        "generation",
-        (
-            Row("servers ready", ready),
-            Row("in flight", _in_flight(status)),
-            Row("pause of a push", _show(state.newest, "pause_s", pause)),
-        ),
-    )
+    return {
+        "servers ready": ready,
+        "in flight": _in_flight(status),
+        "pause of a push": _show(state.newest, "pause_s", pause),
+    }
 
 
 def _in_flight(status: ControllerStatus | None) -> str:
@@ -487,34 +457,27 @@ def _in_flight(status: ControllerStatus | None) -> str:
     return f"{status.in_flight} of {status.concurrency_limit}"
 
 
-def _speed(state: RunState) -> Section:
+def _speed(state: RunState) -> dict[str, str]:
     def rate(key: str) -> str:
         value = state.per_second(key)
         return _UNKNOWN if value is None else f"{short(value)}/s"
 
-    return Section(
-        "speed",
-        (
-            Row("tokens", rate("tokens")),
-            Row("trajectories", rate("trajectories")),
-            Row("a step", _step_time(state)),
-        ),
-    )
+    return {
+        "tokens": rate("tokens"),
+        "trajectories": rate("trajectories"),
+        "a step": _step_time(state),
+    }
 
 
-def _off_policy(state: RunState) -> Section:
+def _off_policy(state: RunState) -> dict[str, str]:
     step = state.newest
-    algo = state.config.algo
     staleness = f"mean {_show(step, 'staleness_mean')}, max {_show(step, 'staleness_max')}"
     weight = f"mean {_show(step, 'behavior_weight')}, max {_show(step, 'weight_max')}"
-    return Section(
-        f"{off_policy_label(algo)}, staleness up to {state.config.buffer.max_staleness}",
-        (
-            Row("staleness", staleness if step else _UNKNOWN),
-            Row("clipped", _show(step, "clip_fraction", "{:.2%} of tokens".format)),
-            Row("behavior weight", weight if "behavior_weight" in step else _UNKNOWN),
-        ),
-    )
+    return {
+        "staleness": staleness if step else _UNKNOWN,
+        "clipped": _show(step, "clip_fraction", "{:.2%} of tokens".format),
+        "behavior weight": weight if "behavior_weight" in step else _UNKNOWN,
+    }
 
 
 def _step_time(state: RunState) -> str:
@@ -525,17 +488,6 @@ def _step_time(state: RunState) -> str:
     mean_s = time_s / len(state.timed)
     mean = f"{short(mean_s)} s" if mean_s < 100 else duration(mean_s)
     return mean if wait_s is None else f"{mean}, waits {wait_s / time_s:.0%}"
-
-
-def _waits(state: RunState) -> list[Row]:
-    """Say what each part of the run does or waits for."""
-    rows = [Row("trainer", _trainer(state))]
-    if state.config.debug != "train_only":
-        rows.append(Row("servers", _servers(state)))
-    if state.status and state.status.evaluating:
-        versions = ", ".join(str(version) for version in state.status.evaluating)
-        rows.append(Row("evaluation", f"of step {versions} in progress"))
-    return rows
 
 
 def _trainer(state: RunState) -> str:

@@ -8,7 +8,7 @@ from areal_lite.quickstart.command import SftConfig
 from areal_lite.quickstart.sft import WarmUpWatch
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
-from areal_lite.tools.report.panel import Row, progress_line
+from areal_lite.tools.report.panel import progress_line
 
 
 def test_the_view_of_a_warm_up(tmp_path):
@@ -17,13 +17,13 @@ def test_the_view_of_a_warm_up(tmp_path):
     watch = WarmUpWatch(config, tmp_path)
     view = watch.view()
     assert (view.done, view.total, view.eta_s) == (0, 100, None)
-    assert view.waits == [Row("trainer", "loads the model")]
+    assert view.waits == {"trainer": "loads the model"}
     for step in range(1, 61):  # the first ten are not recent
         time_s = 5.0 if step <= 10 else 0.5
         append_event(tmp_path, "sft", {"step": step, "time_s": time_s, "loss": 3.0 / step})
     view = watch.view()
     assert (view.done, view.eta_s) == (60, 20.0)
-    rows = {row.name: row.value for section in view.sections for row in section.rows}
+    rows = {name: value for rows in view.sections.values() for name, value in rows.items()}
     assert rows == {"loss": "0.05 █▃▂▂▁▁▁▁▁▁", "demonstrations": "64/s"}
     assert progress_line(view, 30.0) == "warm-up step 60/100 · loss 0.05 · ETA 0:20"
 

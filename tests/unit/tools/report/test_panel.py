@@ -14,9 +14,7 @@ from areal_lite.tools.formatting import duration, pause, short
 from areal_lite.tools.report.panel import (
     Notice,
     Progress,
-    Row,
     RunState,
-    Section,
     View,
     ViewPanel,
     eta,
@@ -34,15 +32,15 @@ VIEW = View(
     done=34,
     total=60,
     eta_s=54.0,
-    sections=(
-        Section("learning", [Row("reward", "0.71"), Row("greedy accuracy", "86.1%, step 30")]),
-        Section("generation", [Row("servers ready", "1 of 1"), Row("in flight", "368 of 384")]),
-        Section("speed", [Row("tokens", "5.6k/s")]),
-    ),
-    waits=(
-        Row("trainer", "waits for 12 of 64 groups of step 35"),
-        Row("servers", "generate: 368 requests"),
-    ),
+    sections={
+        "learning": {"reward": "0.71", "greedy accuracy": "86.1%, step 30"},
+        "generation": {"servers ready": "1 of 1", "in flight": "368 of 384"},
+        "speed": {"tokens": "5.6k/s"},
+    },
+    waits={
+        "trainer": "waits for 12 of 64 groups of step 35",
+        "servers": "generate: 368 requests",
+    },
     notices=(
         Notice("hint", "Most groups are too easy: all their trajectories succeed"),
         Notice("warning", "05:56:40 controller: the rollout of group 12 failed"),
@@ -354,8 +352,8 @@ WAITS = "waits for 3 of 8 groups of step 8"
 
 def values(view: View) -> dict[str, str]:
     """Return the values of all rows by name."""
-    rows = [*(row for section in view.sections for row in section.rows), *view.waits]
-    return {row.name: row.value for row in rows}
+    rows = {name: value for rows in view.sections.values() for name, value in rows.items()}
+    return {**rows, **view.waits}
 
 
 def test_every_number_of_a_run():
@@ -488,18 +486,18 @@ def test_the_end_of_a_run():
 
 def test_a_run_without_servers_shows_none():
     view = train_view(replace(RUN, config=config(debug="train_only"), status=None))
-    assert [section.title for section in view.sections] == [
+    assert list(view.sections) == [
         "learning",
         "speed",
         "decoupled PPO, staleness up to 4",
     ]
-    assert [(row.name, row.value) for row in view.waits] == [("trainer", "trains on step 8")]
+    assert view.waits == {"trainer": "trains on step 8"}
 
 
 def test_other_objectives_have_off_policy_data_too():
     other = config()
     other.algo.loss = "tb"
-    titles = [section.title for section in train_view(replace(RUN, config=other)).sections]
+    titles = list(train_view(replace(RUN, config=other)).sections)
     assert titles[-1] == "off-policy data, staleness up to 4"
 
 

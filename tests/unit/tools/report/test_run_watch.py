@@ -32,7 +32,7 @@ def watch(run_dir) -> RunWatch:
 
 
 def rows(view) -> dict[str, str]:
-    return {row.name: row.value for section in view.sections for row in section.rows}
+    return {name: value for rows in view.sections.values() for name, value in rows.items()}
 
 
 def test_steps_evaluations_and_status_as_they_come(run_dir):
