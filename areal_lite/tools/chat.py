@@ -5,25 +5,24 @@ pipe, where each line is a turn. `/quit`, Ctrl-D and Ctrl-C end the chat. With `
 prompt is answered by itself, and the command ends.
 """
 
-import asyncio
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
-from areal_lite.launch.server_pool import server_pool
 from areal_lite.servers.client import ServerRefused
 from areal_lite.servers.completion import SamplingParams
 from areal_lite.servers.fleet import Fleet
 from areal_lite.tools.commands import ChatConfig
-from areal_lite.tools.evaluate import gpus_of_servers, open_fleet, while_servers_last
+from areal_lite.tools.evaluate import open_fleet, with_servers
 from areal_lite.tools.export import model_of_run
 
 _QUIT = "/quit"
@@ -47,32 +46,23 @@ def run(config: ChatConfig) -> int:
     """
     folder = Path(config.model) if config.model else model_of_run(Path(config.run_dir or ""))
     check_model_folder(folder)
-    tokenizer = Tokenizer(folder)
-    conversation = Conversation(tokenizer, config)
     with tempfile.TemporaryDirectory(prefix="areal_lite-chat-") as scratch:
-        pool = server_pool(
-            config.server,
-            model=str(folder),
-            seed=config.seed,
-            run_dir=Path(scratch),
-            gpus=dict(enumerate(gpus_of_servers(config.server))),
-        )
-        try:
-            with pool:
-                pool.wait_ready()
-                if not config.prompts:
-                    kind = conversation.kind
-                    print(f"{folder} ({kind}); {_QUIT} ends the chat", file=sys.stderr)
-                for line in config.prompts or _lines():
-                    if config.prompts:
-                        conversation = Conversation(tokenizer, config)
-                        print(f"--- {line}")
-                    turn = _turn(config, Path(scratch), conversation, line)
-                    asyncio.run(while_servers_last(turn, pool))
-        except (RuntimeError, TimeoutError) as error:
-            print(f"areal-lite: {error}", file=sys.stderr)
-            return 1
-    return 0
+        run_dir = Path(scratch)
+        turns = _turns(config, folder, run_dir)
+        return with_servers(config.server, str(folder), config.seed, run_dir, turns)
+
+
+def _turns(config: ChatConfig, folder: Path, run_dir: Path) -> Iterator[Coroutine[Any, Any, None]]:
+    """Yield what answers each prompt, or each line of the user."""
+    tokenizer = Tokenizer(folder)
+    for prompt in config.prompts:
+        print(f"--- {prompt}")
+        yield _turn(config, run_dir, Conversation(tokenizer, config), prompt)
+    if not config.prompts:
+        conversation = Conversation(tokenizer, config)
+        print(f"{folder} ({conversation.kind}); {_QUIT} ends the chat", file=sys.stderr)
+        for line in _lines():
+            yield _turn(config, run_dir, conversation, line)
 
 
 class Conversation:

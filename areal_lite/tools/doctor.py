@@ -35,25 +35,12 @@ MAX_CLOCK_SKEW_S = 5.0
 RUN_TIMEOUT_S = 900.0
 MAX_LOGPROB_DIFF = 0.1  # nats; bfloat16 on a GPU takes a tenth of it
 RUN_SETTINGS = (
-    "make_model.num_layers=1",
-    "make_model.hidden_size=64",
-    "make_model.mlp_size=64",
-    "sft.trainer.steps=1",
-    "sft.trainer.lr_warmup_steps=0",
-    "sft.batch_size=4",
-    "data.args.max_digits=2",
-    "schedule=sync",
-    "trainer.steps=2",
-    "trainer.batch_groups=4",
-    "trainer.minibatches=1",
-    "trainer.lr=0.01",
-    "trainer.lr_warmup_steps=0",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=16",
-    "eval.problems=0",
-    "sync.verify=true",
-    f"reward.function={__name__}:share_of_digits",
-)
+    "make_model.num_layers=1 make_model.hidden_size=64 make_model.mlp_size=64 sft.trainer.steps=1 "
+    "sft.trainer.lr_warmup_steps=0 sft.batch_size=4 data.args.max_digits=2 schedule=sync "
+    "trainer.steps=2 trainer.batch_groups=4 trainer.minibatches=1 trainer.lr=0.01 "
+    "trainer.lr_warmup_steps=0 rollout.group_size=4 rollout.max_new_tokens=16 eval.problems=0 "
+    f"sync.verify=true reward.function={__name__}:share_of_digits"
+).split()
 _PIN = re.compile(r"([\w-]+)==([^\s;]+)")
 _INSTALL = "install again (examples/setup.sh)"
 _RUN_REMEDY = "`areal-lite quickstart` repeats it and keeps all logs; see docs/operations.md"

@@ -29,7 +29,7 @@ from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
-from areal_lite.tools.formatting import visible
+from areal_lite.tools.formatting import byte_size, counted, visible
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.weights.transport import choose_transport
 
@@ -95,7 +95,7 @@ def objective_lines(config: TrainConfig) -> list[str]:
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
     return [
         f"objective: {algo.loss}{decoupled}{advantages}, "
-        f"tokens at most {_count(config.buffer.max_staleness, 'step')} stale",
+        f"tokens at most {counted(config.buffer.max_staleness, 'step')} stale",
         *_window_lines(config),
         *_scored_by(config),
     ]
@@ -146,7 +146,7 @@ def _source_lines(config: TrainConfig) -> list[str]:
             lines.append(f"{name}: {data.source}, without end")
         else:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
-            lines.append(f"{name}: {where}, {_count(number, 'prompt')}{long}")
+            lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
         first = first or prompts[0]
     if first is not None:
         lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
@@ -164,7 +164,7 @@ def _window_lines(config: TrainConfig) -> list[str]:
     if config.buffer.window is None:
         return []
     return [
-        f"at most {_count(config.buffer.window, 'group')} may pass one that still runs: no token "
+        f"at most {counted(config.buffer.window, 'group')} may pass one that still runs: no token "
         "is overdue"
     ]
 
@@ -179,9 +179,9 @@ def process_lines(config: TrainConfig, placement: Placement) -> list[str]:
             f"server-{i}: {_gpus(gpus)}, tensor parallel {size}"
             for i, gpus in enumerate(placement.servers)
         ),
-        f"controller: no GPU, {_count(_reward_workers(config), 'reward worker')}, "
+        f"controller: no GPU, {counted(_reward_workers(config), 'reward worker')}, "
         f"up to {config.rollout.max_concurrent} trajectories in flight",
-        f"trainer: {_count(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
+        f"trainer: {counted(trainer.world_size, 'rank')} ({sizes}), {_gpus(placement.trainer)}",
     ]
 
 
@@ -208,15 +208,15 @@ def batch_lines(config: TrainConfig) -> list[str]:
     layout = expert_layout(Path(config.model)) if config.algo.routing_replay else None
     stored = _STORED_BYTES + (layout.choices if layout else 0)
     return [
-        f"{_count(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
+        f"{counted(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
         f"= {sequences * longest:,} tokens",
-        f"{sequences // replicas} sequences for each of {_count(replicas, 'data-parallel rank')}",
-        f"{_count(trainer.minibatches, 'update')}, each of {share} sequences a rank in "
-        f"{_count(microbatches, 'microbatch', 'es')} of {trainer.tokens_per_microbatch:,} tokens",
-        f"{_count(trainer.steps, 'step')}: "
-        f"{_count(trainer.steps * trainer.minibatches, 'update')}, "
+        f"{sequences // replicas} sequences for each of {counted(replicas, 'data-parallel rank')}",
+        f"{counted(trainer.minibatches, 'update')}, each of {share} sequences a rank in "
+        f"{counted(microbatches, 'microbatch', 'es')} of {trainer.tokens_per_microbatch:,} tokens",
+        f"{counted(trainer.steps, 'step')}: "
+        f"{counted(trainer.steps * trainer.minibatches, 'update')}, "
         f"{trainer.steps * sequences:,} sequences",
-        f"{_size(stored * sequences * longest)} of the store: {_bound_of_store(config)}",
+        f"{byte_size(stored * sequences * longest)} of the store: {_bound_of_store(config)}",
     ]
 
 
@@ -286,11 +286,11 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     transport = choose_transport(config)
     chosen = "" if transport == config.sync.transport else f", which is {transport} here"
     buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
-    size = _size(sum(buckets))
-    what = f"{size} in {_count(len(buckets), 'bucket')}, the largest {_size(max(buckets))},"
+    size = byte_size(sum(buckets))
+    what = f"{size} in {counted(len(buckets), 'bucket')}, the largest {byte_size(max(buckets))},"
     if config.sync.adapters_only:
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
-        what = f"{_size(adapters)} of adapters, in place of {size} of weights,"
+        what = f"{byte_size(adapters)} of adapters, in place of {size} of weights,"
     shared = f"{size} of the trainer's memory, and as much for each server that does not share it"
     return [
         f"{what} to each server (sync.transport={config.sync.transport}{chosen})",
@@ -302,11 +302,11 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
 def cadence_line(config: TrainConfig) -> str:
     """Say when weights are pushed, and whether generation waits for it."""
     every = config.sync.every
-    pushes = f"after every {_count(every, 'step')}" if every > 1 else "after every step"
+    pushes = f"after every {counted(every, 'step')}" if every > 1 else "after every step"
     if config.buffer.replay.capacity:
         return f"{pushes}; generation never waits"
     if spare := config.max_lead + 1 - every:
-        return f"{pushes}; generation runs up to {_count(spare, 'step')} ahead of it"
+        return f"{pushes}; generation runs up to {counted(spare, 'step')} ahead of it"
     return f"{pushes}; generation waits for it, as buffer.max_staleness admits nothing more"
 
 
@@ -320,27 +320,14 @@ def shared_lines(config: TrainConfig, hf: PretrainedConfig, placement: Placement
 def _shared_line(gpu: SharedGpu) -> str:
     missing = " and ".join(gpu.missing)
     return (
-        f"{_size(gpu.size):>10}: trainer {_size(gpu.trainer)} of {_size(gpu.trainer_share)}, "
-        f"KV cache {_size(gpu.kv_cache)} ({gpu.kv_tokens:,} tokens), "
-        f"rest {_size(gpu.rest)} of {_size(gpu.rest_share)}: "
+        f"{byte_size(gpu.size):>10}: "
+        f"trainer {byte_size(gpu.trainer)} of {byte_size(gpu.trainer_share)}, "
+        f"KV cache {byte_size(gpu.kv_cache)} ({gpu.kv_tokens:,} tokens), "
+        f"rest {byte_size(gpu.rest)} of {byte_size(gpu.rest_share)}: "
         + (f"no room for {missing}" if missing else "fits")
     )
 
 
 def _line(name: str, count: float, note: str = "") -> str:
     """Align a name and a number of bytes; put the note behind them."""
-    return f"{name:<12}{_size(count):>12}" + (f"   {note}" if note else "")
-
-
-def _count(count: int, noun: str, plural: str = "s") -> str:
-    """Write a number with its noun."""
-    return f"{count:,} {noun}{plural if count != 1 else ''}"
-
-
-def _size(count: float) -> str:
-    """Format a number of bytes."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
+    return f"{name:<12}{byte_size(count):>12}" + (f"   {note}" if note else "")

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -43,30 +43,41 @@ def run(config: EvalCommandConfig) -> int:
     run_dir = Path(config.run_dir)
     with lock_run_dir(run_dir):
         remove_stale_files(run_dir)
-        return _run(config, run_dir)
+        check_model_folder(Path(config.model))
+        save_config(config, run_dir)
+        return with_servers(
+            config.server, config.model, config.seed, run_dir, [_evaluate(config, run_dir)]
+        )
 
 
-def _run(config: EvalCommandConfig, run_dir: Path) -> int:
-    check_model_folder(Path(config.model))
-    save_config(config, run_dir)
+def with_servers(
+    server: ServerConfig,
+    model: str,
+    seed: int,
+    run_dir: Path,
+    work: Iterable[Coroutine[Any, Any, None]],
+) -> int:
+    """Do each piece of `work` while servers of a model are up. Returns the exit status.
+
+    The servers have all visible GPUs: there is no trainer.
+    """
+    gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
+    divided = divide_gpus(gpus, server.count, server.tensor_parallel)
     pool = server_pool(
-        config.server,
-        model=config.model,
-        seed=config.seed,
-        run_dir=run_dir,
-        gpus=dict(enumerate(gpus_of_servers(config.server))),
+        server, model=model, seed=seed, run_dir=run_dir, gpus=dict(enumerate(divided))
     )
     try:
         with pool:
             pool.wait_ready()
-            asyncio.run(while_servers_last(_evaluate(config, run_dir), pool))
+            for piece in work:
+                asyncio.run(_while_servers_last(piece, pool))
     except (RuntimeError, TimeoutError) as error:
         print(f"areal-lite: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) -> None:
+async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) -> None:
     """Wait for `work`. Raises RoleFailed when no server is left."""
     task = asyncio.create_task(work)
     while not task.done():
@@ -77,12 +88,6 @@ async def while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool) 
             task.cancel()
             raise
     task.result()
-
-
-def gpus_of_servers(server: ServerConfig) -> list[list[str]]:
-    """Assign all visible GPUs to the servers: there is no trainer."""
-    gpus = visible_gpus() if resolve_device(server.device) == "cuda" else []
-    return divide_gpus(gpus, server.count, server.tensor_parallel)
 
 
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:

@@ -23,6 +23,20 @@ def short(value: Any) -> str:
     return f"{value:.1g}"
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Write a number of things: "1 group", "1,024 groups"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def byte_size(num_bytes: float) -> str:
+    """Format a number of bytes: 1.5 KiB, 80.00 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:,.2f} GiB"
+
+
 def duration(seconds: float) -> str:
     """Format seconds as a clock does: 2:10, 1:02:05."""
     minutes, seconds = divmod(round(seconds), 60)

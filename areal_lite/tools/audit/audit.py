@@ -36,9 +36,10 @@ from areal_lite.tools.audit.files import (
     check_trained,
 )
 from areal_lite.tools.audit.groups import check_groups, check_prompts, check_use
-from areal_lite.tools.audit.records import Check, Records, count, open_records
+from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.trajectories import COLUMNS, Shapes, check_rows
 from areal_lite.tools.commands import AuditConfig
+from areal_lite.tools.formatting import counted
 from areal_lite.tools.report.command import chosen_run
 
 
@@ -94,7 +95,7 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
         )
         lines += [f"{'':<{width + 6}} {wrong}" for wrong in check.wrong]
     off = sum(bool(check.wrong) for check in checks)
-    result = f"{count(off, 'check')} off" if off else f"all {len(checks)} checks ok"
+    result = f"{counted(off, 'check')} off" if off else f"all {len(checks)} checks ok"
     return "\n".join([f"{run_dir}: {result}", "", *lines])
 
 

@@ -18,7 +18,8 @@ from areal_lite.run_dir.paths import (
     TOTALS_FILE,
 )
 from areal_lite.run_dir.reader import Chunk, Groups, RunReader
-from areal_lite.tools.audit.records import Check, Records, count
+from areal_lite.tools.audit.records import Check, Records
+from areal_lite.tools.formatting import counted
 from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
@@ -133,7 +134,7 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
     rows = records.metrics
     numbers = [row.get("step", 0) for row in rows]
     times = Counter(numbers)
-    check = Check(name="metrics", looked_at=f"{count(len(rows), 'row')}: each step once")
+    check = Check(name="metrics", looked_at=f"{counted(len(rows), 'row')}: each step once")
     check.none_of([step for step in times if times[step] > 1], "steps with more than one row")
     check.none_of(
         sorted(set(range(1, max(numbers, default=0))) - set(times)), "steps without a row"
@@ -268,7 +269,7 @@ def check_trained(groups: Groups, records: Records) -> Check:
     known = {step: group for step, group in trained.items() if step < steps}
     check = Check(
         name="trained",
-        looked_at=f"{count(len(known), 'step')}: the trainer names a group of that step",
+        looked_at=f"{counted(len(known), 'step')}: the trainer names a group of that step",
     )
     if not records.replays:
         wrong = [

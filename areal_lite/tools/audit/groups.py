@@ -15,7 +15,8 @@ import numpy as np
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.reader import Groups, RunReader
 from areal_lite.run_dir.store_format import NOT_KEPT
-from areal_lite.tools.audit.records import Check, Records, Settings, count, some
+from areal_lite.tools.audit.records import Check, Records, Settings, some
+from areal_lite.tools.formatting import counted
 from areal_lite.trajectory import GroupState
 
 _NONE = -1
@@ -26,7 +27,7 @@ def check_groups(groups: Groups, found: np.ndarray, records: Records, store: Run
     states = ", ".join(
         f"{groups.number(state):,} {state.value.replace('_', ' ')}" for state in GroupState
     )
-    check = Check(name="groups", looked_at=f"{count(len(groups.ids), 'group')}: {states}")
+    check = Check(name="groups", looked_at=f"{counted(len(groups.ids), 'group')}: {states}")
     missing = np.setdiff1d(np.arange(groups.ids.max(initial=-1) + 1), groups.ids)
     check.none_of(missing.tolist(), "groups whose row is gone")
 
@@ -57,7 +58,7 @@ def _check_tokens(check: Check, groups: Groups, records: Records, store: RunRead
     """Check that tokens are there, or were removed where nothing needs them."""
     kept, removed = groups.kept > 0, groups.kept == 0
     if removed.any():
-        check.looked_at += f"; {NOT_KEPT}: {count(int(removed.sum()), 'group')}"
+        check.looked_at += f"; {NOT_KEPT}: {counted(int(removed.sum()), 'group')}"
     owners, numbers = store.kept_trajectories().T
     place = np.searchsorted(groups.ids, owners).clip(max=len(groups.ids) - 1)
     known = groups.ids[place] == owners if len(groups.ids) else np.zeros(len(owners), bool)
@@ -86,7 +87,7 @@ def check_use(groups: Groups, records: Records, store: RunReader) -> Check:
     sizes = sorted({start.batch_groups for start in records.starts})
     check = Check(
         name="batches",
-        looked_at=f"{count(len(per_step), 'step')}: each used {some(sizes)} groups",
+        looked_at=f"{counted(len(per_step), 'step')}: each used {some(sizes)} groups",
     )
     wrong = np.flatnonzero(~np.isin(per_step, sizes))
     check.none_of(
@@ -106,11 +107,11 @@ def _check_ends(check: Check, steps: int, records: Records) -> None:
     behind, ahead = rows - steps, steps - rows
     check.expect(
         behind <= 0 or steps == records.resumes_from,
-        f"metrics.jsonl has {count(rows, 'step')}, the store {steps:,}",
+        f"metrics.jsonl has {counted(rows, 'step')}, the store {steps:,}",
     )
     check.expect(
         records.running or ahead <= 1 or rows == records.resumes_from,
-        f"the store has {count(steps, 'step')}, metrics.jsonl {rows:,}",
+        f"the store has {counted(steps, 'step')}, metrics.jsonl {rows:,}",
     )
     newest = records.resumes_from
     check.expect(

@@ -190,8 +190,3 @@ def some(ids: Iterable[object]) -> str:
     listed = list(ids)
     more = f" and {len(listed) - _SHOWN:,} more" if len(listed) > _SHOWN else ""
     return ", ".join(map(str, listed[:_SHOWN])) + more
-
-
-def count(number: int, what: str) -> str:
-    """Write a number of things: "1 group", "1,024 groups"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

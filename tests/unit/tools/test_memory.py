@@ -8,7 +8,8 @@ from areal_lite import cli
 from areal_lite.config import LoraConfig, ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
-from areal_lite.tools import dry_run, memory
+from areal_lite.tools import memory
+from areal_lite.tools.formatting import byte_size
 from areal_lite.tools.memory import GIB, share_gpu, trainer_bytes
 from tests.unit.launch.torch_allocator import Allocator, training_step
 
@@ -189,7 +190,7 @@ def test_a_dry_run_counts_adapters_and_no_memory_for_their_base(
     )
     assert f"adapters of rank 2 on proj: only their {trained:,} parameters are trained" in shown
     (gradients,) = [line for line in shown.splitlines() if line.startswith("  gradients")]
-    assert dry_run._size(4 * trained) in gradients
+    assert byte_size(4 * trained) in gradients
     assert "  reference" not in shown
 
 
@@ -219,7 +220,7 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert "10 steps: 20 updates, 640 sequences" in shown
     saving = 36 * memory.num_parameters(hf_config("qwen3"))
     (line,) = [line for line in shown.splitlines() if line.startswith("  saving")]
-    assert dry_run._size(saving) in line and "host memory" in line
+    assert byte_size(saving) in line and "host memory" in line
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
