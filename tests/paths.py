@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from areal_lite.config import TrainConfig, save_config  # noqa: E402
-from areal_lite.controller.client import ControllerClient  # noqa: E402
+from areal_lite.controller.protocol import ControllerClient  # noqa: E402
 from areal_lite.controller.service import serve  # noqa: E402
 from areal_lite.data.sampler import PromptSampler  # noqa: E402
 from areal_lite.servers.registry import ServerInfo, announce_server  # noqa: E402

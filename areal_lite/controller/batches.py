@@ -6,7 +6,7 @@
 * `step` counts the trainer's completed steps. With `sync.every`, only some of them end with a push.
 
 The trainer loses no step when its controller is killed. Its ranks wait for the next controller, and
-ask it again what the last one did not answer (client.py). The answers must fit what other ranks
+ask it again what the last one did not answer (protocol.py). The answers must fit what other ranks
 have been told. The store therefore knows, before any rank does (`Handover`):
 
 * the batch that was assigned to a step (`Store.assign`);

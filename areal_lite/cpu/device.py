@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_lite.megatron.kernels import Kernels
-    from areal_lite.megatron.patches import Substitution
+    from areal_lite.megatron.patch_table import Substitution
 
 PLATFORM = "areal_lite_cpu"
 """The entry of SGLang's platforms (pyproject.toml)."""
-KEPT_LOGITS = 1 << 25
-"""Logits that the trainer keeps for backward: 128 MiB in float32."""
-
 # Large tensors on huge pages. Attention reads single slots all over the KV cache, and a step of
 # training writes to memory that the system has just given it. Pages of 4 KiB make both slower.
 _HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}

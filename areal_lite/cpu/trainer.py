@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from areal_lite.cpu.device import KEPT_LOGITS
+from areal_lite.cpu import KEPT_LOGITS
 from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.packed_attention import attend, attend_backward
 from areal_lite.cpu.kernels.products import linear

@@ -30,7 +30,7 @@ from areal_lite.config import (
 from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
 from areal_lite.config.rules import check_rules, check_targets
-from areal_lite.controller.curriculum import load_filters
+from areal_lite.controller.dispatcher import load_filters
 from areal_lite.data.model_folder import expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer

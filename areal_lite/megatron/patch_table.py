@@ -3,7 +3,40 @@
 Each table says when it applies, what Megatron-core does wrong, where, and when to remove it.
 """
 
-from areal_lite.megatron.patches import Substitution
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Substitution:
+    """Replace the regular expression `pattern` by `replacement`.
+
+    counts: module below megatron.core -> number of matches that its source must have.
+    """
+
+    name: str
+    pattern: str
+    replacement: str
+    counts: dict[str, int]
+
+
+def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
+    """Apply `table` to the source of `module`, named from below megatron.core.
+
+    Raises ImportError when a pattern matches another number of times than its table says.
+    """
+    for substitution in table:
+        expected = substitution.counts.get(module, 0)
+        if not expected:
+            continue
+        source, count = re.subn(substitution.pattern, substitution.replacement, source)
+        if count != expected:
+            raise ImportError(
+                f"megatron.core.{module}: '{substitution.name}' matches {count} times, not"
+                f" {expected}: areal_lite.megatron needs megatron-core 0.16.1"
+            )
+    return source
+
 
 # Applies without Transformer Engine and Apex: Megatron-core then uses torch.optim.AdamW, which
 # keeps one `step` tensor for each parameter instead of one number for each parameter group.
@@ -109,3 +142,16 @@ GATHER_FIXES = (
         counts={"optimizer.distrib_optimizer": 1},
     ),
 )
+
+
+def substitutions(
+    device: tuple[Substitution, ...] | None, *, transformer_engine: bool, apex: bool
+) -> tuple[Substitution, ...]:
+    """Select the substitutions for a machine with, or without, these packages.
+
+    `device`: the table of a device without CUDA, None with CUDA.
+    """
+    table = IMPORT_FIXES if device is None else device
+    if not transformer_engine:
+        table += ROUTER_FIXES + (() if apex else TORCH_ADAMW_FIXES)
+    return table + CHECKPOINT_FIXES + GATHER_FIXES

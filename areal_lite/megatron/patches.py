@@ -20,56 +20,10 @@ Megatron-core raises ImportError instead of running with half of the changes.
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import re
 import sys
 import warnings
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Substitution:
-    """Replace the regular expression `pattern` by `replacement`.
-
-    counts: module below megatron.core -> number of matches that its source must have.
-    """
-
-    name: str
-    pattern: str
-    replacement: str
-    counts: dict[str, int]
-
-
-def adapt(module: str, source: str, table: tuple[Substitution, ...]) -> str:
-    """Apply `table` to the source of `module`, named from below megatron.core.
-
-    Raises ImportError when a pattern matches another number of times than its table says.
-    """
-    for substitution in table:
-        expected = substitution.counts.get(module, 0)
-        if not expected:
-            continue
-        source, count = re.subn(substitution.pattern, substitution.replacement, source)
-        if count != expected:
-            raise ImportError(
-                f"megatron.core.{module}: '{substitution.name}' matches {count} times, not"
-                f" {expected}: areal_lite.megatron needs megatron-core 0.16.1"
-            )
-    return source
-
-
-def substitutions(
-    device: tuple[Substitution, ...] | None, *, transformer_engine: bool, apex: bool
-) -> tuple[Substitution, ...]:
-    """Select the substitutions for a machine with, or without, these packages.
-
-    `device`: the table of a device without CUDA, None with CUDA.
-    """
-    from areal_lite.megatron import patch_table as fixes
-
-    table = fixes.IMPORT_FIXES if device is None else device
-    if not transformer_engine:
-        table += fixes.ROUTER_FIXES + (() if apex else fixes.TORCH_ADAMW_FIXES)
-    return table + fixes.CHECKPOINT_FIXES + fixes.GATHER_FIXES
+from areal_lite.megatron.patch_table import Substitution, adapt, substitutions
 
 
 def _installed(name: str) -> bool:

@@ -19,11 +19,12 @@ Invariants:
 """
 
 import asyncio
+import bisect
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ import numpy as np
 
 from areal_lite.config import RolloutConfig
 from areal_lite.data.prompts import Prompt
-from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.servers.completion import Completion, SamplingParams
+from areal_lite.data.tokenizer import Message, Tokenizer
+from areal_lite.routes import unrecorded
+from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
@@ -186,3 +188,189 @@ def _origin(error: Exception) -> str:
     while trace.tb_next:
         trace = trace.tb_next
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
+class Transcript:
+    """A token sequence of an episode, which becomes a trace of it.
+
+    Sampled tokens are trained on, added tokens (of the environment) are not. `finish_reason` is
+    that of the last completion, or `length` once added tokens did not fit.
+    """
+
+    def __init__(self, episode: Episode, tokens: Sequence[int] | np.ndarray | None = None):
+        """Begin with `tokens`, or with the episode's prompt if None."""
+        self.episode = episode
+        self.finish_reason = "abort"
+        self._chunks: list[GenerationChunk] = []
+        self._requests = 0
+        self._started_at = episode.clock()
+        self._append(episode.prompt.tokens if tokens is None else tokens)
+        self._limit = self._length + episode.params.max_new_tokens
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return all tokens so far, int32 [n]."""
+        return np.concatenate([chunk.tokens for chunk in self._chunks])
+
+    @property
+    def _length(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self._chunks)
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self._limit - self._length
+
+    def fork(self, length: int) -> "Transcript":
+        """Return a transcript that begins with the first `length` tokens, as its prompt.
+
+        It ends at the same number of tokens as this one.
+        """
+        fork = Transcript(self.episode, self.tokens[:length])
+        fork._limit = self._limit
+        return fork
+
+    async def sample(
+        self, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Sample a completion and return its tokens without decoding them.
+
+        It ends at an end token, after `max_new_tokens`, or with the token that completes one of the
+        texts in `stop`. `remaining_tokens` must be positive; it bounds `max_new_tokens`.
+        """
+        episode, tokenizer = self.episode, self.episode.tokenizer
+        budget = self.remaining_tokens
+        if max_new_tokens is not None:
+            budget = min(max_new_tokens, budget)
+        # A server knows no text. A stop text of one token ends the sampling; a longer one is cut
+        # off afterwards, exactly where sampling would have ended.
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in stop]
+        single_tokens = tuple(ids[0] for ids in encoded if len(ids) == 1)
+        params = replace(
+            episode.params,
+            max_new_tokens=budget,
+            stop_token_ids=(*episode.params.stop_token_ids, *single_tokens),
+            first_route=sum(map(len, self._routes)),
+        )
+        completion = await episode.complete(self.tokens, params)
+        if stop:
+            completion = _cut_at_stop(completion, stop, tokenizer)
+        self._chunks += completion.chunks
+        self._requests += completion.requests
+        self.finish_reason = completion.finish_reason
+        return completion
+
+    async def sample_text(self, max_new_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
+        """Sample a completion and return its text without special tokens; see `sample`."""
+        return self.episode.tokenizer.decode((await self.sample(max_new_tokens, stop)).tokens)
+
+    def add_messages(self, messages: Sequence[Message]) -> bool:
+        """Add environment messages, or return False if they do not fit (see `add_tokens`).
+
+        They are tokenized as the chat template writes them after an answer, or as plain text if the
+        prompt is not a chat.
+        """
+        tokenizer = self.episode.tokenizer
+        if self.episode.prompt.messages:
+            text = tokenizer.render_after_answer(messages)
+        else:
+            text = "".join(message["content"] for message in messages)
+        if not self.may_fit(text):
+            return False
+        return self.add_tokens(tokenizer.encode(text, add_special_tokens=False))
+
+    def may_fit(self, text: str) -> bool:
+        """Return False if `text` is too long for the remaining tokens whatever it says.
+
+        It is not encoded, which would take seconds for a long text. In that case the finish reason
+        becomes `length`.
+        """
+        if len(text) <= self.episode.tokenizer.characters_per_token * self.remaining_tokens:
+            return True
+        self.finish_reason = "length"
+        return False
+
+    def add_tokens(self, tokens: Sequence[int]) -> bool:
+        """Add environment tokens, or return False if they would leave no token for an answer.
+
+        In that case nothing is added and the finish reason becomes `length`.
+        """
+        if (
+            tokens
+            and tokens[0] == self._chunks[-1].tokens[-1]
+            and tokens[0] in self.episode.params.stop_token_ids
+        ):
+            tokens = tokens[1:]  # the policy sampled the end of its answer itself
+        if len(tokens) >= self.remaining_tokens:
+            self.finish_reason = "length"
+            return False
+        self._append(tokens)
+        return True
+
+    def trajectory(self, reward: float | None = None) -> Trajectory:
+        """Return the trajectory so far; `WorkflowRun` checks it."""
+        episode = self.episode
+        versions = np.concatenate([chunk.versions for chunk in self._chunks])
+        sampled = [chunk for chunk in self._chunks if chunk.finish_reason]
+        return Trajectory(
+            group_id=episode.group_id,
+            prompt_id=episode.prompt.prompt_id,
+            sample_index=episode.sample_index,
+            tokens=self.tokens,
+            loss_mask=versions >= 0,
+            behavior_logprobs=np.concatenate([chunk.logprobs for chunk in self._chunks]),
+            versions=versions,
+            finish_reason=self.finish_reason,
+            reward=reward,
+            started_at=self._started_at,
+            finished_at=episode.clock(),
+            requests=self._requests,
+            kv_version=min((chunk.kv_version for chunk in sampled), default=-1),
+            routes=self._all_routes(),
+        )
+
+    def _all_routes(self) -> np.ndarray | None:
+        """Return the routes of all tokens. What follows the last request has no record."""
+        if not (known := self._routes):
+            return None
+        rest = self._length - sum(map(len, known))
+        return np.concatenate([*known, unrecorded(rest, known[0])])
+
+    @property
+    def _routes(self) -> list[np.ndarray]:
+        """Return the routes so far, in parts. They are those of the first tokens, without a gap."""
+        return [chunk.routes for chunk in self._chunks if chunk.routes is not None]
+
+    def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Append environment tokens: version -1, log-prob 0."""
+        count = len(tokens)
+        self._chunks.append(
+            GenerationChunk(
+                tokens=np.asarray(tokens, np.int32),
+                logprobs=np.zeros(count, np.float32),
+                versions=np.full(count, -1, np.int32),
+                finish_reason="",
+            )
+        )
+
+
+def _cut_at_stop(completion: Completion, stop: Sequence[str], tokenizer: Tokenizer) -> Completion:
+    """Cut `completion` after the token with which its text first contains one of `stop`."""
+    tokens = completion.tokens
+
+    def has_stop(count: int) -> bool:
+        text = tokenizer.decode(tokens[:count])
+        return any(s in text for s in stop)
+
+    if not has_stop(len(tokens)):
+        return completion
+    end = bisect.bisect_left(range(len(tokens)), True, key=has_stop)
+    routes = completion.routes
+    chunk = GenerationChunk(
+        tokens=tokens[:end],
+        logprobs=completion.logprobs[:end],
+        versions=completion.versions[:end],
+        finish_reason="stop",
+        kv_version=min(chunk.kv_version for chunk in completion.chunks),
+        routes=None if routes is None else routes[: len(routes) + end - len(tokens)],
+    )
+    return Completion([chunk], completion.requests, "stop")

@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
-from areal_lite.sglang_plugins import ENV_READBACK
+from areal_lite.sglang_plugins import ENV_READBACK, sampling
 from areal_lite.sglang_plugins.weight_group import (
     ADAPTERS,
     GROUP_PREFIX,
@@ -54,6 +55,15 @@ empty_bucket: Callable[..., torch.Tensor] = torch.empty
 _AT_A_TIME = 2**24
 
 Named = tuple[str, torch.Tensor]
+
+
+def install() -> None:
+    """Register the hooks of this module and of sampling.py with SGLang."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    sglang_plugins.installed = True
+    for target, hook in {**hooks(), **sampling.hooks()}.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def hooks() -> dict[str, Callable]:

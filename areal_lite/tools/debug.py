@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_lite.config import TrainConfig, save_config
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles

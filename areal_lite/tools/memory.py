@@ -29,7 +29,7 @@ from dataclasses import dataclass, fields, replace
 from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainConfig, TrainerConfig, source_configs
-from areal_lite.cpu.device import KEPT_LOGITS
+from areal_lite.cpu import KEPT_LOGITS
 from areal_lite.megatron.architectures import ARCHITECTURES, head_dim, layout, padded_vocab
 from areal_lite.megatron.logprobs import CHUNK
 from areal_lite.megatron.model import check_layout

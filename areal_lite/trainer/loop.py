@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from areal_lite.config import TrainConfig, load_config
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.optimizer import SkippedSteps
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown

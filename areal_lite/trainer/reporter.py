@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.run_dir.resume import clear_stop_request

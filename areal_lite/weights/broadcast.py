@@ -46,8 +46,7 @@ from areal_lite.sglang_plugins.weight_group import (
 )
 from areal_lite.system.network import address_towards
 from areal_lite.system.processes import start_daemon
-from areal_lite.weights.recipients import PushRecipients
-from areal_lite.weights.transport import Bucket, Pause
+from areal_lite.weights.recipients import Bucket, Pause, PushRecipients
 
 log = logging.getLogger(__name__)
 # How long to wait, after the first failure, for the failures that tell its cause.

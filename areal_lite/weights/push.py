@@ -25,8 +25,8 @@ from areal_lite.config import TrainConfig
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
 from areal_lite.weights.readback import Readback
-from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
-from areal_lite.weights.transport import Bucket, make_transport
+from areal_lite.weights.recipients import Bucket, PauseWindow, PushRecipients, PushReport
+from areal_lite.weights.transport import make_transport
 
 log = logging.getLogger(__name__)
 

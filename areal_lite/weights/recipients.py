@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
@@ -16,6 +18,12 @@ from areal_lite.system.clock import steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""Weights by name, as the model's Hugging Face checkpoint has them."""
+Pause = Callable[..., "PauseWindow"]
+"""(recipients, between_steps=False) -> the pause window of a push."""
+FROM_DISK = "/update_weights_from_disk"
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ memory        where an installed package has it (extensions.py): without GPUs
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -19,15 +19,10 @@ from areal_lite.config import TrainConfig
 from areal_lite.extensions import TRANSPORTS, load
 from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.weights.recipients import PauseWindow, PushRecipients
+from areal_lite.weights.broadcast import Broadcast
+from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipients
 
 log = logging.getLogger(__name__)
-
-Bucket = list[tuple[str, torch.Tensor]]
-"""Weights by name, as the model's Hugging Face checkpoint has them."""
-Pause = Callable[..., PauseWindow]
-"""(recipients, between_steps=False) -> the pause window of a push."""
-FROM_DISK = "/update_weights_from_disk"
 
 
 class Transport(Protocol):
@@ -59,8 +54,6 @@ def choose_transport(config: TrainConfig) -> str:
 
 def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> Transport:
     """Make the transport of a run. `device`: of the trainer's weights."""
-    from areal_lite.weights.broadcast import Broadcast
-
     chosen = choose_transport(config)
     log.info("the servers get weights by %s", chosen)
     match chosen:

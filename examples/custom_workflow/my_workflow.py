@@ -5,8 +5,7 @@ reward itself, a share for each right line, so the model learns from the lines b
 Nothing that comes after a mistake is generated.
 """
 
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
 
 

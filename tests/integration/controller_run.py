@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_lite.config import TrainConfig, save_config
-from areal_lite.controller.client import ControllerClient
-from areal_lite.controller.protocol import PushTargets
+from areal_lite.controller.protocol import ControllerClient, PushTargets
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me

@@ -3,7 +3,7 @@
 import json
 import time
 
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.servers.blocking import post_each
 from areal_lite.servers.client import ServerError
 from areal_lite.servers.registry import announced_servers

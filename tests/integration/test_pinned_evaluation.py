@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.servers.registry import announced_servers
 from tests.integration.controller_run import Run, assert_exact, assert_store_matches, push
 from tests.integration.test_server_faults import until

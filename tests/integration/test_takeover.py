@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.controller.client import ControllerClient
+from areal_lite.controller.protocol import ControllerClient
 from areal_lite.run_dir.resume import TRAINER_RUNS
 from areal_lite.train_batch import TrainBatch
 from tests.integration.controller_run import (

@@ -16,10 +16,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.protocol import (
     Address,
     BeginPush,
+    ControllerClient,
     Envelope,
     Evaluate,
     MessageServer,

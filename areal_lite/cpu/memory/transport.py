@@ -46,8 +46,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import address_towards
 from areal_lite.system.processes import process_namespace
-from areal_lite.weights.recipients import PushRecipients
-from areal_lite.weights.transport import FROM_DISK, Bucket, Pause
+from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipients
 
 log = logging.getLogger(__name__)
 # Within this time a client must show the token, in seconds.

@@ -25,8 +25,7 @@ from areal_lite.rollout.endpoint.messages import (
     answer_message,
     same_messages,
 )
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
 

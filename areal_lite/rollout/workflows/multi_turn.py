@@ -5,8 +5,7 @@ import inspect
 from numbers import Real
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 

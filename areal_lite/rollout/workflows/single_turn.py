@@ -1,7 +1,6 @@
 """One prompt, one answer: the default workflow."""
 
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.trajectory import Trajectory
 
 

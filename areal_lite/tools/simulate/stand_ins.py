@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from areal_lite.data.prompts import Prompt
-from areal_lite.rollout.episode import Episode
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.tools.simulate.workload import Lengths
 from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_lite.controller.curriculum import Curriculum
+from areal_lite.controller.dispatcher import Curriculum
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from areal_lite.controller.curriculum import first_reason, load_filters, zero_variance
+from areal_lite.controller.dispatcher import first_reason, load_filters, zero_variance
 from areal_lite.trajectory import Group, Trajectory
 
 

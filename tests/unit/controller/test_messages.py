@@ -19,11 +19,11 @@ import pytest
 import zmq
 
 from areal_lite.controller import protocol
-from areal_lite.controller.client import ControllerClient
 from areal_lite.controller.protocol import (
     Address,
     BatchReady,
     BeginPush,
+    ControllerClient,
     Evaluate,
     Evaluation,
     Finish,
@@ -454,7 +454,7 @@ def test_a_controller_that_starts_anew_is_refused(killed: ControllerClient, tmp_
 
 
 def test_a_dead_controller_is_noticed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.controller.client._SUCCESSOR_S", 0.0)
+    monkeypatch.setattr("areal_lite.controller.protocol._SUCCESSOR_S", 0.0)
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     content = {

@@ -15,8 +15,9 @@ from areal_lite.megatron.patch_table import (
     IMPORT_FIXES,
     ROUTER_FIXES,
     TORCH_ADAMW_FIXES,
+    adapt,
+    substitutions,
 )
-from areal_lite.megatron.patches import adapt, substitutions
 
 DEVICE = CPU_SUBSTITUTIONS + ONEDNN_SUBSTITUTIONS
 CPU = substitutions(DEVICE, transformer_engine=False, apex=False)

@@ -17,8 +17,7 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout import episode
 from areal_lite.rollout.endpoint.server import AgentEndpoint
-from areal_lite.rollout.episode import load_workflow, started
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import Transcript, load_workflow, started
 from tests.unit.rollout.episodes import played, playing, save_chat_tokenizer
 
 TEXT = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()

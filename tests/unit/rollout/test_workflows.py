@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from areal_lite.config import RolloutConfig
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.episode import WorkflowFailed, grouped, load_workflow, sampled_turns
-from areal_lite.rollout.transcript import Transcript
+from areal_lite.rollout.episode import (
+    Transcript,
+    WorkflowFailed,
+    grouped,
+    load_workflow,
+    sampled_turns,
+)
 from areal_lite.rollout.workflows.calculator import calculator
 from areal_lite.rollout.workflows.multi_turn import MultiTurn, Together
 from areal_lite.rollout.workflows.single_turn import single_turn

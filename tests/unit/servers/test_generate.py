@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from areal_lite.rollout.transcript import _cut_at_stop
+from areal_lite.rollout.episode import _cut_at_stop
 from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
-from areal_lite.servers.gate import RequestGate
+from areal_lite.servers.fleet import RequestGate
 from areal_lite.servers.registry import Router, ServerInfo
 from tests.fake_sglang import EOS, EXPERTS, FakeSGLang, completion, logprob, route
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from areal_lite.config import TrainConfig, source_configs
 from areal_lite.config.data import weight_of
 from areal_lite.controller.buffer import GroupQueue
-from areal_lite.controller.curriculum import Curriculum
+from areal_lite.controller.dispatcher import Curriculum
 from areal_lite.controller.metrics import batch_stats
 from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler, SourceOrder
