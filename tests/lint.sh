@@ -45,6 +45,7 @@ check "import-linter" lint-imports --no-logo
 check "shellcheck" shellcheck --external-sources "${shell_files[@]}"
 check "codespell" codespell "${text_files[@]}"
 check "house rules" python tests/house_rules.py
+[ "${1:-}" = --quick ] || check "budgets" python tests/budgets.py
 if [ "${1:-}" != --quick ]; then
   check "basedpyright" wait "$type_checker"
   cat "$type_errors"
