@@ -37,9 +37,13 @@ class StepSums:
         """Take `steps`, the number of completed steps."""
         starts = records.starts
         no_bound = 2**30
-        self.bounds = sorted({no_bound if records.replays else s.max_staleness for s in starts})
+        self.bounds = sorted(
+            {no_bound if records.replays else s["buffer.max_staleness"] for s in starts}
+        )
         # Whether a token that is overdue can be in a batch, where it is masked.
-        self._may_mask = any(s.overdue == "mask" and s.window is None for s in starts)
+        self._may_mask = any(
+            s["buffer.overdue"] == "mask" and s["buffer.window"] is None for s in starts
+        )
         self._newest_allowed = _versions_of_servers(records.metrics)
         self.trajectories = np.zeros(0, np.int64)
         self.episodes = np.zeros(0)
@@ -154,7 +158,7 @@ def check_metrics(records: Records, sums: StepSums | None) -> Check:
 def _check_versions(check: Check, records: Records) -> None:
     """Check the versions of the servers after each step."""
     rows = records.metrics
-    every = [start.sync_every for start in records.starts]
+    every = [start["sync.every"] for start in records.starts]
     versions = [row["version"] for row in rows if "version" in row]
     check.expect(
         all(a <= b for a, b in zip(versions, versions[1:])), "the version of the servers went back"
@@ -236,7 +240,7 @@ def check_evaluations(records: Records) -> Check:
     ]
     check.none_of(older, "evaluations with answers of older weights")
     config = records.config
-    if config.eval_problems and config.eval_every and len(records.starts) == 1 and versions:
+    if config["eval.problems"] and config["eval.every"] and len(records.starts) == 1 and versions:
         due = _due(records)
         check.none_of(sorted(due - set(versions)), "versions that were due and are missing")
     return check
@@ -244,7 +248,7 @@ def check_evaluations(records: Records) -> Check:
 
 def _due(records: Records) -> set[int]:
     """Return the versions before the newest evaluation that had to be evaluated."""
-    every = records.config.eval_every
+    every = records.config["eval.every"]
     pushed = [row["version"] for row in records.metrics if row.get("version") == row.get("step")]
     newest = max(record["version"] for record in records.evals)
     before = [0, *pushed]

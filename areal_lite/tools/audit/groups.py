@@ -84,7 +84,7 @@ def check_use(groups: Groups, records: Records, store: RunReader) -> Check:
         return _check_draws(groups, records, store)
     steps = groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]
     per_step = np.bincount(steps)
-    sizes = sorted({start.batch_groups for start in records.starts})
+    sizes = sorted({start["trainer.batch_groups"] for start in records.starts})
     check = Check(
         name="batches",
         looked_at=f"{counted(len(per_step), 'step')}: each used {some(sizes)} groups",
@@ -125,7 +125,7 @@ def _check_draws(groups: Groups, records: Records, store: RunReader) -> Check:
     """Check the batches that were drawn from a replay buffer."""
     drawn = store.draw_counts()
     steps = max(drawn, default=-1) + 1
-    sizes = sorted({start.batch_groups for start in records.starts})
+    sizes = sorted({start["trainer.batch_groups"] for start in records.starts})
     episodes = sum(episodes for _, episodes in drawn.values())
     check = Check(
         name="batches", looked_at=f"{steps:,} steps drew {episodes:,} episodes from the buffer"
@@ -177,13 +177,13 @@ def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
     expected = sampler.indices_at(groups.drawn[fresh] - 1)
     check.none_of(
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
-        f"groups whose prompt is not the next one of data.seed={records.config.data_seed}",
+        f"groups whose prompt is not the next one of data.seed={records.config['data.seed']}",
     )
     left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, store))
     check.none_of(
         left_out.tolist(), "prompts that were left out, and neither always nor never solved"
     )
-    if records.config.retire_above is None:
+    if records.config["rollout.retire_above"] is None:
         lost = _lost(groups, fresh, dropped, place, pending)
         check.none_of(prompts[lost].tolist(), "prompts that were put back and forgotten")
     return check
@@ -203,9 +203,9 @@ def _orders(settings: Settings, store: RunReader) -> list[SourceOrder]:
     """Return how the prompts of each source were drawn."""
     sizes = store.totals()
     orders = []
-    for name, own in (settings.data_sources or {"": {}}).items():
-        seed = own.get("seed", settings.data_seed)
-        shuffle = own.get("shuffle", settings.data_shuffle)
+    for name, own in (settings["data.sources"] or {"": {}}).items():
+        seed = own.get("seed", settings["data.seed"])
+        shuffle = own.get("shuffle", settings["data.shuffle"])
         order = SourceOrder(None, seed, shuffle, own.get("weight", 1), name)
         orders.append(replace(order, num_prompts=sizes.get(order.total_name)))
     return orders
@@ -216,8 +216,12 @@ def _asked_less(records: Records, store: RunReader) -> np.ndarray:
 
     Two groups of a retired one were solved. No trajectory of a group of a resting one was.
     """
-    limits = [start.retire_above for start in records.starts if start.retire_above is not None]
-    rests = any(start.rest_unsolved for start in records.starts)
+    limits = [
+        start["rollout.retire_above"]
+        for start in records.starts
+        if start["rollout.retire_above"] is not None
+    ]
+    rests = any(start["rollout.rest_unsolved"] for start in records.starts)
     if not limits and not rests:
         return np.empty(0, np.int64)
     rates: dict[int, list[float]] = {}

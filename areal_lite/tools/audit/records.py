@@ -24,40 +24,14 @@ from areal_lite.system.files import read_json
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of one start, by their names in the configuration."""
+Settings = dict[str, Any]
+"""The settings of one start that the audit needs, by their keys."""
 
-    batch_groups: int
-    max_staleness: int
-    overdue: str
-    window: int | None
-    replay_capacity: int
-    retire_above: float | None
-    rest_unsolved: int
-    sync_every: int
-    eval_problems: int
-    eval_every: int
-    data_seed: int
-    data_shuffle: bool
-    data_sources: dict[str, dict[str, Any]]
-
-
-_KEYS = {
-    "batch_groups": "trainer.batch_groups",
-    "max_staleness": "buffer.max_staleness",
-    "overdue": "buffer.overdue",
-    "window": "buffer.window",
-    "replay_capacity": "buffer.replay.capacity",
-    "retire_above": "rollout.retire_above",
-    "rest_unsolved": "rollout.rest_unsolved",
-    "sync_every": "sync.every",
-    "eval_problems": "eval.problems",
-    "eval_every": "eval.every",
-    "data_seed": "data.seed",
-    "data_shuffle": "data.shuffle",
-    "data_sources": "data.sources",
-}
+_KEYS = ("trainer.batch_groups", "buffer.max_staleness", "buffer.overdue", "buffer.window")
+_KEYS += ("buffer.replay.capacity", "rollout.retire_above", "rollout.rest_unsolved", "sync.every")
+_KEYS += ("eval.problems", "eval.every", "data.seed", "data.shuffle", "data.sources")
+# Ids that a line names, at most.
+_SHOWN = 10
 
 
 def settings_of_starts(run_dir: Path) -> list[Settings]:
@@ -75,7 +49,7 @@ def settings_of_starts(run_dir: Path) -> list[Settings]:
 def _read(path: Path) -> Settings:
     try:
         stored = yaml.load(path.read_bytes(), _Loader)
-        return Settings(**{name: _select(stored, key) for name, key in _KEYS.items()})
+        return {key: _select(stored, key) for key in _KEYS}
     except (OSError, yaml.YAMLError, UnicodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read: {reason}; mend it") from error
@@ -123,7 +97,7 @@ class Records:
     @property
     def replays(self) -> bool:
         """Return whether batches are drawn from a replay buffer."""
-        return bool(self.config.replay_capacity)
+        return bool(self.config["buffer.replay.capacity"])
 
     @property
     def resumes_from(self) -> int:
@@ -154,10 +128,6 @@ def open_records(run_dir: Path) -> Iterator[Records]:
     with closing(RunReader(path)) as reader:
         reader.snapshot()
         yield Records(**files, store=reader)
-
-
-# Ids that a line names, at most.
-_SHOWN = 10
 
 
 @dataclass(kw_only=True)
