@@ -171,9 +171,6 @@ class SimulationConfig:
         minimum=0,
         maximum=5,
     )
-    length_shared: float = setting(
-        0.5, "Share of that variance that the samples of a prompt share.", minimum=0, maximum=1
-    )
     prompt_tokens: int = setting(
         200, "Length of a prompt, in tokens.", minimum=1, maximum=MAX_TOKENS
     )
@@ -208,18 +205,6 @@ class SimulationConfig:
         maximum=MAX_COUNT,
     )
     steps: int = setting(10, "Measured steps.", minimum=1, maximum=MAX_COUNT)
-    grain: int | None = setting(
-        None,
-        "Tokens that a simulated token stands for. null: a 256th of rollout.max_new_tokens.",
-        minimum=1,
-        maximum=MAX_TOKENS,
-    )
-    lost_servers: int = setting(
-        0, "Servers that are lost when the measured steps begin.", minimum=0, maximum=1_000_000
-    )
-    lost_s: float | None = setting(
-        None, "Seconds until they are back. null: they stay away.", minimum=0, maximum=WEEK_S
-    )
     compare: list[str] = setting(
         [],
         "Questions that are answered by more simulations: the number of servers, staleness, the "

@@ -64,9 +64,8 @@ _ADAPTED = {
 class RankMemory:
     """Bytes on one rank.
 
-    activations: of the microbatches in flight.
-    head: the logits of a chunk of tokens, and the logits kept for backward. A GPU keeps logits only
-        where memory is left, so they are not counted there.
+    `activations` are those of the microbatches in flight. `head` is the logits of a chunk of tokens
+    and those kept for backward, which a GPU keeps only where memory is left.
     """
 
     weights: int = 0
@@ -89,11 +88,9 @@ class RankMemory:
 def parameter_sizes(
     hf: PretrainedConfig, vocab_size: int | None = None
 ) -> Iterator[tuple[str, int]]:
-    """Iterate over (Megatron's name, elements) of all parameters, in the order of a push.
+    """Yield (Megatron's name, elements) of all parameters of the model, in the order of a push.
 
-    Layers and experts are counted over the whole model.
-
-    vocab_size: rows of embedding and output layer, if there are more than tokens.
+    `vocab_size` is the rows of embedding and output layer, if there are more than tokens.
     """
     rows = vocab_size or hf.vocab_size
     yield "decoder.final_layernorm.weight", hf.hidden_size
@@ -145,8 +142,7 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
         if name.startswith("decoder.layers."):
             on_stage = int(name.split(".")[2]) // layers_per_chunk % stages == stage
         elif name.startswith("embedding."):
-            # A tied embedding is also the output layer: a last stage other than the first has a
-            # copy.
+            # A tied embedding is also the output layer, of which the last stage has a copy.
             on_stage = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
         else:
             on_stage = stage == stages - 1

@@ -67,26 +67,19 @@ def _select(stored: Any, key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """The contents of a run directory.
-
-    Args:
-        run_dir: the run directory.
-        running: a command or a controller works there.
-        starts: the settings of each start of the run, the newest last.
-        checkpoints: the steps of the complete checkpoints.
-        metrics, evals: the lines of metrics.jsonl and evals.jsonl.
-        totals, summary: controller_totals.json and summary.json; empty without them.
-        store: the store, of which every query sees the same moment; None without one.
-    """
+    """The contents of a run directory."""
 
     run_dir: Path
-    running: bool
-    starts: list[Settings]
-    checkpoints: list[int]
+    running: bool  # a command or a controller works there
+    starts: list[Settings]  # the settings of each start of the run, the newest last
+    checkpoints: list[int]  # the steps of the complete checkpoints
+    # metrics, evals: the lines of metrics.jsonl and evals.jsonl
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
+    # totals, summary: controller_totals.json and summary.json; empty without them
     totals: dict[str, Any]
     summary: dict[str, Any]
+    # the store, of which every query sees the same moment; None without one
     store: RunReader | None
 
     @property
@@ -132,16 +125,11 @@ def open_records(run_dir: Path) -> Iterator[Records]:
 
 @dataclass(kw_only=True)
 class Check:
-    """One line of the audit.
+    """One line of the audit."""
 
-    Args:
-        name: one word.
-        looked_at: what was checked, with its numbers.
-        wrong: one sentence for each thing that is wrong; none if all is well.
-    """
-
-    name: str
-    looked_at: str
+    name: str  # one word
+    looked_at: str  # what was checked, with its numbers
+    # one sentence for each thing that is wrong; none if all is well
     wrong: list[str] = field(default_factory=list)
 
     def expect(self, good: bool, otherwise: str) -> None:

@@ -80,29 +80,19 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The state of running work, as a panel shows it.
+    """The state of running work, as a panel shows it."""
 
-    Args:
-        title: what the work is.
-        unit: the name of a unit of work, such as "step".
-        done: units that are complete.
-        total: units of all the work.
-        eta_s: seconds until all are complete; None if unknown.
-        line: values for a line in a log, by name.
-        sections: by title the numbers, by name.
-        waits: what each part of the run does or waits for.
-        notices: what to look at, the most important first.
-    """
-
-    title: str
-    unit: str
-    done: int
-    total: int
-    eta_s: float | None = None
-    line: Mapping[str, Any] = field(default_factory=dict)
+    title: str  # what the work is
+    unit: str  # the name of a unit of work, such as "step"
+    done: int  # units that are complete
+    total: int  # units of all the work
+    eta_s: float | None = None  # seconds until all are complete; None if unknown
+    line: Mapping[str, Any] = field(default_factory=dict)  # values for a line in a log, by name
+    # the numbers by title and name
     sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # what each part of the run does or waits for
     waits: Mapping[str, str] = field(default_factory=dict)
-    notices: Sequence[Notice] = ()
+    notices: Sequence[Notice] = ()  # what to look at, the most important first
 
 
 @dataclass(frozen=True)
@@ -327,25 +317,17 @@ def progress_line(view: View, elapsed_s: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The records of a run so far.
-
-    Args:
-        config: its settings.
-        steps: the newest lines of metrics.jsonl, at most RECENT_STEPS.
-        rewards: the mean reward of each step.
-        evaluation: the newest line of evals.jsonl.
-        status: that of the controller, which may not run yet, or no longer.
-        since_step_s: seconds since the newest step was read.
-        notices: what to look at.
-    """
+    """The records of a run so far."""
 
     config: TrainConfig
+    # the newest lines of metrics.jsonl, at most RECENT_STEPS
     steps: Sequence[Mapping[str, Any]] = ()
-    rewards: Sequence[float] = ()
-    evaluation: Mapping[str, Any] | None = None
+    rewards: Sequence[float] = ()  # the mean reward of each step
+    evaluation: Mapping[str, Any] | None = None  # the newest line of evals.jsonl
+    # of the controller, which may not run yet, or no longer
     status: ControllerStatus | None = None
-    since_step_s: float = 0.0
-    notices: Sequence[Notice] = ()
+    since_step_s: float = 0.0  # seconds since the newest step was read
+    notices: Sequence[Notice] = ()  # what to look at
 
     @property
     def done(self) -> int:

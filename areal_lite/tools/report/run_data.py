@@ -97,40 +97,29 @@ def _public(node: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The trajectories of a store, in the order of group, sample and trace index: n of them.
+    """The trajectories of a store, in the order of group, sample and trace index: n of them."""
 
-    Args:
-        group, sample, trace: int64 [n], group id, sample index and trace index.
-        reward: float64 [n], NaN without one.
-        truncated: bool [n].
-        prompt, tokens: int64 [n], tokens of the prompt and of everything.
-        oldest, newest: int64 [n], the weight versions of its first and last segment, or -1.
-        started, finished: float64 [n], wall-clock seconds.
-        server: int64 [n], index into `servers`.
-        servers: names, "servers" where the server is unknown.
-        step: int64 [n], the training step that used it, from 0; -1 for none.
-        sampled: int64 [n], sampled tokens.
-        owner: int64 [s], the trajectory of each segment.
-        version, length: int64 [s], weight version and number of tokens of each segment.
-        groups: the table of all groups.
-    """
-
+    # group, sample, trace: int64 [n], group id, sample index and trace index
     group: np.ndarray
     sample: np.ndarray
     trace: np.ndarray
-    reward: np.ndarray
-    truncated: np.ndarray
+    reward: np.ndarray  # float64 [n], NaN without one
+    truncated: np.ndarray  # bool [n]
+    # prompt, tokens: int64 [n], tokens of the prompt and of everything
     prompt: np.ndarray
     tokens: np.ndarray
+    # oldest, newest: int64 [n], the weight versions of its first and last segment, or -1
     oldest: np.ndarray
     newest: np.ndarray
+    # started, finished: float64 [n], wall-clock seconds
     started: np.ndarray
     finished: np.ndarray
-    server: np.ndarray
-    servers: list[str]
-    step: np.ndarray
-    sampled: np.ndarray
-    owner: np.ndarray
+    server: np.ndarray  # int64 [n], index into `servers`
+    servers: list[str]  # names, "servers" where the server is unknown
+    step: np.ndarray  # int64 [n], the training step that used it, from 0; -1 for none
+    sampled: np.ndarray  # int64 [n], sampled tokens
+    owner: np.ndarray  # int64 [s], the trajectory of each segment
+    # version, length: int64 [s], weight version and number of tokens of each segment
     version: np.ndarray
     length: np.ndarray
     groups: Groups

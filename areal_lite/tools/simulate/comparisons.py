@@ -158,15 +158,11 @@ def workload(config: SimulateConfig) -> Workload:
     if simulation.measured_run is not None:
         return measured_workload(Path(simulation.measured_run), warm_up, simulation.steps)
     longest = config.rollout.max_new_tokens
-    loss = None
-    if simulation.lost_servers:
-        loss = Loss(servers=simulation.lost_servers, after_s=0.0, return_s=simulation.lost_s)
     return Workload(
         lengths=LogNormalLengths(
             mean=simulation.length_mean,
             spread=simulation.length_spread,
             longest=longest,
-            shared=simulation.length_shared,
         ),
         server=server_speed(config),
         trainer=trainer_speed(config),
@@ -176,8 +172,7 @@ def workload(config: SimulateConfig) -> Workload:
         reward_s=simulation.reward_s,
         warm_up=warm_up,
         steps=simulation.steps,
-        grain=simulation.grain or max(1, longest // _GRAINS),
-        loss=loss,
+        grain=max(1, longest // _GRAINS),
     )
 
 
@@ -185,8 +180,3 @@ def check_simulation(config: SimulateConfig) -> None:
     """Check what a simulation cannot model. Raises ValueError."""
     if config.buffer.replay.capacity:
         raise ValueError("buffer.replay is not simulated: set buffer.replay.capacity=0")
-    if config.simulate.lost_servers >= config.server.count:
-        raise ValueError(
-            f"simulate.lost_servers={config.simulate.lost_servers} leaves none of server.count="
-            f"{config.server.count}: lose fewer"
-        )

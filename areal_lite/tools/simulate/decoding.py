@@ -36,25 +36,15 @@ from areal_lite.trajectory import InterruptMode
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpeed:
-    """The speed of a server, and the tokens that it holds.
+    """The speed of a server, and the tokens that it holds."""
 
-    Args:
-        step_s: seconds of a decoding step, apart from the terms below.
-        per_sequence_s: seconds that each sequence adds to a step.
-        per_context_s: seconds that each token of context adds to a step.
-        prefill_s: seconds to compute one token of a prompt.
-        request_s: seconds of each request, apart from its tokens: the work of the host.
-        kv_tokens: tokens that the KV cache holds.
-        max_running: sequences that run at a time.
-    """
-
-    step_s: float
-    per_sequence_s: float = 0.0
-    per_context_s: float = 0.0
-    prefill_s: float = 0.0
-    request_s: float = 0.0
-    kv_tokens: float = math.inf
-    max_running: int = 2**31
+    step_s: float  # seconds of a decoding step, apart from the terms below
+    per_sequence_s: float = 0.0  # seconds that each sequence adds to a step
+    per_context_s: float = 0.0  # seconds that each token of context adds to a step
+    prefill_s: float = 0.0  # seconds to compute one token of a prompt
+    request_s: float = 0.0  # seconds of each request, apart from its tokens: the work of the host
+    kv_tokens: float = math.inf  # tokens that the KV cache holds
+    max_running: int = 2**31  # sequences that run at a time
 
     def steps_s(self, steps: float, sequences: int, context: float) -> float:
         """Return the seconds of `steps` steps that begin with `context` tokens of context."""
@@ -81,23 +71,15 @@ _EPSILON = 1e-6
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """One request on a server.
+    """One request on a server."""
 
-    Args:
-        context: tokens that it came with.
-        target: tokens to generate.
-        prefill: tokens of its context to compute, those not cached.
-        done: tokens generated so far, exact when it does not run.
-        spans: (version, number of tokens), in order, as far as `done`.
-        begun_at: the server's count of steps when it began to run.
-    """
-
-    context: int
-    target: int
-    prefill: float
-    done: int = 0
+    context: int  # tokens that it came with
+    target: int  # tokens to generate
+    prefill: float  # tokens of its context to compute, those not cached
+    done: int = 0  # tokens generated so far, exact when it does not run
+    # (version, number of tokens), in order, as far as `done`
     spans: list[tuple[int, int]] = field(default_factory=list)
-    begun_at: float = 0.0
+    begun_at: float = 0.0  # the server's count of steps when it began to run
 
 
 @dataclass(slots=True)

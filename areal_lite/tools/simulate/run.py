@@ -31,25 +31,15 @@ from areal_lite.tools.simulate.workload import Loss, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The measured part of a simulated run.
-
-    Args:
-        config: the settings.
-        records: the measured steps.
-        seconds: their virtual time.
-        usage: what the servers did in that time, summed over servers.
-        groups: the number of groups in each state at the end.
-        counts: of the dispatcher and the fleet, over the whole run.
-        computed_s: real seconds that the simulation took.
-    """
+    """The measured part of a simulated run."""
 
     config: TrainConfig
-    records: list[StepRecord]
-    seconds: float
-    usage: Usage
-    groups: dict[str, int]
-    counts: dict[str, int]
-    computed_s: float
+    records: list[StepRecord]  # the measured steps
+    seconds: float  # their virtual time
+    usage: Usage  # what the servers did in that time, summed over servers
+    groups: dict[str, int]  # the number of groups in each state at the end
+    counts: dict[str, int]  # of the dispatcher and the fleet, over the whole run
+    computed_s: float  # real seconds that the simulation took
 
 
 def simulate(config: TrainConfig, work: Workload) -> Outcome:
@@ -168,47 +158,32 @@ _DRAWN_GROUPS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The results of a simulated run. Shares are of its time, per token or per server.
+    """The results of a simulated run. Shares are of its time, per token or per server."""
 
-    Args:
-        tokens_per_s: sampled tokens that were trained on, in a second.
-        all_tokens_per_s: with their prompts.
-        generated_per_s: tokens that the servers generated in a second.
-        step_s: seconds of a step.
-        train_share, push_share, wait_share: of the trainer's time.
-        decode_share, prefill_share, pause_share, idle_share: of the servers' time.
-        batch: sequences that a server decodes at a time, while it decodes.
-        staleness_mean: in steps, of the tokens that were trained on. staleness_max: the largest.
-        staleness: share of these tokens by staleness, from 0.
-        masked_share: tokens that were too stale to train on.
-        interrupted_share: trajectories with tokens of more than one version.
-        preempted: requests that lost their KV cache because it was full.
-        little_tokens_per_s: the estimate of Little's law for `tokens_per_s`.
-        virtual_s: virtual seconds of the measured steps.
-        computed_s: real seconds of the simulation, warm-up included.
-    """
-
-    tokens_per_s: float
-    all_tokens_per_s: float
-    generated_per_s: float
-    step_s: float
+    tokens_per_s: float  # sampled tokens that were trained on, in a second
+    all_tokens_per_s: float  # with their prompts
+    generated_per_s: float  # tokens that the servers generated in a second
+    step_s: float  # seconds of a step
+    # train_share, push_share, wait_share: of the trainer's time
     train_share: float
     push_share: float
     wait_share: float
+    # decode_share, prefill_share, pause_share, idle_share: of the servers' time
     decode_share: float
     prefill_share: float
     pause_share: float
     idle_share: float
-    batch: float
+    batch: float  # sequences that a server decodes at a time, while it decodes
+    # staleness_mean, staleness_max: in steps, of the tokens that were trained on
     staleness_mean: float
     staleness_max: int
-    staleness: list[float]
-    masked_share: float
-    interrupted_share: float
-    preempted: int
-    little_tokens_per_s: float
-    virtual_s: float
-    computed_s: float
+    staleness: list[float]  # share of these tokens by staleness, from 0
+    masked_share: float  # tokens that were too stale to train on
+    interrupted_share: float  # trajectories with tokens of more than one version
+    preempted: int  # requests that lost their KV cache because it was full
+    little_tokens_per_s: float  # the estimate of Little's law for `tokens_per_s`
+    virtual_s: float  # virtual seconds of the measured steps
+    computed_s: float  # real seconds of the simulation, warm-up included
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for a JSON file, rounded to four digits."""

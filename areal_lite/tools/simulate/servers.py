@@ -22,16 +22,11 @@ from areal_lite.tools.simulate.stand_ins import TOKEN
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """The conversion of simulated tokens to tokens of a server.
+    """The conversion of simulated tokens to tokens of a server."""
 
-    Args:
-        grain: tokens that a simulated token stands for.
-        prompt_tokens: length of a prompt.
-        sharing: requests that share the computation of a prompt: a group's, with a prefix cache.
-    """
-
-    grain: int
-    prompt_tokens: int
+    grain: int  # tokens that a simulated token stands for
+    prompt_tokens: int  # length of a prompt
+    # requests that share the computation of a prompt: a group's, with a prefix cache
     sharing: int = 1
 
     def generation(self, num_ids: int, max_new_tokens: int, begun: int, version: int) -> Generation:

@@ -34,26 +34,18 @@ _PATIENCE_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of a simulated run. Times are virtual seconds.
+    """One step of a simulated run. Times are virtual seconds."""
 
-    Args:
-        step: number of completed steps after it.
-        ended_at: the end of the step, its push included.
-        wait_s, train_s, push_s: its parts.
-        tokens: sampled tokens of the batch. all_tokens: with the prompts.
-        staleness: number of trained tokens by staleness, in steps.
-        info: what the controller says about the batch, in simulated tokens.
-    """
-
-    step: int
-    ended_at: float
+    step: int  # number of completed steps after it
+    ended_at: float  # the end of the step, its push included
+    # wait_s, train_s, push_s: its parts
     wait_s: float
     train_s: float
     push_s: float
-    tokens: int
-    all_tokens: int
-    staleness: np.ndarray
-    info: dict[str, Any]
+    tokens: int  # sampled tokens of the batch
+    all_tokens: int  # with the prompts
+    staleness: np.ndarray  # number of trained tokens by staleness, in steps
+    info: dict[str, Any]  # what the controller says about the batch, in simulated tokens
 
 
 class SimulatedTrainer:

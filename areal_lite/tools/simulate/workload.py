@@ -43,19 +43,12 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LogNormalLengths:
-    """Log-normal lengths that are cut at `longest` and then have the given mean.
+    """Log-normal lengths that are cut at `longest` and then have the given mean."""
 
-    Args:
-        mean: mean length in tokens, after the cut.
-        spread: standard deviation of the logarithm, before the cut.
-        longest: the cut, in tokens.
-        shared: the prompt's share of the variance of the logarithm, 0 to 1.
-    """
-
-    mean: float
-    spread: float
-    longest: int
-    shared: float = 0.5
+    mean: float  # mean length in tokens, after the cut
+    spread: float  # standard deviation of the logarithm, before the cut
+    longest: int  # the cut, in tokens
+    shared: float = 0.5  # the prompt's share of the variance of the logarithm, 0 to 1
 
     def __post_init__(self) -> None:
         if self.mean >= self.longest:
@@ -110,21 +103,13 @@ _PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpeed:
-    """The time of a training step and of a push.
+    """The time of a training step and of a push."""
 
-    Args:
-        fixed_s: seconds of a step, apart from the terms below.
-        per_token_s: seconds for each token of the largest shard.
-        per_square_s: seconds for the square of each sequence's length: attention.
-        prepare_s: seconds of a push before its pause.
-        pause_s: seconds in which the servers are paused.
-    """
-
-    fixed_s: float = 0.0
-    per_token_s: float
-    per_square_s: float = 0.0
-    prepare_s: float = 0.0
-    pause_s: float = 0.0
+    fixed_s: float = 0.0  # seconds of a step, apart from the terms below
+    per_token_s: float  # seconds for each token of the largest shard
+    per_square_s: float = 0.0  # seconds for the square of each sequence's length: attention
+    prepare_s: float = 0.0  # seconds of a push before its pause
+    pause_s: float = 0.0  # seconds in which the servers are paused
 
     def step_s(self, shards: list[np.ndarray]) -> float:
         """Return the seconds of a step; a shard is the lengths of its sequences, in tokens."""
@@ -139,46 +124,30 @@ class TrainerSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Servers that are lost after the warm-up.
+    """Servers that are lost after the warm-up."""
 
-    Args:
-        servers: how many.
-        after_s: seconds after the warm-up.
-        return_s: seconds until they are up again; None: they stay away.
-    """
-
-    servers: int
-    after_s: float
-    return_s: float | None = None
+    servers: int  # how many
+    after_s: float  # seconds after the warm-up
+    return_s: float | None = None  # seconds until they are up again; None: they stay away
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The lengths, speeds and failures of a simulated run.
+    """The lengths, speeds and failures of a simulated run."""
 
-    Args:
-        lengths: draws the lengths of completions, in tokens.
-        server, trainer: how fast they are.
-        prompt_tokens: length of a prompt.
-        share_prompts: whether the requests of a group share the computation of their prompt.
-        uniform_share: share of the groups whose rewards are all equal.
-        reward_s: seconds until a completion has its reward.
-        warm_up: steps before the measured ones. steps: measured steps.
-        grain: tokens that a simulated token stands for.
-        loss: servers that are lost.
-    """
-
-    lengths: Lengths
+    lengths: Lengths  # draws the lengths of completions, in tokens
+    # server, trainer: how fast they are
     server: ServerSpeed
     trainer: TrainerSpeed
-    prompt_tokens: int = 1
+    prompt_tokens: int = 1  # length of a prompt
+    # whether the requests of a group share the computation of their prompt
     share_prompts: bool = True
-    uniform_share: float = 0.0
-    reward_s: float = 0.0
-    warm_up: int = 5
-    steps: int = 20
-    grain: int = 1
-    loss: Loss | None = None
+    uniform_share: float = 0.0  # share of the groups whose rewards are all equal
+    reward_s: float = 0.0  # seconds until a completion has its reward
+    warm_up: int = 5  # steps before the measured ones
+    steps: int = 20  # measured steps
+    grain: int = 1  # tokens that a simulated token stands for
+    loss: Loss | None = None  # servers that are lost
 
 
 @dataclass(frozen=True)
@@ -199,23 +168,15 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
-    """The shape of a decoder.
-
-    Args:
-        parameters: all of them. active: those that a token uses.
-        layers, hidden: as in its config.json.
-        kv_size: heads of keys and values times their size.
-        window: tokens that most layers attend to; None: all.
-        full_layers: share of the layers that attend to all tokens.
-    """
+    """The shape of a decoder."""
 
     parameters: float
-    active: float
+    active: float  # parameters that a token uses
     layers: int
     hidden: int
-    kv_size: int
+    kv_size: int  # heads of keys and values times their size
 
     @property
     def kv_bytes(self) -> int:
@@ -223,20 +184,14 @@ class Shape:
         return 2 * _BYTES * self.layers * self.kv_size
 
 
-def _dense(parameters: float, layers: int, hidden: int, kv_size: int) -> Shape:
-    return Shape(
-        parameters=parameters, active=parameters, layers=layers, hidden=hidden, kv_size=kv_size
-    )
-
-
 # From the config.json of the models. The windows of Olmo 3 are not modelled: at 14,600 tokens its
 # layers hold about 0.45 of what full attention would, and `kv_size` is that share of 4096.
 SHAPES = {
-    "qwen2.5-1.5b": _dense(1.54e9, 28, 1536, 256),
-    "qwen2.5-7b": _dense(7.62e9, 28, 3584, 512),
-    "qwen2.5-14b": _dense(14.77e9, 48, 5120, 1024),
-    "qwen2.5-32b": _dense(32.76e9, 64, 5120, 1024),
-    "olmo3-7b": _dense(7.3e9, 32, 4096, 1843),
+    "qwen2.5-1.5b": Shape(1.54e9, 1.54e9, 28, 1536, 256),
+    "qwen2.5-7b": Shape(7.62e9, 7.62e9, 28, 3584, 512),
+    "qwen2.5-14b": Shape(14.77e9, 14.77e9, 48, 5120, 1024),
+    "qwen2.5-32b": Shape(32.76e9, 32.76e9, 64, 5120, 1024),
+    "olmo3-7b": Shape(7.3e9, 7.3e9, 32, 4096, 1843),
 }
 
 

@@ -94,7 +94,6 @@ def test_the_conclusion_about_gpus_says_where_it_ends(config) -> None:
     "override, reason",
     [
         ("trainer.data_parallel=3", "cannot be dealt equally to trainer.data_parallel=3"),
-        ("simulate.lost_servers=6", "leaves none of server.count=6"),
         ("simulate.length_mean=2000", "must be below rollout.max_new_tokens=1024"),
         ("simulate.measured_run=/nowhere", "config.yaml cannot be read"),
     ],
