@@ -1,13 +1,12 @@
 """Advantages of trajectories (grpo, rloo) and of tokens (reinforce_plus_plus, gae).
 
 A group is the set of trajectories that carry one id, in any order and however many survived.
-Rewards are shaped first (targets.py). Statistics of the whole batch are `Moments`; the caller
-passes the function that sums over ranks.
+Rewards are shaped first (targets.py).
 
 An episode counts once in means and deviations, however many trajectories (traces) it has: each has
 an equal share of it as its weight. A trace with a reward of its own is compared with the same mean.
 
-Symbols: n trajectories, t tokens. The tokens of a trajectory stand side by side, in order.
+n trajectories have t tokens. The tokens of a trajectory stand side by side, in order.
 """
 
 from collections.abc import Callable
@@ -21,10 +20,7 @@ from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and sample deviation (n - 1) over the whole batch; all 0 without values.
-
-    With weights, the count is their sum.
-    """
+    """Count (or sum of weights), mean and sample deviation (n - 1) of a batch; 0 without values."""
 
     count: float
     mean: float
@@ -32,10 +28,7 @@ class Moments:
 
 
 def shares(values: Tensor, episode_ids: Tensor) -> Tensor:
-    """Compute 1 / (number of traces) of each trajectory's episode, in the dtype of `values`: [n].
-
-    episode_ids: int64 [n], from 0
-    """
+    """Compute 1 / (number of traces) of each trajectory's episode, in the dtype of `values`."""
     return 1 / torch.bincount(episode_ids)[episode_ids].to(values.dtype)
 
 
@@ -48,10 +41,8 @@ def moments(
 ) -> Moments:
     """Compute the moments of the unmasked values of all ranks, in float64. Every rank calls it.
 
-    `reduce` sums a tensor over ranks. The variance takes a second pass, because the difference of
-    two large sums would lose a small variance.
-
-    weights: float, of each value; 1 by default
+    The variance takes a second pass, because the difference of two large sums would lose a small
+    one. `reduce` sums a tensor over ranks. weights: float, of each value; 1 by default.
     """
     values = values.double()
     weights = torch.ones_like(values) if weights is None else weights.double()
@@ -85,25 +76,23 @@ def grpo(
     batch_std: Moments | None = None,
     squared_norms: Tensor | None = None,
 ) -> Tensor:
-    """Compute group-relative advantages from rewards float [n]: float [n].
+    """Compute advantages relative to groups, from rewards float [n] and ids int [n]: float [n].
 
-    GRPO: (r_i - mean_g) / (std_g + eps) (arXiv 2402.03300, section 4.1.2).
-    Dr. GRPO, without `divide_by_std`: r_i - mean_g (arXiv 2503.20783, section 3.2).
-    The deviation is the sample's (n - 1). A group of one, or of equal rewards, has advantage 0.
+    GRPO: (r_i - mean_g) / (std_g + eps) (arXiv 2402.03300, section 4.1.2). Dr. GRPO, without
+    `divide_by_std`: r_i - mean_g (arXiv 2503.20783, section 3.2). The deviation is the sample's
+    (n - 1). A group of one, or of equal rewards, has advantage 0.
 
     Args:
-        group_ids: int [n]
         episode_ids: int64 [n], from 0, shared by traces; by default each is an episode of its own
         leave_one_out: take the mean of the other episodes as baseline
         batch_mean: `moments` of the batch, for its mean; a group of equal rewards then has a signal
         batch_std: the same, for its deviation (with the group's mean in arXiv 2508.08221)
-        squared_norms: float [n], to take the baseline of `optimal_baseline` instead of the mean
+        squared_norms: float [n], to take the baseline of `optimal_baseline`
     """
     _, group = torch.unique(group_ids, return_inverse=True)
     weights = torch.ones_like(rewards) if episode_ids is None else shares(rewards, episode_ids)
     count = rewards.new_zeros(count_ids(group)).index_add(0, group, weights)
-    centred = _centred(rewards, weights, group, count)
-    advantages = centred
+    advantages = centred = _centred(rewards, weights, group, count)
     size = count[group]
     if batch_mean is not None:
         advantages = rewards - batch_mean.mean
@@ -117,7 +106,9 @@ def grpo(
         return advantages
     if batch_std is not None:
         return advantages / (batch_std.std + eps) if batch_std.std else torch.zeros_like(advantages)
-    return advantages / (_deviation(centred, weights, group, count)[group] + eps)
+    squares = torch.zeros_like(count).index_add_(0, group, weights * centred**2)
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+    return advantages / (deviation[group] + eps)
 
 
 def episode_mean(values: Tensor, episode_ids: Tensor | None) -> Tensor:
@@ -127,22 +118,12 @@ def episode_mean(values: Tensor, episode_ids: Tensor | None) -> Tensor:
     return group_mean(values, torch.ones_like(values, dtype=torch.bool), episode_ids)
 
 
-def _deviation(centred: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> Tensor:
-    """Compute the sample deviation of each group, float [groups], from centred rewards [n]."""
-    squares = torch.zeros_like(count).index_add_(0, group, weights * centred**2)
-    return (squares / (count - 1).clamp(min=1)).sqrt()
-
-
 def _centred(rewards: Tensor, weights: Tensor, group: Tensor, count: Tensor) -> Tensor:
     """Subtract the mean of each group, exactly 0 where a group's rewards are equal: float [n].
 
     Equal rewards can differ from their rounded mean by an ulp. Division by a tiny deviation would
-    turn that into a signal.
-
-    Args:
-        weights: float [n], the share of each trajectory in its episode
-        group: int64 [n], from 0
-        count: float [groups], the episodes of each group
+    turn that into a signal. weights: float [n], the share of each trajectory in its episode;
+    group: int64 [n], from 0; count: float [groups], the episodes of each group.
     """
     zeros = torch.zeros_like(count)
     mean = zeros.index_add(0, group, weights * rewards) / count
@@ -158,10 +139,8 @@ def optimal_baseline(rewards: Tensor, group_ids: Tensor, squared_norms: Tensor) 
     gradients of its tokens' log-probs were orthogonal and equally long, q_i would be proportional
     to the sum of w_t^2 over its tokens: its length without weights (OPO, arXiv 2505.23585), or
     w_i^2 times its length with one weight per sequence (OPOB of VCPO, arXiv 2602.17616, which
-    measures norms).
-
-    rewards float [n]; group_ids int [n]; squared_norms float [n] >= 0: q up to a factor. The
-    baseline is 0 in a group whose q are all 0.
+    measures norms). squared_norms: float [n] >= 0, q up to a factor; the baseline is 0 where all
+    are 0.
     """
     _, group = torch.unique(group_ids, return_inverse=True)
     sums = rewards.new_zeros(2, count_ids(group))
@@ -214,22 +193,14 @@ def gae(
     A_t = delta_t + gamma lam A_{t+1}, delta_t = r_t + gamma V_{t+1} - V_t, returns = A + V
     (arXiv 1506.02438; as in PPO, arXiv 1707.06347, eq. 11 and 12). Here t + 1 is the next
     *unmasked* token of the sequence: tokens that the policy did not sample take no time, and their
-    rewards and values are ignored. Results are 0 where masked.
-
-    Args:
-        rewards: float [t]
-        values: float [t]
-        bootstrap: float [n] by sequence id, V after the last token of sequences that were cut off;
-            0 by default
+    rewards and values are ignored. Results are 0 where masked. bootstrap: float [n] by sequence id,
+    V after the last token of sequences that were cut off; 0 by default.
     """
     ids, kept_values = sequence_ids[mask], values[mask]
     ends = torch.ones_like(ids, dtype=torch.bool)
     ends[:-1] = ids[1:] != ids[:-1]
-    following = torch.where(
-        ends,
-        torch.zeros_like(kept_values) if bootstrap is None else bootstrap[ids],
-        kept_values.roll(-1),
-    )
+    after = torch.zeros_like(kept_values) if bootstrap is None else bootstrap[ids]
+    following = torch.where(ends, after, kept_values.roll(-1))
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     advantages[mask] = discounted_sum(
         rewards[mask] + gamma * following - kept_values, ids, gamma * lam

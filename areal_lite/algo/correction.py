@@ -78,8 +78,7 @@ def behavior_weight(
     reject at one level and weigh at another, call twice and pass on the first mask.
 
     Args:
-        prox: float [t], log-probs under the weights just before the step
-        behavior: float [t], log-probs under the weights that sampled the tokens
+        prox, behavior: float [t], lp_prox and lp_behav of the module
         mask: bool [t]
         mode, cap, low, level, veto: see the module; veto is (lowest, highest) weight of a token
         sequence_ids: int [t]; needed for levels of sequences and for a veto
@@ -112,12 +111,8 @@ def sample_sums(
     """Sum what the effective sample size of tokens or sequences needs, as `level` weighs them.
 
     Returns `samples` and the sums of their unbounded weights and squared weights, float64 scalars
-    that add up over microbatches and ranks; see `algo.metrics.effective_sample_size`.
-
-    Args:
-        prox, behavior: float [t], as for `behavior_weight`
-        mask: bool [t], without tokens that have no finite behavior log-prob
-        sequence_ids: int [t]
+    that add up over microbatches and ranks; see `algo.metrics.effective_sample_size`. `mask` leaves
+    out tokens without a finite behavior log-prob.
     """
     log_weight = torch.where(mask, prox - behavior, torch.zeros_like(prox)).double()
     present = mask
@@ -143,10 +138,9 @@ def _by_sequence(
 
 
 def _check(mode: str, cap: float, low: float | None, level: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"algo.correction.mode={mode}: use one of {', '.join(MODES)}")
-    if level not in LEVELS:
-        raise ValueError(f"algo.correction.level={level}: use one of {', '.join(LEVELS)}")
+    for name, value, known in (("mode", mode, MODES), ("level", level, LEVELS)):
+        if value not in known:
+            raise ValueError(f"algo.correction.{name}={value}: use one of {', '.join(known)}")
     if not (0 <= (low or 0) <= cap and cap > 0):
         raise ValueError(
             f"algo.correction.low={low} and algo.correction.cap={cap}:"
@@ -162,10 +156,8 @@ def loglinear_prox(behavior: Tensor, theta: Tensor, versions: Tensor, *, version
     start of the step and v_theta = v_prox + 1. A token sampled from the newest weights has alpha 0:
     its behavior policy is the proximal one.
 
-    Args:
-        behavior: float [t], log-probs under the weights that sampled the tokens
-        theta: float [t], log-probs under the weights being trained
-        versions: int [t], the tokens' versions
+    behavior, theta: float [t], log-probs under the weights that sampled the tokens, and under the
+    weights being trained; versions: int [t], the tokens' versions.
     """
     age = (version - versions).clamp(min=0).to(theta.dtype)
     return (behavior + age / (age + 1) * (theta - behavior)).detach()

@@ -1,4 +1,4 @@
-"""Terms next to the policy loss: divergence from a reference policy, and entropy.
+"""Terms beside the policy loss: divergence from a reference policy, and entropy.
 
 With d = lp_theta - lp_ref at tokens that were sampled from the policy, these estimate
 KL(theta || ref) (Schulman, "Approximating KL divergence", 2020):
@@ -18,10 +18,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: str) -> Tensor:
-    """Estimate the divergence at each token: float [t], 0 where masked.
-
-    Raises ValueError for an unknown estimator.
-    """
+    """Estimate the divergence at each token: float [t], 0 where masked."""
     if estimator not in ESTIMATORS:
         raise ValueError(f"algo.kl.estimator={estimator}: use one of {', '.join(ESTIMATORS)}")
     difference = torch.where(mask, logprobs - reference.detach(), torch.zeros_like(logprobs))
@@ -41,13 +38,8 @@ def kl_loss(
 ) -> Tensor:
     """Compute sum_t weight_t k_t, to be added to the policy loss times a coefficient.
 
-    Args:
-        logprobs: float [t], with gradient
-        reference: float [t], log-probs under the reference policy
-        mask: bool [t]
-        weights: float [t], from `reduction_weights`
-        importance: float [t], w of correction.py, for tokens that another policy sampled;
-            taken as a constant
+    weights: float [t], from `reduction_weights`; importance: float [t], w of correction.py, for
+    tokens that another policy sampled, taken as a constant.
     """
     value = weights * kl_estimate(logprobs, reference, mask, estimator=estimator)
     return (value if importance is None else importance.detach() * value).sum()

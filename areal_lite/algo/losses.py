@@ -13,12 +13,10 @@ ranks and microbatches:
 * Every loss has two forms. Decoupled: the ratio is to the proximal policy, and w corrects for the
   behavior policy. Naive (`decoupled=False`): the ratio is to the behavior policy, and w = 1.
 * Other means than that over tokens are weights (sequences.py).
-
-The KL and entropy terms are in kl.py. Trajectory Balance, which has neither ratio nor advantage, is
-in trajectory_balance.py. The last function is the critic's loss.
+* `value_loss` is the critic's. kl.py has the KL and entropy terms.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,30 +33,22 @@ SEQUENCE_CAP = Correction(level="geometric")
 
 @dataclass
 class LossInputs:
-    """The t flat tokens of a microbatch. Only `logprobs` carries a gradient.
+    """The t flat tokens of a microbatch. Only `logprobs` carries a gradient."""
 
-    logprobs: float [t], under the weights being trained
-    prox: float [t], under the weights just before the step
-    behavior: float [t], under the weights that sampled the token; a token whose value is not finite
-        leaves loss and metrics
-    advantages: float [t]
-    mask: bool [t]
-    sequence_ids: int [t], for losses and corrections of sequences, which must then be whole here
-    weights: float [t], from `reduction_weights`, used with denominator 1; default: all 1
-    accepted: bool [t], from algo/rejection.py: other tokens have no share in the loss; default: all
-    group_log_q: float [t], from `group_log_q`, for `gepo_loss`
-    corrected: `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
-    """
-
-    logprobs: Tensor
-    prox: Tensor
+    logprobs: Tensor  # float [t], under the weights being trained
+    prox: Tensor  # float [t], under the weights just before the step
+    # float [t], under the weights that sampled the token; a token whose value is not finite leaves
+    # loss and metrics
     behavior: Tensor
-    advantages: Tensor
-    mask: Tensor
+    advantages: Tensor  # float [t]
+    mask: Tensor  # bool [t]
+    # int [t], for losses and corrections of sequences, which must then be whole here
     sequence_ids: Tensor | None = None
+    # float [t], from `reduction_weights`, used with denominator 1; default: all 1
     weights: Tensor | None = None
-    accepted: Tensor | None = None
-    group_log_q: Tensor | None = None
+    accepted: Tensor | None = None  # bool [t], from rejection.py: others have no share in the loss
+    group_log_q: Tensor | None = None  # float [t], from `group_log_q`, for `gepo_loss`
+    # `behavior_weight(prox, behavior, mask, ...)`, if the caller has computed it
     corrected: tuple[Tensor, Tensor] | None = None
 
 
@@ -72,21 +62,13 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Corrected:
+class _Corrected(NamedTuple):
     """Usable tokens, their log-ratio (0 where masked), w, and the tokens that w leaves in."""
 
     mask: Tensor
     log_ratio: Tensor
     weight: Tensor
     kept: Tensor
-
-
-@dataclass(frozen=True)
-class _Clip:
-    eps_low: float
-    eps_high: float
-    dual_clip: float | None = None
 
 
 def ppo_loss(
@@ -110,14 +92,14 @@ def ppo_loss(
         eps_low, eps_high: clip range, asymmetric as in DAPO (arXiv 2503.14476, eq. 10)
         dual_clip: c > 1 (arXiv 1912.09729, eq. 5)
         correction: a `Correction`, or a mode at token level that `correction_cap` bounds
-
-    Raises ValueError for an unknown correction.
     """
     if isinstance(correction, str):
         correction = Correction(correction, correction_cap)
     tokens = _correct(inputs, decoupled, correction)
-    clip = _Clip(eps_low, eps_high, dual_clip)
-    return _clipped(inputs, tokens, tokens.log_ratio.exp(), clip, denominator)
+    ratio = tokens.log_ratio.exp()
+    clip = {"eps_low": eps_low, "eps_high": eps_high, "dual_clip": dual_clip}
+    losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
+    return _output(inputs, tokens, losses, denominator, ratio, clip)
 
 
 def clipped(
@@ -161,7 +143,9 @@ def gspo_loss(
         raise ValueError("gspo_loss needs sequence_ids")
     mean = sequence_mean(tokens.log_ratio, tokens.mask, inputs.sequence_ids)
     ratio = mean[inputs.sequence_ids].exp()
-    return _clipped(inputs, tokens, ratio, _Clip(eps_low, eps_high), denominator)
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
+    return _output(inputs, tokens, losses, denominator, ratio, clip)
 
 
 @torch.no_grad()
@@ -171,11 +155,8 @@ def group_log_q(behavior: Tensor, mask: Tensor, sequence_ids: Tensor, group_ids:
     q_i is the geometric mean of the behavior probabilities of sequence i's tokens, and
     E_q[q] = sum_i q_i^2 / sum_i q_i over the group (GEPO, arXiv 2508.17850).
 
-    Args:
-        behavior: float [t], of whole groups
-        mask: bool [t], without tokens that have no finite behavior log-prob
-        sequence_ids: int [t]
-        group_ids: int [n]
+    behavior: float [t], of whole groups; mask: bool [t], without tokens that have no finite
+    behavior log-prob; group_ids: int [n].
     """
     num = len(group_ids)
     length = sequence_length(mask, sequence_ids, num=num)
@@ -202,7 +183,9 @@ def gepo_loss(
         raise ValueError("gepo_loss needs sequence_ids and group_log_q")
     mean = sequence_mean(inputs.logprobs, tokens.mask, inputs.sequence_ids)
     ratio = (mean[inputs.sequence_ids] - inputs.group_log_q).exp()
-    return _clipped(inputs, tokens, ratio, _Clip(eps_low, eps_high), denominator)
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
+    return _output(inputs, tokens, losses, denominator, ratio, clip)
 
 
 def cispo_loss(
@@ -221,10 +204,10 @@ def cispo_loss(
     """
     tokens = _correct(inputs, decoupled, correction)
     ratio = tokens.log_ratio.detach().exp()
-    clipped = tokens.weight * ratio.clamp(1 - eps_low, 1 + eps_high)
-    token_loss = -clipped * inputs.advantages * inputs.logprobs
-    metrics = _ratio_metrics(inputs, tokens, ratio, _Clip(eps_low, eps_high))
-    return _output(inputs, token_loss, tokens.mask, tokens.kept, denominator, metrics)
+    bounded = tokens.weight * ratio.clamp(1 - eps_low, 1 + eps_high)
+    losses = -bounded * inputs.advantages * inputs.logprobs
+    clip = {"eps_low": eps_low, "eps_high": eps_high}
+    return _output(inputs, tokens, losses, denominator, ratio, clip)
 
 
 def reinforce_loss(
@@ -236,22 +219,10 @@ def reinforce_loss(
     example w = min(exp(lp_theta - lp_behav), cap) (PipelineRL, arXiv 2509.19128, eq. 5, with a cap
     of 5). The proximal policy appears only in metrics.
     """
-    mask = finite_mask(inputs.mask, inputs.behavior)
-    weight, kept = behavior_weight(
-        inputs.logprobs.detach(),
-        inputs.behavior,
-        _accepted(inputs, mask),
-        sequence_ids=inputs.sequence_ids,
-        **vars(correction),
-    )
-    return _output(
-        inputs,
-        -weight * inputs.advantages * inputs.logprobs,
-        mask,
-        kept,
-        denominator,
-        {"behavior_weight": weight.sum()},
-    )
+    current = replace(inputs, prox=inputs.logprobs.detach(), corrected=None)
+    tokens = _correct(current, True, correction)
+    losses = -tokens.weight * inputs.advantages * inputs.logprobs
+    return _output(inputs, tokens, losses, denominator)
 
 
 def value_loss(
@@ -266,29 +237,26 @@ def value_loss(
     """Compute the critic's loss, sum_t max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2N.
 
     The clip bounds how far a value moves in a step, like the ratio of a policy (the clipped value
-    loss of the reference implementation of PPO, arXiv 1707.06347). Metrics are sums over unmasked
-    tokens.
+    loss of the reference implementation of PPO, arXiv 1707.06347).
 
     Args:
-        values: float [t], V, with gradient
-        old_values: float [t], V_old, before the step
+        values, old_values: float [t], V with gradient, and V_old before the step
         returns: float [t], R, from `gae` of advantages.py
-        mask: bool [t]
         clip: c; None for no bound
         denominator: N, the unmasked tokens of the update over all ranks
     """
     zeros = torch.zeros_like(values)
     error = (values - returns) ** 2
-    clipped = torch.zeros_like(mask)
+    stopped = torch.zeros_like(mask)
     if clip is not None:
         move = values - old_values
         bounded = (old_values + move.clamp(-clip, clip) - returns) ** 2
-        clipped = mask & (move.abs() > clip) & (bounded > error)
+        stopped = mask & (move.abs() > clip) & (bounded > error)
         error = torch.maximum(error, bounded)
     loss = torch.where(mask, error, zeros).sum() / (2 * denominator)
     metrics = {
         "value": torch.where(mask, values, zeros).sum(),
-        "value_clip_fraction": clipped.sum(),
+        "value_clip_fraction": stopped.sum(),
         "value_error": torch.where(mask, (values - returns) ** 2, zeros).sum(),
         "return": torch.where(mask, returns, zeros).sum(),
         "return_square": torch.where(mask, returns**2, zeros).sum(),
@@ -297,13 +265,9 @@ def value_loss(
     return LossOutput(loss, {name: value.detach().float() for name, value in metrics.items()})
 
 
-def _accepted(inputs: LossInputs, mask: Tensor) -> Tensor:
-    return mask if inputs.accepted is None else mask & inputs.accepted
-
-
 def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Corrected:
     mask = finite_mask(inputs.mask, inputs.behavior)
-    accepted = _accepted(inputs, mask)
+    accepted = mask if inputs.accepted is None else mask & inputs.accepted
     if decoupled:
         anchor = inputs.prox
         weight, kept = inputs.corrected or behavior_weight(
@@ -312,50 +276,27 @@ def _correct(inputs: LossInputs, decoupled: bool, correction: Correction) -> _Co
     else:
         anchor, weight, kept = inputs.behavior, accepted.to(inputs.logprobs.dtype), accepted
     log_ratio = torch.where(mask, inputs.logprobs - anchor.detach(), torch.zeros_like(anchor))
-    return _Corrected(mask=mask, log_ratio=log_ratio, weight=weight, kept=kept)
-
-
-def _clipped(
-    inputs: LossInputs, tokens: _Corrected, ratio: Tensor, clip: _Clip, denominator: float
-) -> LossOutput:
-    token_loss = clipped(
-        ratio,
-        inputs.advantages,
-        eps_low=clip.eps_low,
-        eps_high=clip.eps_high,
-        dual_clip=clip.dual_clip,
-    )
-    metrics = _ratio_metrics(inputs, tokens, ratio, clip)
-    return _output(
-        inputs, tokens.weight * token_loss, tokens.mask, tokens.kept, denominator, metrics
-    )
-
-
-@torch.no_grad()
-def _ratio_metrics(
-    inputs: LossInputs, tokens: _Corrected, ratio: Tensor, clip: _Clip
-) -> dict[str, Tensor]:
-    return {
-        **clip_counts(ratio, inputs.advantages, tokens.kept, **vars(clip)),
-        **ratio_sums(ratio, tokens.mask),
-        "behavior_weight": tokens.weight.sum(),
-    }
+    return _Corrected(mask, log_ratio, weight, kept)
 
 
 def _output(
     inputs: LossInputs,
-    token_loss: Tensor,
-    mask: Tensor,
-    kept: Tensor,
+    tokens: _Corrected,
+    losses: Tensor,
     denominator: float,
-    metrics: dict,
+    ratio: Tensor | None = None,
+    clip: dict | None = None,
 ) -> LossOutput:
+    """Weigh and add up the losses of the tokens that are kept; ratio, clip: for metrics."""
     if inputs.weights is not None:
-        token_loss = inputs.weights * token_loss
-    loss = torch.where(kept, token_loss, torch.zeros_like(token_loss)).sum() / denominator
-    metrics = {
-        **metrics,
-        "rejected": (mask & ~kept).sum(),
-        **mismatch(inputs.prox, inputs.behavior, mask),
+        losses = inputs.weights * losses
+    loss = torch.where(tokens.kept, losses, torch.zeros_like(losses)).sum() / denominator
+    metrics = mismatch(inputs.prox, inputs.behavior, tokens.mask)
+    metrics |= {
+        "behavior_weight": tokens.weight.sum(),
+        "rejected": (tokens.mask & ~tokens.kept).sum(),
     }
+    if ratio is not None:
+        metrics |= ratio_sums(ratio, tokens.mask)
+        metrics |= clip_counts(ratio.detach(), inputs.advantages, tokens.kept, **(clip or {}))
     return LossOutput(loss, {name: value.float() for name, value in metrics.items()})

@@ -1,7 +1,6 @@
 """Diagnostics: detached sums over unmasked tokens, which add up over microbatches and ranks.
 
-Divide a sum by the number of tokens for a mean. A name that ends in `_max` is a maximum; combine
-maxima by taking the maximum.
+Divide a sum by the number of tokens for a mean. A name that ends in `_max` is a maximum.
 """
 
 import torch
@@ -23,23 +22,16 @@ def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
         "behave_abs": difference.abs().sum(),
         "weight_sum": weight.sum(),
         "weight_square_sum": (weight**2).sum(),
-        "weight_max": _largest(weight),
+        "weight_max": weight.max() if len(weight) else weight.new_zeros(()),
     }
 
 
 def combined(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, Tensor]:
     """Combine the metrics of two sets of tokens, which have the same names."""
-
-    def both(name: str) -> Tensor:
-        if name.endswith("_max"):
-            return torch.maximum(one[name], two[name])
-        return one[name] + two[name]
-
-    return {name: both(name) for name in one}
-
-
-def _largest(values: Tensor) -> Tensor:
-    return values.max() if len(values) else values.new_zeros(())
+    return {
+        name: torch.maximum(x, two[name]) if name.endswith("_max") else x + two[name]
+        for name, x in one.items()
+    }
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -57,7 +49,7 @@ def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     used = torch.where(mask, ratio, torch.zeros_like(ratio))
     return {
         "ratio": used.sum(),
-        "ratio_max": _largest(used),
+        "ratio_max": used.max() if len(used) else used.new_zeros(()),
         "ratio_chi2": ((ratio - 1) ** 2).sum(),
     }
 
@@ -77,19 +69,11 @@ def clip_counts(
     """
     above = (mask & (advantages > 0) & (ratio > 1 + eps_high)).sum()
     below = (mask & (advantages < 0) & (ratio < 1 - eps_low)).sum()
-    counts = {
-        "clip_fraction": above + below,
-        "clip_fraction_high": above,
-        "clip_fraction_low": below,
-    }
+    counts = {"clip_fraction": above + below}
+    counts |= {"clip_fraction_high": above, "clip_fraction_low": below}
     if dual_clip is not None:
         counts["clip_fraction_dual"] = (mask & (advantages < 0) & (ratio > dual_clip)).sum()
     return counts
-
-
-def entropy_sum(entropy: Tensor, mask: Tensor) -> Tensor:
-    """Sum the policy's entropy at unmasked tokens, in nats."""
-    return torch.where(mask, entropy, torch.zeros_like(entropy)).detach().sum()
 
 
 def by_staleness(
@@ -97,15 +81,10 @@ def by_staleness(
 ) -> tuple[Tensor, Tensor]:
     """Sum `values` and count tokens by staleness: (float [oldest + 1], int64 [oldest + 1]).
 
-    Entry i is about staleness i = version - v; older tokens count at `oldest`.
-
-    Args:
-        values: float [t]
-        versions: int [t], any value where masked
-        version: the trainer's at the start of the step
+    Entry i is about staleness i = version - v, where `version` is the trainer's at the start of the
+    step. Older tokens count at `oldest`.
     """
     age = (version - versions[mask]).clamp(0, oldest).long()
     values = values[mask].detach()
-    return values.new_zeros(oldest + 1).index_add_(0, age, values), torch.bincount(
-        age, minlength=oldest + 1
-    )
+    sums = values.new_zeros(oldest + 1).index_add_(0, age, values)
+    return sums, torch.bincount(age, minlength=oldest + 1)

@@ -21,28 +21,28 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from areal_lite.algo.kl import kl_estimate
 from areal_lite.algo.losses import LossOutput
-from areal_lite.algo.metrics import by_staleness, entropy_sum
+from areal_lite.algo.metrics import by_staleness
 from areal_lite.algo.sequences import reduction_count, sequence_length
 
-# Sums a tensor over the data-parallel ranks. Every rank calls it.
-Reduce = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from areal_lite.config.algo import AlgoConfig
+
+Reduce = Callable[[Tensor], Tensor]  # sums over the data-parallel ranks; every rank calls it
+Logprobs = Callable[[], Tensor]
 
 # The tokens of a forward pass before the first update, which fills `prox` and `entropy`: all of
 # them; the ones that the first update does not run on, since it fills in its own; or none. In that
 # case `loss` fills `prox`, and `entropy` stays 0.
 ProxPass = Literal["all", "rest", "none"]
 
-_PER_TOKEN = {
-    *("sampled", "mask", "behavior", "versions", "sequence_ids", "prox", "entropy"),
-    *("reference", "values", "advantages", "returns"),
-}
+_NOT_PER_TOKEN = {"version", "rewards", "group_ids", "episode_ids", "truncated"}
 
 
 @dataclass(kw_only=True)
@@ -53,39 +53,26 @@ class FlatBatch:
     uses them. `prox_pass` of the objective says when `prox` and `entropy` are filled in.
     """
 
-    version: int
-    """The trainer's version at the start of the step."""
-    sampled: Tensor
-    """bool [T]: the policy sampled this token."""
-    mask: Tensor
-    """bool [T]: the token counts in the loss; a subset of `sampled`."""
-    behavior: Tensor
-    """float32 [T]: log-probs under the weights that sampled the token."""
-    versions: Tensor
-    """int [T]: the version of those weights; -1 where the token was not sampled."""
-    sequence_ids: Tensor
-    """int64 [T]: the index of the token's sequence."""
-    prox: Tensor
-    """float32 [T]: log-probs under the weights before the step."""
-    entropy: Tensor
-    """float32 [T]: entropies under the weights before the step."""
-    reference: Tensor = field(init=False)
-    """float32 [T]: log-probs under the reference policy."""
+    version: int  # the trainer's, at the start of the step
+    # Of tokens, [T]:
+    sampled: Tensor  # bool: the policy sampled this token
+    mask: Tensor  # bool: it counts in the loss; a subset of `sampled`
+    behavior: Tensor  # float32: log-probs under the weights that sampled it
+    versions: Tensor  # int: the version of those weights; -1 where it was not sampled
+    sequence_ids: Tensor  # int64: the index of its sequence
+    prox: Tensor  # float32: log-probs under the weights before the step
+    entropy: Tensor  # float32: entropies under the weights before the step
+    reference: Tensor = field(init=False)  # float32: log-probs under the reference policy
+    # float32: the critic's values before the step, of the state before each token. The entry of a
+    # sequence's first token is the value of the state after its last token.
     values: Tensor = field(init=False)
-    """float32 [T]: the critic's values before the step, of the state before each token. The entry
-    of a sequence's first token is the value of the state after its last token."""
-    advantages: Tensor = field(init=False)
-    """float32 [T]."""
-    returns: Tensor = field(init=False)
-    """float32 [T]: the targets of the critic."""
-    rewards: Tensor
-    """float32 [n]."""
-    group_ids: Tensor
-    """int64 [n]: sequences of one prompt share an id."""
-    episode_ids: Tensor
-    """int64 [n]: the index, from 0, of the sequence's episode, of which it is a trace."""
-    truncated: Tensor
-    """bool [n]: the sequence ended at the token limit."""
+    advantages: Tensor = field(init=False)  # float32
+    returns: Tensor = field(init=False)  # float32: the targets of the critic
+    # Of sequences, [n]:
+    rewards: Tensor  # float32
+    group_ids: Tensor  # int64: sequences of one prompt share an id
+    episode_ids: Tensor  # int64: the index, from 0, of the episode of which it is a trace
+    truncated: Tensor  # bool: it ended at the token limit
 
     @property
     def token_episodes(self) -> Tensor:
@@ -100,7 +87,7 @@ class FlatBatch:
     def at(self, token_index: Tensor) -> FlatBatch:
         """Select tokens. Per-sequence tensors stay whole, so that sequence ids stay valid."""
         part = copy.copy(self)
-        for name in vars(self).keys() & _PER_TOKEN:
+        for name in vars(self).keys() - _NOT_PER_TOKEN:
             setattr(part, name, getattr(self, name)[token_index])
         return part
 
@@ -109,31 +96,23 @@ class FlatBatch:
 class Minibatch:
     """Totals of one optimizer update, for the losses of its microbatches."""
 
-    denominator: float
-    """Tokens or episodes over all ranks, as the reduction counts them; at least 1."""
+    denominator: float  # tokens or episodes over all ranks, as the reduction counts; at least 1
+    # int64 [n]: the unmasked tokens of each episode, over all of its traces
     episode_lengths: Tensor | None = None
-    """int64 [n]: the unmasked tokens of each episode, over all of its traces."""
-    prepared: dict[str, Any] = field(default_factory=dict)
-    """What `OwnLoss.prepare` returned."""
-    lr_factor: float = 1.0
-    """Multiplies the learning rate of the update."""
+    prepared: dict[str, Any] = field(default_factory=dict)  # what `OwnLoss.prepare` returned
+    lr_factor: float = 1.0  # multiplies the learning rate of the update
+    # Trajectory Balance: the log-partition of each episode's group, float [n], and the log-ratio
+    # and unmasked tokens of each episode, float [n] and int64 [n]
     log_z: Tensor | None = None
-    """float [n]: Trajectory Balance's log-partition of each episode's group."""
     completions: tuple[Tensor, Tensor] | None = None
-    """float [n], int64 [n]: Trajectory Balance's log-ratio and unmasked tokens of each episode."""
 
 
 class TokenLoss(NamedTuple):
-    """What a loss of your own returns, besides its losses alone.
+    """What a loss of your own may return: more than the losses alone."""
 
-    losses: float [t], with gradient. The reduction (algo.reduction) weighs and adds them.
-    kept: bool [t]; other tokens have no share in the loss, but still count in its denominator.
-    metrics: by name float or bool [t]; metrics.jsonl has the mean over unmasked tokens.
-    """
-
-    losses: Tensor
-    kept: Tensor | None = None
-    metrics: dict[str, Tensor] = {}
+    losses: Tensor  # float [t], with gradient; algo.reduction weighs and adds them
+    kept: Tensor | None = None  # bool [t]; others have no share, but count in the denominator
+    metrics: dict[str, Tensor] = {}  # float or bool [t]; metrics.jsonl has means over tokens
 
 
 @dataclass(frozen=True)
@@ -169,31 +148,37 @@ class OwnLoss:
         return self.function(*args, **prepared)
 
 
-class Objective(Protocol):
-    """The calls of a training step, in the order given above."""
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The calls of a training step, in the order given above.
+
+    algo: the section `algo` of the configuration.
+    max_new_tokens: the longest completion.
+    """
+
+    algo: AlgoConfig
+    max_new_tokens: int
 
     @property
     def needs_reference(self) -> bool:
         """Return whether the step computes log-probs under a reference policy."""
-        ...
+        return True
 
     @property
     def needs_critic(self) -> bool:
         """Return whether the step computes values and trains the critic on the returns."""
-        ...
+        return False
 
     @property
     def prox_pass(self) -> ProxPass:
-        """Return which tokens have a forward pass of their own, for `prox` and `entropy`."""
-        ...
+        return "all"
 
     def mask(self, batch: FlatBatch) -> Tensor:
         """Return the tokens that count, bool [T]; `batch.mask` marks the usable ones."""
-        ...
+        raise NotImplementedError
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
-        """Turn the rewards of `batch` into the targets that the loss reads."""
-        ...
+        raise NotImplementedError
 
     def trains_on(self, batch: FlatBatch) -> Tensor:
         """Return the sequences whose loss can have a gradient, bool [n].
@@ -201,52 +186,38 @@ class Objective(Protocol):
         The model does not run on the others. `loss` gets their tokens once, with the log-probs and
         entropies from before the step. `prox_pass` is not "none" if there are any.
         """
-        ...
+        return torch.ones_like(batch.truncated)
 
     def minibatch(
-        self,
-        batch: FlatBatch,
-        token_index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
-        """Compute the totals of one optimizer update. Every rank calls it.
+        """Compute the totals of the update on the tokens `index`. Every rank calls it.
 
-        Args:
-            batch: the batch of the step
-            token_index: int64, the tokens of this update
-            current_logprobs: computes log-probs under the present weights, valid at `token_index`;
-                call it only if needed, since it can cost a forward pass
-            reduce: the sum over data-parallel ranks
+        current_logprobs: computes log-probs under the present weights, valid at `index`; call it
+            only if needed, since it can cost a forward pass
         """
-        ...
+        raise NotImplementedError
 
     def loss(
-        self,
-        batch: FlatBatch,
-        minibatch: Minibatch,
-        token_index: Tensor,
-        logprobs: Tensor,
-        entropy: Tensor,
+        self, batch: FlatBatch, update: Minibatch, index: Tensor, logprobs: Tensor, entropy: Tensor
     ) -> LossOutput:
         """Compute one microbatch's share of the loss, and metrics that add up over microbatches.
 
         Args:
             batch: the batch of the step
-            minibatch: the totals of the update that the microbatch belongs to
-            token_index: int64 [t], the tokens of the microbatch, in whole sequences
-            logprobs: float [t], under the weights being trained, with gradient
-            entropy: float [t], of the next-token distribution, with gradient
+            update: the totals of the update that the microbatch belongs to
+            index: int64 [t], the tokens of the microbatch, in whole sequences
+            logprobs, entropy: float [t], under the weights being trained, with gradient; entropy is
+                that of the next-token distribution
         """
-        ...
+        raise NotImplementedError
 
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:
     """Count the tokens or episodes of an update over all ranks, as `mode` does; at least 1."""
     count = reduction_count(batch.mask[token_index], batch.token_episodes[token_index], mode=mode)
-    device = token_index.device
-    total = reduce(torch.tensor(float(count), dtype=torch.float64, device=device))
-    return max(1.0, float(total))
+    own = torch.tensor(float(count), dtype=torch.float64, device=token_index.device)
+    return max(1.0, float(reduce(own)))
 
 
 @torch.no_grad()
@@ -255,13 +226,10 @@ def token_metrics(
 ) -> dict[str, Tensor]:
     """Sum, over a microbatch's unmasked tokens, what every objective reports.
 
-    Args:
-        tokens: of the microbatch
-        logprobs, entropy: float [t], under the weights being trained
-        to_reference: measure the divergence from the reference policy
+    logprobs, entropy: float [t], under the weights being trained.
     """
     metrics = {
-        "entropy": entropy_sum(entropy, tokens.mask).float(),
+        "entropy": entropy.detach()[tokens.mask].sum().float(),
         "trained_tokens": tokens.mask.sum().float(),
     }
     if to_reference:
@@ -279,10 +247,8 @@ def batch_metrics(
     are fresh, `mismatch_square` is the mean square of their difference, and `stale_square` what the
     older tokens have besides: if both causes are independent, their squares add up.
 
-    Args:
-        oldest: the staleness bound; an older token is overdue
-        mask_truncated: sequences that ended at the token limit are masked
-        reduce: the sum over data-parallel ranks
+    oldest: the staleness bound; an older token is overdue. mask_truncated: sequences that ended at
+    the token limit are masked.
     """
     masked = flat.sampled & ~flat.mask
     truncated = masked & flat.truncated[flat.sequence_ids] & mask_truncated

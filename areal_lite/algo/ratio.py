@@ -1,4 +1,4 @@
-"""Objectives of log-prob ratios and advantages: PPO, GSPO, CISPO, REINFORCE, and your own."""
+"""The objective of a policy loss: PPO, GSPO, CISPO, REINFORCE, or a loss of your own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from areal_lite.algo.losses import LossInputs, LossOutput
 from areal_lite.algo.metrics import mismatch, ratio_sums
 from areal_lite.algo.objective import (
     FlatBatch,
+    Logprobs,
     Minibatch,
+    Objective,
     OwnLoss,
     ProxPass,
     Reduce,
@@ -27,7 +29,7 @@ from areal_lite.algo.sequences import reduction_weights, sequence_length
 from areal_lite.algo.targets import set_advantages, shaped_rewards, trained_mask
 
 if TYPE_CHECKING:
-    from areal_lite.config.algo import AlgoConfig, CorrectionConfig
+    from areal_lite.config.algo import CorrectionConfig
 
 
 def correction_of(settings: CorrectionConfig) -> Correction:
@@ -36,14 +38,13 @@ def correction_of(settings: CorrectionConfig) -> Correction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageObjective:
-    """A policy loss of advantages, plus KL and entropy terms.
+class PolicyObjective(Objective):
+    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms.
 
-    max_new_tokens: the longest completion, which `algo.reduction=constant` divides by.
+    policy_loss: a function of losses.py with its settings bound, or a loss of your own.
     """
 
-    algo: AlgoConfig
-    max_new_tokens: int
+    policy_loss: Callable[[LossInputs], LossOutput] | OwnLoss
 
     @property
     def needs_reference(self) -> bool:
@@ -55,7 +56,8 @@ class AdvantageObjective:
 
     @property
     def prox_pass(self) -> ProxPass:
-        return self.algo.prox_pass
+        prepares = isinstance(self.policy_loss, OwnLoss) and self.policy_loss.prepare
+        return "all" if prepares else self.algo.prox_pass
 
     @property
     def _kl_in_loss(self) -> bool:
@@ -74,170 +76,88 @@ class AdvantageObjective:
         A KL term in the loss, an entropy term and a critic train on every sequence. Interpolated
         proximal log-probs are only known for a sequence that runs.
         """
+        own = isinstance(self.policy_loss, OwnLoss) and not self.policy_loss.zero_without_advantage
         others = self._kl_in_loss or self.algo.entropy_coef or self.needs_critic
-        if others or self.algo.prox != "recompute":
+        if own or others or self.algo.prox != "recompute":
             return torch.ones_like(batch.truncated)
         counted = batch.mask & (batch.advantages != 0)
         return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
 
     def minibatch(
-        self,
-        batch: FlatBatch,
-        token_index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
-        return Minibatch(
-            denominator=denominator(batch, token_index, mode=self.algo.reduction, reduce=reduce),
+        update = Minibatch(
+            denominator=denominator(batch, index, mode=self.algo.reduction, reduce=reduce),
             episode_lengths=batch.episode_lengths,
         )
+        own = self.policy_loss
+        if isinstance(own, OwnLoss) and own.prepare:
+            update.prepared = own.prepare(_finite(batch.at(index)), self.algo, reduce)
+            update.lr_factor = float(update.prepared.pop("lr_factor", 1.0))
+        return update
 
     def loss(
-        self,
-        batch: FlatBatch,
-        minibatch: Minibatch,
-        token_index: Tensor,
-        logprobs: Tensor,
-        entropy: Tensor,
+        self, batch: FlatBatch, update: Minibatch, index: Tensor, logprobs: Tensor, entropy: Tensor
     ) -> LossOutput:
         if self.algo.prox == "loglinear":
-            batch.prox[token_index] = loglinear_prox(
-                batch.behavior[token_index],
-                logprobs.float(),
-                batch.versions[token_index],
-                version=batch.version,
+            behavior, versions = batch.behavior[index], batch.versions[index]
+            batch.prox[index] = loglinear_prox(
+                behavior, logprobs.float(), versions, version=batch.version
             )
-        tokens = batch.at(token_index)
+        tokens = batch.at(index)
         weights = reduction_weights(
             tokens.mask,
             tokens.token_episodes,
             mode=self.algo.reduction,
-            denominator=minibatch.denominator,
+            denominator=update.denominator,
             length=self.max_new_tokens,
-            lengths=minibatch.episode_lengths,
+            lengths=update.episode_lengths,
         )
-        corrected = self._behavior_weight(tokens) if self._kl_in_loss else None
-        loss, metrics = self._policy_loss(tokens, logprobs, weights, corrected, minibatch)
-        if corrected:
-            loss = loss + self._kl_loss(tokens, logprobs, weights, corrected)
+        inputs = self._inputs(tokens, logprobs, weights)
+        if isinstance(self.policy_loss, OwnLoss):
+            loss, metrics = self._own_loss(tokens, logprobs, weights, update)
+        else:
+            loss, metrics = self.policy_loss(inputs)
+        if inputs.corrected:
+            # Its tokens are stale in the same way, so they have the weight w, too.
+            importance, kept = inputs.corrected
+            settings = {"estimator": self.algo.kl.estimator, "importance": importance}
+            kl = kl_loss(logprobs, tokens.reference, kept, weights, **settings)
+            loss = loss + self.algo.kl.coef * kl
         if self.algo.entropy_coef:
             loss = loss + self.algo.entropy_coef * entropy_loss(entropy, tokens.mask, weights)
         more = token_metrics(tokens, logprobs, entropy, to_reference=self.needs_reference)
         return LossOutput(loss, metrics | more)
 
-    def _policy_loss(
-        self,
-        tokens: FlatBatch,
-        logprobs: Tensor,
-        weights: Tensor,
-        corrected: tuple[Tensor, Tensor] | None,
-        minibatch: Minibatch,
-    ) -> LossOutput:
-        """Compute the policy loss alone; weights: float [t], of the reduction."""
-        raise NotImplementedError
-
-    def _behavior_weight(self, tokens: FlatBatch) -> tuple[Tensor, Tensor]:
-        return behavior_weight(
-            tokens.prox,
-            tokens.behavior,
-            tokens.mask,
-            mode=self.algo.correction.mode,
-            cap=self.algo.correction.cap,
-            low=self.algo.correction.low,
-            level=self.algo.correction.level,
-            sequence_ids=tokens.sequence_ids,
-        )
-
-    def _kl_loss(
-        self,
-        tokens: FlatBatch,
-        logprobs: Tensor,
-        weights: Tensor,
-        corrected: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """Weigh the KL term like the loss, because its tokens are stale in the same way."""
-        importance, kept = corrected
-        return self.algo.kl.coef * kl_loss(
-            logprobs,
-            tokens.reference,
-            kept,
-            weights,
-            estimator=self.algo.kl.estimator,
-            importance=importance,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RatioObjective(AdvantageObjective):
-    """The objective of a function of losses.py, which has its settings bound."""
-
-    policy_loss: Callable[[LossInputs], LossOutput]
-
-    def _policy_loss(
-        self,
-        tokens: FlatBatch,
-        logprobs: Tensor,
-        weights: Tensor,
-        corrected: tuple[Tensor, Tensor] | None,
-        minibatch: Minibatch,
-    ) -> LossOutput:
-        inputs = LossInputs(
+    def _inputs(self, tokens: FlatBatch, logprobs: Tensor, weights: Tensor) -> LossInputs:
+        corrected, ids = None, tokens.sequence_ids
+        if self._kl_in_loss:
+            correction = vars(correction_of(self.algo.correction))
+            corrected = behavior_weight(
+                tokens.prox, tokens.behavior, tokens.mask, sequence_ids=ids, **correction
+            )
+        return LossInputs(
             logprobs=logprobs,
             prox=tokens.prox,
             behavior=tokens.behavior,
             advantages=tokens.advantages,
             mask=tokens.mask,
-            sequence_ids=tokens.sequence_ids,
+            sequence_ids=ids,
             weights=weights,
             corrected=corrected,
         )
-        return self.policy_loss(inputs)
 
-
-@dataclass(frozen=True, kw_only=True)
-class OwnObjective(AdvantageObjective):
-    """The objective of a loss of your own."""
-
-    own: OwnLoss
-
-    @property
-    def prox_pass(self) -> ProxPass:
-        return "all" if self.own.prepare else self.algo.prox_pass
-
-    def trains_on(self, batch: FlatBatch) -> Tensor:
-        if self.own.zero_without_advantage:
-            return super().trains_on(batch)
-        return torch.ones_like(batch.truncated)
-
-    def minibatch(
-        self,
-        batch: FlatBatch,
-        token_index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
-    ) -> Minibatch:
-        minibatch = super().minibatch(batch, token_index, current_logprobs, reduce)
-        if self.own.prepare:
-            prepared = self.own.prepare(_finite(batch.at(token_index)), self.algo, reduce)
-            minibatch.lr_factor = float(prepared.pop("lr_factor", 1.0))
-            minibatch.prepared = prepared
-        return minibatch
-
-    def _policy_loss(
-        self,
-        tokens: FlatBatch,
-        logprobs: Tensor,
-        weights: Tensor,
-        corrected: tuple[Tensor, Tensor] | None,
-        minibatch: Minibatch,
+    def _own_loss(
+        self, tokens: FlatBatch, logprobs: Tensor, weights: Tensor, update: Minibatch
     ) -> LossOutput:
         tokens = _finite(tokens)
-        returned = self.own(tokens, logprobs, self.algo, **minibatch.prepared)
-        losses, kept, own = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
+        assert isinstance(self.policy_loss, OwnLoss)
+        returned = self.policy_loss(tokens, logprobs, self.algo, **update.prepared)
+        losses, kept, more = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
         kept = tokens.mask if kept is None else tokens.mask & kept
         weighed = torch.where(kept, weights * losses, torch.zeros_like(losses))
         metrics = {
-            **{name: values.detach()[tokens.mask].sum() for name, values in own.items()},
+            **{name: values.detach()[tokens.mask].sum() for name, values in more.items()},
             **ratio_sums((logprobs - tokens.prox).exp(), tokens.mask),
             "rejected": (tokens.mask & ~kept).sum(),
             **mismatch(tokens.prox, tokens.behavior, tokens.mask),

@@ -6,7 +6,7 @@ d = log r, its distance is
     ratio        r
     k1           d
     square       d^2, whose mean is M2PO's second moment (arXiv 2510.01161); twice k2
-    k3           exp(d) - 1 - d, estimates KL(behavior || proximal); algo/kl.py has the source
+    k3           exp(d) - 1 - d, estimates KL(behavior || proximal); kl.py has the source
     k3_reverse   exp(-d) - 1 + d, the same estimate for tokens of the proximal policy; kl_k3 of
                  inclusionAI/AReaL (areal/utils/data.py)
     tv           |p - q|, the total variation if all other tokens count as one (DPPO's binary
@@ -23,11 +23,9 @@ Levels, the unit that is rejected when its distance is above a bound or below an
     batch        the tokens with the largest distances of an update, until the mean of the others is
                  below the bound: of `square`, the mask of M2PO
 
-With `outward`, only tokens that the update would move further away can be rejected: those with
-A d > 0, where A is the advantage (DPPO; so does M2PO's code, Infini-AI-Lab/M2PO).
-
-A rejected token has no share in the loss and none in the weight of its sequence. The denominator
-counts it, as in algo/correction.py.
+With `outward`, only tokens that the update would move further away can be rejected: A d > 0, where
+A is the advantage (DPPO; so does M2PO's code, Infini-AI-Lab/M2PO). A rejected token has no share in
+the loss and none in the weight of its sequence. The denominator counts it, as in correction.py.
 """
 
 import math
@@ -79,12 +77,9 @@ class Rejection:
 
 @torch.no_grad()
 def distance(prox: Tensor, behavior: Tensor, mask: Tensor, *, by: str) -> Tensor:
-    """Compute the distance of each token, float [t], 0 where masked.
-
-    Raises ValueError for an unknown distance.
-    """
+    """Compute the distance of each token, float [t], 0 where masked."""
     if by not in _DISTANCES:
-        raise ValueError(f"algo.rejection.by={by}: use one of {', '.join(DISTANCES)}")
+        raise ValueError(f"by={by}: use one of {', '.join(DISTANCES)}")
     zero = torch.zeros_like(prox)
     values = _DISTANCES[by](torch.where(mask, prox, zero), torch.where(mask, behavior, zero))
     return torch.where(mask, values, zero)
@@ -102,13 +97,9 @@ def accepted(
 ) -> Tensor:
     """Return the unmasked tokens that are not rejected, bool [t].
 
-    Args:
-        prox: float [t], log-probs under the weights just before the step
-        behavior: float [t], log-probs under the weights that sampled the tokens
-        mask: bool [t], without tokens that have no finite behavior log-prob
-        sequence_ids: int [t]; with level `sequence`, whole sequences
-        advantages: float [t], for `outward`
-        limit: from `batch_limit`, for level `batch`
+    mask: bool [t], without tokens that have no finite behavior log-prob; sequence_ids: int [t], of
+    whole sequences with level `sequence`; advantages: float [t], for `outward`; limit: from
+    `batch_limit`, for level `batch`.
     """
     if rejection.by is None:
         return mask
@@ -134,13 +125,9 @@ def batch_limit(
 ) -> Tensor:
     """Find the largest limit such that the values up to it have a mean below `bound`: a scalar.
 
-    Every rank calls it. The limit is the same on all ranks, and equal values stay or leave
-    together. With bits in the order of the numbers, as float32 has them for positive ones, each
-    round finds eight bits of the limit.
-
-    Args:
-        values: float [t] >= 0, of this rank's tokens
-        reduce: sums a tensor over ranks
+    Every rank calls it, with the values of its tokens, float [t] >= 0. `reduce` sums over ranks.
+    Equal values stay or leave together. The bits of positive float32 numbers are in the order of
+    the numbers, so each round finds eight bits of the limit.
     """
     ordered = values.float().sort().values
     sums = torch.cat([ordered.new_zeros(1), ordered]).double().cumsum(0)

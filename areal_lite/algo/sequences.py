@@ -31,19 +31,17 @@ def sequence_sum(
 ) -> Tensor:
     """Sum the unmasked values of each sequence: [t] -> [num], with gradient; 0 for an empty one.
 
-    num: the number of sequences; the largest id + 1 by default.
+    num: the number of sequences; by default the largest id + 1.
     """
     num = count_ids(sequence_ids) if num is None else num
-    return values.new_zeros(num).index_add(
-        0, sequence_ids, torch.where(mask, values, torch.zeros_like(values))
-    )
+    unmasked = torch.where(mask, values, torch.zeros_like(values))
+    return values.new_zeros(num).index_add(0, sequence_ids, unmasked)
 
 
 def sequence_length(mask: Tensor, sequence_ids: Tensor, *, num: int | None = None) -> Tensor:
     """Count the unmasked tokens of each sequence: int64 [num]."""
-    return torch.bincount(
-        sequence_ids[mask], minlength=count_ids(sequence_ids) if num is None else num
-    )
+    num = count_ids(sequence_ids) if num is None else num
+    return torch.bincount(sequence_ids[mask], minlength=num)
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -79,9 +77,7 @@ def discounted_sum(values: Tensor, sequence_ids: Tensor, discount: float) -> Ten
     longest = int(torch.bincount(sequence_ids).max()) if len(sequence_ids) else 0
     while reach < longest:
         same = sequence_ids[:-reach] == sequence_ids[reach:]
-        result[:-reach] += torch.where(
-            same, discount**reach * result[reach:], torch.zeros_like(result[reach:])
-        )
+        result[:-reach] += torch.where(same, discount**reach * result[reach:], 0.0)
         reach *= 2
     return result
 
@@ -107,13 +103,9 @@ def reduction_weights(
     """Compute the weight of each token, float [t], 0 where masked.
 
     Args:
-        mask: bool [t]
-        sequence_ids: int [t]
         denominator: the global sum of `reduction_count`; 0 is taken as 1
-        length: L of `constant`, in tokens
+        length: L of `constant`, in tokens; ValueError without it
         lengths: int [n], n_i of `sequence`; by default those of whole sequences here
-
-    Raises ValueError for an unknown mode, and for `constant` without a length.
     """
     _check(mode)
     weights = mask.to(dtype) / max(denominator, 1)

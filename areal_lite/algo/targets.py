@@ -1,7 +1,7 @@
 """From rewards to the targets of the loss: shaping, a penalty for divergence, and advantages.
 
-First the pure functions: float [n] of sequences, float [t] of tokens. Then the same for a flat
-batch, as the settings of `algo` say. advantages.py has the formulas of the estimators.
+First pure functions, then the same for a flat batch, as the settings of `algo` say. advantages.py
+has the formulas of the estimators.
 """
 
 from __future__ import annotations
@@ -28,20 +28,13 @@ def scale_and_clip(
     return shaped if clip is None else shaped.clamp(-clip, clip)
 
 
-def overlong_penalty(
-    lengths: Tensor, *, max_length: int, margin: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def overlong_penalty(lengths: Tensor, *, max_length: int, margin: int) -> Tensor:
     """Compute the soft overlong punishment to add to the reward (DAPO, arXiv 2503.14476, eq. 13).
 
     It is 0 up to max_length - margin tokens, falls linearly to -1 at max_length, and stays at -1.
-    lengths int [n] -> float [n]. Raises ValueError unless 0 < margin <= max_length.
+    lengths int [n] -> float [n].
     """
-    if not 0 < margin <= max_length:
-        raise ValueError(
-            f"algo.shaping.overlong_margin={margin}: choose 1 to {max_length}"
-            " (rollout.max_new_tokens)"
-        )
-    return ((max_length - margin - lengths).to(dtype) / margin).clamp(-1.0, 0.0)
+    return ((max_length - margin - lengths).float() / margin).clamp(-1.0, 0.0)
 
 
 def kl_in_reward(
@@ -57,33 +50,10 @@ def kl_in_reward(
     """Compute r_i - beta sum_t k_t over the sequence's unmasked tokens, detached.
 
     Source: arXiv 1909.08593. rewards float [n] -> float [n]; a sequence without unmasked tokens
-        keeps its reward.
-
-    Args:
-        logprobs, reference: float [t]
-        mask: bool [t]
-        sequence_ids: int [t], indices into `rewards`
-        estimator: of k_t, see kl.py
+    keeps its reward. sequence_ids: int [t], indices into `rewards`. kl.py has the estimators.
     """
     divergence = kl_estimate(logprobs.detach(), reference, mask, estimator=estimator)
     return rewards - beta * sequence_sum(divergence, mask, sequence_ids, num=len(rewards))
-
-
-def kl_in_advantage(
-    advantages: Tensor, logprobs: Tensor, reference: Tensor, mask: Tensor, *, beta: float
-) -> Tensor:
-    """Compute A_t - beta (lp_t - lp_ref_t), detached: float [t].
-
-    The policy gradient of the second term alone is that of beta KL(policy || reference), token by
-    token over the sequences that the policy samples: on-policy distillation, if the reference is a
-    teacher (arXiv 2306.13649, section 3, with the reverse KL and only samples of the student;
-    "On-Policy Distillation", Thinking Machines Lab, 2025, where later tokens do not count, either).
-
-    Args:
-        advantages, logprobs, reference: float [t]
-        mask: bool [t]; the others keep their advantage
-    """
-    return advantages - beta * kl_estimate(logprobs.detach(), reference, mask, estimator="k1")
 
 
 def token_rewards(
@@ -117,15 +87,12 @@ def trained_mask(mask: Tensor, batch: FlatBatch, shaping: ShapingConfig) -> Tens
 
 def shaped_rewards(batch: FlatBatch, shaping: ShapingConfig, max_new_tokens: int) -> Tensor:
     """Shape the rewards of sequences, float [n]. Masked sampled tokens count in the length."""
-    rewards = scale_and_clip(
-        batch.rewards, scale=shaping.scale, bias=shaping.bias, clip=shaping.clip
-    )
-    if not shaping.overlong_margin:
+    settings = {"scale": shaping.scale, "bias": shaping.bias, "clip": shaping.clip}
+    rewards, margin = scale_and_clip(batch.rewards, **settings), shaping.overlong_margin
+    if not margin:
         return rewards
     lengths = torch.bincount(batch.sequence_ids[batch.sampled], minlength=len(rewards))
-    return rewards + overlong_penalty(
-        lengths, max_length=max_new_tokens, margin=shaping.overlong_margin
-    )
+    return rewards + overlong_penalty(lengths, max_length=max_new_tokens, margin=margin)
 
 
 def set_advantages(batch: FlatBatch, rewards: Tensor, algo: AlgoConfig, reduce: Reduce) -> None:
@@ -140,22 +107,15 @@ def set_advantages(batch: FlatBatch, rewards: Tensor, algo: AlgoConfig, reduce: 
             by_sequence = _relative_to_group(penalized, batch, advantage, reduce)
             batch.advantages = by_sequence[batch.sequence_ids]
         case "reinforce_pp":
+            by_token = _token_rewards(rewards, batch, kl)
             batch.advantages = advantages.reinforce_plus_plus(
-                _token_rewards(rewards, batch, kl),
-                mask,
-                batch.sequence_ids,
-                gamma=advantage.gamma,
-                reduce=reduce,
+                by_token, mask, batch.sequence_ids, gamma=advantage.gamma, reduce=reduce
             )
         case "gae":
+            by_token, after = _token_rewards(rewards, batch, kl), _values_after_truncation(batch)
+            discounts = {"gamma": advantage.gamma, "lam": advantage.lam}
             batch.advantages, batch.returns = advantages.gae(
-                _token_rewards(rewards, batch, kl),
-                batch.values,
-                mask,
-                batch.sequence_ids,
-                gamma=advantage.gamma,
-                lam=advantage.lam,
-                bootstrap=_values_after_truncation(batch),
+                by_token, batch.values, mask, batch.sequence_ids, bootstrap=after, **discounts
             )
         case "off":
             batch.advantages = torch.zeros_like(batch.behavior)
@@ -165,10 +125,13 @@ def set_advantages(batch: FlatBatch, rewards: Tensor, algo: AlgoConfig, reduce: 
         stats = advantages.moments(batch.advantages, mask, reduce=reduce)
         batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
     if kl.coef and kl.into == "advantage":
-        # After whitening, which would take out the mean: a divergence of all tokens alike.
-        batch.advantages = kl_in_advantage(
-            batch.advantages, batch.prox, batch.reference, mask, beta=kl.coef
-        )
+        # The policy gradient of this term alone is that of beta KL(policy || reference), token by
+        # token over the sequences that the policy samples: on-policy distillation, if the reference
+        # is a teacher (arXiv 2306.13649, section 3, with the reverse KL and only samples of the
+        # student; Thinking Machines Lab, 2025, where later tokens do not count, either). Whitening
+        # would take out its mean, so it comes after.
+        divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
+        batch.advantages = batch.advantages - kl.coef * divergence
 
 
 def _relative_to_group(
@@ -177,8 +140,10 @@ def _relative_to_group(
     group_ids, episode_ids = batch.group_ids, batch.episode_ids
     if advantage.estimator == "rloo":
         return advantages.rloo(rewards, group_ids, episode_ids=episode_ids)
-    weights = advantages.shares(rewards, episode_ids)
-    whole_batch = advantages.moments(rewards, weights=weights, reduce=reduce)
+    whole_batch = None
+    if "batch" in (advantage.mean, advantage.std):
+        weights = advantages.shares(rewards, episode_ids)
+        whole_batch = advantages.moments(rewards, weights=weights, reduce=reduce)
     return advantages.grpo(
         rewards,
         group_ids,
@@ -193,16 +158,9 @@ def _penalized_rewards(rewards: Tensor, batch: FlatBatch, kl: KLConfig) -> Tenso
     """Subtract the penalty of the whole episode from each sequence's reward: float [n]."""
     if not kl.coef or kl.into != "reward":
         return rewards
-    penalties = kl_in_reward(
-        torch.zeros_like(rewards),
-        batch.prox,
-        batch.reference,
-        batch.mask,
-        batch.token_episodes,
-        beta=kl.coef,
-        estimator=kl.estimator,
-    )
-    return rewards + penalties[batch.episode_ids]
+    none, settings = torch.zeros_like(rewards), {"beta": kl.coef, "estimator": kl.estimator}
+    tokens = batch.prox, batch.reference, batch.mask, batch.token_episodes
+    return rewards + kl_in_reward(none, *tokens, **settings)[batch.episode_ids]
 
 
 def _token_rewards(rewards: Tensor, batch: FlatBatch, kl: KLConfig) -> Tensor:

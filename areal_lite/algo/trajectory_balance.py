@@ -24,11 +24,7 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
   microbatches.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,8 +34,9 @@ from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.metrics import mismatch
 from areal_lite.algo.objective import (
     FlatBatch,
+    Logprobs,
     Minibatch,
-    ProxPass,
+    Objective,
     Reduce,
     denominator,
     token_metrics,
@@ -47,17 +44,11 @@ from areal_lite.algo.objective import (
 from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
 from areal_lite.algo.targets import shaped_rewards, trained_mask
 
-if TYPE_CHECKING:
-    from areal_lite.config.algo import AlgoConfig
-
 
 def log_ratios(
     logprobs: Tensor, reference: Tensor, mask: Tensor, sequence_ids: Tensor, *, num: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute lp_theta(y) - lp_ref(y), float [num] with gradient, and which sequences have tokens.
-
-    num: the number of sequences. The second result, bool [num], marks those with an unmasked token.
-    """
+    """Compute lp_theta(y) - lp_ref(y), float [num] with gradient, and find those with tokens."""
     present = sequence_length(mask, sequence_ids, num=num) > 0
     return sequence_sum(logprobs - reference.detach(), mask, sequence_ids, num=num), present
 
@@ -88,23 +79,15 @@ def trajectory_balance_loss(
     """Compute sum_k (logZ + d_k)^2 / denominator. Metrics are sums over sequences.
 
     Args:
-        logprobs: float [t], with gradient
-        reference: float [t], log-probs under the reference policy
-        mask: bool [t]
-        sequence_ids: int [t], indices into `rewards` and `group_ids`
-        rewards: float [n]
-        group_ids: int [n]
+        logprobs, reference: float [t], lp_theta with gradient, and lp_ref
+        sequence_ids: int [t], indices into `rewards`, float [n], and `group_ids`, int [n]
         denominator: sequences with an unmasked token, over all ranks and microbatches
             (`reduction_count(mode="sequence")`); every completion then counts the same, also in a
             group that has lost some
         log_z: float [n], from `log_partition`; computed here by default, which needs whole groups
         whole: `log_ratios` and unmasked tokens, [n] each, of completions that are only partly here;
             the parts of a completion, and their gradients, add up to those of its square
-
-    Raises ValueError unless beta > 0.
     """
-    if beta <= 0:
-        raise ValueError(f"algo.tb_beta is {beta} at this step: choose a positive value")
     here, present = log_ratios(logprobs, reference, mask, sequence_ids, num=len(rewards))
     if log_z is None:
         log_z = log_partition(here, present, rewards, group_ids, beta=beta)
@@ -119,22 +102,13 @@ def trajectory_balance_loss(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceObjective:
+class BalanceObjective(Objective):
     """Trajectory Balance, whose beta may move in a straight line over the `steps` of the run.
 
     A completion is all that the policy wrote in an episode, with the mean reward of its traces.
     """
 
-    algo: AlgoConfig
-    max_new_tokens: int
     steps: int
-
-    needs_reference = True
-    needs_critic = False
-
-    @property
-    def prox_pass(self) -> ProxPass:
-        return "all"
 
     def beta(self, version: int) -> float:
         """Return beta in the step that starts from `version`."""
@@ -148,60 +122,37 @@ class BalanceObjective:
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         batch.rewards = shaped_rewards(batch, self.algo.shaping, self.max_new_tokens)
 
-    def trains_on(self, batch: FlatBatch) -> Tensor:
-        return torch.ones_like(batch.truncated)
-
     def minibatch(
-        self,
-        batch: FlatBatch,
-        token_index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
-        tokens = batch.at(token_index)
-        ratios, present = log_ratios(
-            current_logprobs()[token_index],
-            tokens.reference,
-            tokens.mask,
-            tokens.token_episodes,
-            num=len(batch.rewards),
-        )
-        rewards, group_ids = _by_episode(batch)
+        tokens, num = batch.at(index), len(batch.rewards)
+        logprobs, episodes = current_logprobs()[index], tokens.token_episodes
+        ratios, present = log_ratios(logprobs, tokens.reference, tokens.mask, episodes, num=num)
         beta = self.beta(batch.version)
         return Minibatch(
-            denominator=denominator(batch, token_index, mode="sequence", reduce=reduce),
-            log_z=log_partition(ratios, present, rewards, group_ids, beta=beta),
+            denominator=denominator(batch, index, mode="sequence", reduce=reduce),
+            log_z=log_partition(ratios, present, *_by_episode(batch), beta=beta),
             completions=(ratios, batch.episode_lengths),
         )
 
     def loss(
-        self,
-        batch: FlatBatch,
-        minibatch: Minibatch,
-        token_index: Tensor,
-        logprobs: Tensor,
-        entropy: Tensor,
+        self, batch: FlatBatch, update: Minibatch, index: Tensor, logprobs: Tensor, entropy: Tensor
     ) -> LossOutput:
-        tokens = batch.at(token_index)
-        rewards, group_ids = _by_episode(batch)
-        output = trajectory_balance_loss(
+        tokens = batch.at(index)
+        loss, metrics = trajectory_balance_loss(
             logprobs,
             tokens.reference,
             tokens.mask,
             tokens.token_episodes,
-            rewards,
-            group_ids,
+            *_by_episode(batch),
             beta=self.beta(batch.version),
-            denominator=minibatch.denominator,
-            log_z=minibatch.log_z,
-            whole=minibatch.completions,
+            denominator=update.denominator,
+            log_z=update.log_z,
+            whole=update.completions,
         )
-        metrics = {
-            **output.metrics,
-            **mismatch(tokens.prox, tokens.behavior, tokens.mask),
-            **token_metrics(tokens, logprobs, entropy, to_reference=True),
-        }
-        return LossOutput(output.loss, metrics)
+        metrics |= mismatch(tokens.prox, tokens.behavior, tokens.mask)
+        metrics |= token_metrics(tokens, logprobs, entropy, to_reference=True)
+        return LossOutput(loss, metrics)
 
 
 def _by_episode(batch: FlatBatch) -> tuple[Tensor, Tensor]:

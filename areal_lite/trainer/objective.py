@@ -13,7 +13,7 @@ from areal_lite.algo.losses import (
     reinforce_loss,
 )
 from areal_lite.algo.objective import Objective, OwnLoss
-from areal_lite.algo.ratio import OwnObjective, RatioObjective, correction_of
+from areal_lite.algo.ratio import PolicyObjective, correction_of
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.system.imports import load_object
@@ -47,7 +47,7 @@ def build_objective(config: TrainConfig) -> Objective:
         return BalanceObjective(algo=algo, max_new_tokens=longest, steps=steps)
     if algo.loss in RATIO_LOSSES:
         policy_loss = RATIO_LOSSES[algo.loss](algo)
-        return RatioObjective(algo=algo, policy_loss=policy_loss, max_new_tokens=longest)
+        return PolicyObjective(algo=algo, policy_loss=policy_loss, max_new_tokens=longest)
     loss = load_object("algo.loss", algo.loss)
     own = loss if isinstance(loss, OwnLoss) else OwnLoss(loss)
     if own.prepare and algo.prox == "loglinear":
@@ -55,4 +55,4 @@ def build_objective(config: TrainConfig) -> Objective:
             f"algo.prox=loglinear: algo.loss={algo.loss} needs the log-probs before the update, "
             "use recompute"
         )
-    return OwnObjective(algo=algo, own=own, max_new_tokens=longest)
+    return PolicyObjective(algo=algo, policy_loss=own, max_new_tokens=longest)

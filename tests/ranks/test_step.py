@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from areal_lite.algo.ratio import OwnObjective, RatioObjective
+from areal_lite.algo.ratio import PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import (
     AdvantageConfig,
@@ -155,7 +155,7 @@ def test_fresh_data_are_on_policy_without_the_mismatch(model):
 def test_the_learning_rate_follows_the_effective_sample_size(model):
     data = batch()
     algo = AlgoConfig(loss="examples.recipes.vcpo:loss", reduction="sequence")
-    own = build_objective(TrainConfig(model="", algo=algo)).own
+    own = build_objective(TrainConfig(model="", algo=algo)).policy_loss
     constant = replace(own, prepare=lambda *args: {**own.prepare(*args), "lr_factor": 1.0})
     result, scaled, before = step(model, data, algo)
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +243,7 @@ def test_running_only_what_has_a_gradient_changes_nothing(model, name, uniform, 
     algo = replace(OBJECTIVES.get(name, AlgoConfig()), reference=str(model))
     run = partial(steps, model, data, algo, minibatches=2)
     (metrics, weights), tokens = run(), _tokens_run(monkeypatch, "update", run)
-    for objective in (RatioObjective, OwnObjective, BalanceObjective):
+    for objective in (PolicyObjective, BalanceObjective):
         monkeypatch.setattr(objective, "trains_on", lambda _, flat: torch.ones_like(flat.truncated))
     (expected_metrics, expected), all_tokens = run(), _tokens_run(monkeypatch, "update", run)
     assert_same(weights, expected, 2e-6)

@@ -24,7 +24,6 @@ from areal_lite.algo.metrics import (
     by_staleness,
     clip_counts,
     effective_sample_size,
-    entropy_sum,
     ratio_sums,
 )
 from areal_lite.algo.sequences import discounted_sum, group_mean
@@ -316,8 +315,6 @@ def test_shaped_rewards():
     assert overlong_penalty(lengths, max_length=100, margin=20).tolist() == pytest.approx(
         [0, 0, -0.05, -0.5, -0.95, -1, -1]
     )
-    with pytest.raises(ValueError, match="margin"):
-        overlong_penalty(lengths, max_length=100, margin=0)
 
 
 @settings(max_examples=20, deadline=None)
@@ -341,7 +338,6 @@ def test_metrics(seed):
         "clip_fraction_low": low,
         "clip_fraction_dual": dual,
     }
-    assert entropy_sum(ratio, mask).item() == pytest.approx(sum(r for r, _ in pairs))
 
 
 def test_effective_sample_size():

@@ -194,5 +194,5 @@ def test_a_naive_loss_rejects_too(loss):
 
 
 def test_an_unknown_distance_is_named():
-    with pytest.raises(ValueError, match="algo.rejection.by=hellinger: use one of ratio, k1"):
+    with pytest.raises(ValueError, match="by=hellinger: use one of ratio, k1"):
         distance(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), by="hellinger")
