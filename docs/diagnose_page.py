@@ -5,9 +5,9 @@ the metrics (run_dir/metric_table.py).
 """
 
 from areal_lite.config.reference import table_cell
-from areal_lite.run_dir.metric_table import GROUP_OF, HEALTHY, MEANINGS
 from areal_lite.tools.diagnose.guide import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
+from areal_lite.tools.metric_table import GROUP_OF, HEALTHY, MEANINGS
 
 # The metrics that a finding is about. It may look at a part of them only.
 METRICS = {

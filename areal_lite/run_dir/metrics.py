@@ -17,11 +17,26 @@ from typing import Any, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
 from areal_lite.extensions import TRACKERS, load
-from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
 from areal_lite.system.clock import steady_time
 from areal_lite.system.files import sync_path, to_plain, write_atomically
 
+STEP_KEYS = (
+    "step",
+    "version",
+    "time_s",
+    "reward_mean",
+    "staleness_mean",
+    "staleness_max",
+    "segments_mean",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "behave_kl",
+    "ess",
+    "pause_s",
+)
+"""Keys that every training step reports. The trainer may add more."""
 # Read at once from the end of a log: a few lines.
 _TAIL_BYTES = 8192
 

@@ -24,10 +24,10 @@ from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store
 from areal_lite.system.gpus import MIN_DRIVER, check_cuda, visible_gpus
-from areal_lite.system.machine import available_memory, problems
 from areal_lite.system.network import free_port
 from areal_lite.system.processes import tail
 from areal_lite.tools.commands import DoctorConfig
+from areal_lite.tools.machine import available_memory, problems
 
 PINNED = ("torch", "transformers", "megatron-core", "sglang")
 PLUGINS = {"areal_lite", "areal_lite_cpu", "areal_lite_memory"}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_lite.config import LoggerConfig
-from areal_lite.run_dir.metric_table import GROUP_OF, GROUPS
 from areal_lite.system.files import to_plain
 from areal_lite.system.processes import start_daemon
+from areal_lite.tools.metric_table import GROUP_OF, GROUPS
 
 log = logging.getLogger(__name__)
 

@@ -37,11 +37,11 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from areal_lite.run_dir.metric_table import MEANINGS
 from areal_lite.run_dir.metrics import newest_event
 from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
+from areal_lite.tools.metric_table import MEANINGS
 
 _MAX_CONNECTIONS = 32
 _MAX_CONNECTION_S = 10.0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from areal_lite.config import LoggerConfig
-from areal_lite.run_dir.metric_table import STEP_KEYS
 from areal_lite.run_dir.metrics import (
+    STEP_KEYS,
     EventFollower,
     MetricsLog,
     append_event,
@@ -122,7 +122,7 @@ def test_logging_without_wandb_imports_neither_wandb_nor_torch(tmp_path):
 import sys
 from pathlib import Path
 from areal_lite.config import LoggerConfig
-from areal_lite.run_dir.metric_table import STEP_KEYS
+from areal_lite.run_dir.metrics import STEP_KEYS
 from areal_lite.run_dir.metrics import MetricsLog
 from areal_lite.tools.report import figure, panel, summary
 log = MetricsLog(Path(sys.argv[1]), LoggerConfig(), {})

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from areal_lite.config import LoggerConfig
-from areal_lite.run_dir.metric_table import GROUPS, STEP_KEYS
-from areal_lite.run_dir.metrics import MetricsLog, read_events, read_metrics
+from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, read_events, read_metrics
 from areal_lite.tools import wandb_log
+from areal_lite.tools.metric_table import GROUPS
 from areal_lite.tools.wandb_log import WandbLog, wandb_name
 
 STEP = dict.fromkeys(STEP_KEYS, 0)
@@ -70,7 +70,7 @@ import sys
 from pathlib import Path
 from areal_lite.config import LoggerConfig
 from areal_lite.tools import wandb_log
-from areal_lite.run_dir.metric_table import STEP_KEYS
+from areal_lite.run_dir.metrics import STEP_KEYS
 from areal_lite.run_dir.metrics import MetricsLog
 wandb_log._INIT_TIMEOUT_S = wandb_log._FINISH_TIMEOUT_S = 3.0
 config = {"seed": 1, "path": Path("model")}

@@ -4,11 +4,11 @@ import re
 import runpy
 from pathlib import Path
 
-from areal_lite.run_dir.metric_table import GROUPS, HEALTHY, MEANINGS, STEP_KEYS
-from areal_lite.run_dir.metrics import read_metrics
+from areal_lite.run_dir.metrics import STEP_KEYS, read_metrics
 from areal_lite.tools.diagnose import history, learning, operation
 from areal_lite.tools.diagnose.guide import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
+from areal_lite.tools.metric_table import GROUPS, HEALTHY, MEANINGS
 from areal_lite.tools.report import demo
 
 # Not in the run of the demo: metrics of a batch with fresh and with older tokens, and of settings.

@@ -15,8 +15,7 @@ import msgspec
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.launch.roles import interruptible
 from areal_lite.run_dir.controller_status import TrainerPhase, write_status
-from areal_lite.run_dir.metric_table import STEP_KEYS
-from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.metrics import STEP_KEYS, append_event
 from areal_lite.tools.report import panel as progress_module
 from areal_lite.tools.report.panel import Progress
 from areal_lite.tools.report.run_watch import RunWatch

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_lite.config import LoggerConfig, TrainConfig, save_config
-from areal_lite.run_dir.metric_table import STEP_KEYS
-from areal_lite.run_dir.metrics import MetricsLog, append_event
+from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
 from areal_lite.trajectory import Group, Trajectory

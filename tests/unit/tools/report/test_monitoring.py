@@ -15,7 +15,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.controller.controller import Controller
 from areal_lite.controller.protocol import PullBatch
 from areal_lite.controller.sources import Dependencies
-from areal_lite.run_dir.metric_table import STEP_KEYS
+from areal_lite.run_dir.metrics import STEP_KEYS
 from areal_lite.tools.report.exporter import FACTS, main
 from areal_lite.trajectory import Group
 from areal_lite.weights.push import PushReport

@@ -6,8 +6,7 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import write_status
-from areal_lite.run_dir.metric_table import STEP_KEYS
-from areal_lite.run_dir.metrics import append_event
+from areal_lite.run_dir.metrics import STEP_KEYS, append_event
 from areal_lite.tools.report import run_watch
 from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.panel import Notice

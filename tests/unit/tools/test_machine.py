@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_lite.system import machine
+from areal_lite.tools import machine
 
 
 def test_a_machine_that_runs_the_tests_lacks_nothing(tmp_path: Path):
@@ -33,7 +33,7 @@ def test_the_script_needs_only_the_standard_library(tmp_path: Path):
 def test_what_is_missing_is_named(
     name: str, value: object, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(f"areal_lite.system.machine.{name}", value)
+    monkeypatch.setattr(f"areal_lite.tools.machine.{name}", value)
     assert any(line in problem for problem in machine.problems(tmp_path))
 
 

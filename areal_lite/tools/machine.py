@@ -1,4 +1,4 @@
-"""Check a machine before anything is installed: `python areal_lite/system/machine.py FOLDER`.
+"""Check a machine before anything is installed: `python areal_lite/tools/machine.py FOLDER`.
 
 Only the standard library is imported, since this runs before the installation. Each problem is one
 line with its remedy. The exit status is 1 if there is one.

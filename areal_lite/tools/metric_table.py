@@ -4,23 +4,6 @@ metrics.jsonl, wandb, Prometheus and docs/diagnose.md have these names. To add a
 a row here, and run `python docs/diagnose_page.py > docs/diagnose.md`.
 """
 
-STEP_KEYS = (
-    "step",
-    "version",
-    "time_s",
-    "reward_mean",
-    "staleness_mean",
-    "staleness_max",
-    "segments_mean",
-    "tokens",
-    "loss",
-    "grad_norm",
-    "behave_kl",
-    "ess",
-    "pause_s",
-)
-"""Keys that every training step reports. The trainer may add more. Report and summary use these."""
-
 GROUPS = {
     "reward": {
         "reward_mean": "mean reward of the step's episodes",
@@ -39,8 +22,8 @@ GROUPS = {
         "dropped_groups": "groups dropped because they were too stale, since the controller "
         "started",
         "masked_overdue": "tokens left out because they are too stale",
-        "stale_square": "mean squared log-ratio of older tokens, less `mismatch_square`: the "
-        "part of staleness",
+        "stale_square": "mean squared log-ratio of older tokens, minus `mismatch_square`: the "
+        "share caused by staleness",
         "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     },
     "loss": {
