@@ -32,7 +32,7 @@ from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.reporter import make_reporter, patience_s
+from areal_lite.trainer.reporter import Reporter, patience_s
 from areal_lite.trainer.step import policy_step
 from areal_lite.weights.push import make_pusher
 from areal_lite.weights.recipients import PushReport
@@ -72,7 +72,9 @@ class TrainingRun:
         # The servers of a resumed run get the weights of the checkpoint before they get a request.
         self.start = self.done = self.pushed = self.checkpoints.resume()
         self.controller = ControllerClient(run_dir, patience_s(config))
-        self.reporter = make_reporter(config, run_dir, self.controller, self.start, self.cadence)
+        self.reporter = None
+        if dist.get_rank() == 0:
+            self.reporter = Reporter(config, run_dir, self.controller, self.start, self.cadence)
         self.pusher = make_pusher(
             self.models.policy,
             self.controller if dist.get_rank() == 0 else None,
@@ -92,21 +94,24 @@ class TrainingRun:
         watch.lap("wait_s")
         heartbeat.enter(f"training step {step + 1}")
         lag = step - self.pushed
-        # Servers with older weights have other log-probs.
-        self.reporter.begin_step(batch, [] if lag else self.pusher.servers)
+        if self.reporter:
+            # Servers with older weights have other log-probs.
+            self.reporter.begin_step(batch, [] if lag else self.pusher.servers)
         with self.models.on_device():
             result = policy_step(self.models, self.objective, batch, self.config, step)
         self._record_skipped(step, batch, result.skipped)
         watch.lap("train_s")
         heartbeat.enter(f"pushing the weights after step {step + 1}")
-        self.reporter.before_push(step, batch, result.prox)
+        if self.reporter:
+            self.reporter.before_push(step, batch, result.prox)
         self.done = step + 1
         push = self._push_if_due()
         watch.lap("push_s")
         heartbeat.enter(f"reporting step {step + 1}")
-        metrics = {**info, **result.metrics, **watch.seconds}
-        metrics |= {"version": self.pushed, "server_lag": lag}
-        self.reporter.end_step(self.done, metrics, push)
+        if self.reporter:
+            metrics = {**info, **result.metrics, **watch.seconds}
+            metrics |= {"version": self.pushed, "server_lag": lag}
+            self.reporter.end_step(self.done, metrics, push)
         self.checkpoints.poll()
 
     def save_and_stop(self) -> bool:
@@ -135,27 +140,25 @@ class TrainingRun:
         """
         heartbeat.enter("saving the weights")
         if self.start < self.done == self.config.trainer.steps:
-            self.reporter.end_training()
+            if self.reporter:
+                self.reporter.end_training()
             # Before any call that waits for servers: the results must not depend on them.
             self.checkpoints.save(self.done, {"step": self.done})
             self.models.policy.export_hf(self.run_dir / CHECKPOINTS_DIR / HF_DIR)
         self.checkpoints.wait()
-        if on_every_rank(self.reporter.evaluates_last):
+        if on_every_rank(not self.reporter or self.reporter.evaluates_last):
             heartbeat.enter("waiting for the last evaluation")
             self.controller.await_evaluation(self.done, lambda: self.pusher.push_stale(self.done))
         heartbeat.enter("ending the run")
         self.pusher.close()
-        self.reporter.finish()
+        if self.reporter:
+            self.reporter.finish()
         shutdown()
 
     def _pull(self, step: int) -> tuple[TrainBatch, dict[str, Any]]:
         """Wait for this rank's shard of the batch. Servers that start late get a push meanwhile."""
-        return self.controller.batch(
-            step,
-            data_parallel_rank(),
-            self.config.trainer.data_parallel,
-            lambda: self._resync(step),
-        )
+        rank, ranks = data_parallel_rank(), self.config.trainer.data_parallel
+        return self.controller.batch(step, rank, ranks, lambda: self._resync(step))
 
     def _resync(self, step: int) -> None:
         """Bring the stale servers to the weights of `step`.

@@ -20,15 +20,12 @@ from areal_lite.megatron.trainable import TrainableModel
 
 @dataclass
 class Models:
-    """The policy, and the models that its objective needs.
-
-    offload: between steps, what only updates need waits in host memory, so that servers can use the
-    device.
-    """
+    """The policy, and the models that its objective needs."""
 
     policy: Policy
     reference: SourceReferences | CachedReference | None = None
     critic: Critic | None = None
+    # Gradients and optimizer state wait in host memory between steps; servers use the device.
     offload: bool = False
 
     @property
@@ -40,14 +37,14 @@ class Models:
         return models
 
     def leave_device(self) -> None:
-        """Move what only updates need to host memory, if `offload`."""
+        """Move gradient buffers and optimizer state to host memory, if `offload`."""
         if self.offload:
             for model in self.trained.values():
                 model.offload()
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep what updates need on the device inside the block."""
+        """Keep gradient buffers and optimizer state on the device inside the block."""
         if self.offload:
             for model in self.trained.values():
                 model.onload()
@@ -61,24 +58,16 @@ def build_models(config: TrainConfig, objective: Objective) -> Models:
     The critic starts from the policy's weights; its learning-rate schedule has the policy's shape.
     """
     trainer, algo = config.trainer, config.algo
-    policy = Policy(
-        trainer,
-        Path(config.model),
-        config.seed,
-        routing_replay=algo.routing_replay,
-    )
+    model = Path(config.model)
+    policy = Policy(trainer, model, config.seed, routing_replay=algo.routing_replay)
     models = Models(policy, offload=trainer.offload)
     if objective.needs_reference:
         models.reference = _references(config, policy)
         if config.buffer.replay.capacity:
             models.reference = CachedReference(models.reference)
     if objective.needs_critic:
-        settings = replace(
-            trainer,
-            lr=algo.critic.lr,
-            min_lr=trainer.min_lr * algo.critic.lr / trainer.lr,
-        )
-        models.critic = Critic(settings, Path(config.model), config.seed)
+        lr, least = algo.critic.lr, trainer.min_lr * algo.critic.lr / trainer.lr
+        models.critic = Critic(replace(trainer, lr=lr, min_lr=least), model, config.seed)
     return models
 
 

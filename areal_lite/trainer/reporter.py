@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.config import TrainConfig
@@ -38,24 +37,12 @@ def patience_s(config: TrainConfig) -> float:
     return config.server.start_timeout_s + config.trainer.batch_timeout_s
 
 
-def make_reporter(
-    config: TrainConfig, run_dir: Path, controller: ControllerClient, start: int, cadence: Cadence
-) -> Reporter:
-    """Build the reporter of this rank. `start`: the step from which the run continues."""
-    if dist.get_rank() != 0:
-        return Reporter()
-    return RankZeroReporter(config, run_dir, controller, start, cadence)
-
-
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
     """Return the proximal log-probs of the first group of `batch`, for a look at its weights.
 
     `prox` are nats of the sampled tokens, by `trace_name`; the longest trajectories may be missing.
 
-    Args:
-        step: the step that trains on `batch`, from 0.
-        batch: T tokens.
-        prox: float32 [T], log-probs under the weights before the step.
+    step: the step that trains on `batch`, from 0; prox: float32 [T], log-probs before the step.
     """
     first = np.flatnonzero(batch.group_ids == batch.group_ids[0])
     first = first[np.argsort(batch.lengths[first], kind="stable")]
@@ -70,46 +57,11 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
 
 
 class Reporter:
-    """The calls of the training loop. This class is for ranks other than 0: it does nothing.
+    """Reports what rank 0 knows.
 
-    `evaluates_last` says whether the weights after the last step are being evaluated. Only rank 0
-    knows. The others say yes, so that `on_every_rank` gives the answer of rank 0.
+    start: the step from which the run continues. `evaluates_last` says whether the weights after
+    the last step are being evaluated.
     """
-
-    evaluates_last = True
-
-    def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
-        """Let `servers` score a part of `batch` while the trainer computes.
-
-        Args:
-            servers: those with the weights before the step; None: all announced servers.
-        """
-
-    def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
-        """Compare log-probs with the servers, which still have the weights before the step.
-
-        Args:
-            prox: float32 [T], the trainer's log-probs of `batch` under those weights
-        """
-
-    def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
-        """Log the metrics of a step, and start an evaluation if one is due.
-
-        Args:
-            done: completed steps.
-            metrics: those of the step.
-            push: the push that ended the step; None without one, and on ranks other than 0.
-        """
-
-    def end_training(self) -> None:
-        """Start the evaluation of the final weights, and withdraw a request to stop."""
-
-    def finish(self) -> None:
-        """Wait for evaluations, end the controller and write its totals."""
-
-
-class RankZeroReporter(Reporter):
-    """The reporter of rank 0."""
 
     def __init__(
         self,
@@ -135,9 +87,14 @@ class RankZeroReporter(Reporter):
             self._evaluate(start)
 
     def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        """Let `servers` with the weights before the step score a part of `batch`; None: all."""
         self._agreement.begin(batch, servers)
 
     def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
+        """Compare log-probs with the servers, which still have the weights before the step.
+
+        prox: float32 [T], the trainer's log-probs of `batch` under those weights.
+        """
         if step == 0 or self._config.server.deterministic:
             # Version 0 alone must answer the evaluation before training. In a run that can be
             # repeated, one version alone must answer each evaluation.
@@ -146,6 +103,10 @@ class RankZeroReporter(Reporter):
         self._compared = self._agreement.compare(batch, prox, step)
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
+        """Log the metrics of a step and its push, and start an evaluation if one is due.
+
+        done: completed steps.
+        """
         now = steady_time()
         time_s = now - self._last_log
         self._last_log = now
@@ -153,21 +114,18 @@ class RankZeroReporter(Reporter):
         record |= asdict(push) if push else {"pause_s": None}
         self._metrics.log(record)
         self._collect(only_done=True)
-        log.info(
-            "step %d: reward %.3f, waited %.1f s, trained %.1f s",
-            done,
-            record["reward_mean"],
-            record["wait_s"],
-            record["train_s"],
-        )
+        shown = (record[key] for key in ("reward_mean", "wait_s", "train_s"))
+        log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", done, *shown)
         if self._cadence.evaluates(done):
             self._evaluate(done)
 
     def end_training(self) -> None:
+        """Start the evaluation of the final weights, and withdraw a request to stop."""
         self._evaluate(self._config.trainer.steps)
         clear_stop_request(self._run_dir)
 
     def finish(self) -> None:
+        """Wait for evaluations, end the controller and write its totals."""
         self._collect()
         write_json(self._run_dir / TOTALS_FILE, self._controller.finish())
         self._metrics.close()

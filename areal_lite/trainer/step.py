@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.losses import LossOutput, value_loss
-from areal_lite.algo.metrics import combined
+from areal_lite.algo.metrics import combined, effective_sample_size
 from areal_lite.algo.objective import FlatBatch, Objective, batch_metrics, denominator
 from areal_lite.config import TrainConfig
 from areal_lite.megatron.critic import Critic
@@ -29,37 +29,26 @@ from areal_lite.megatron.parallel import data_parallel_sum
 from areal_lite.megatron.policy import Policy
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.models import Models
-from areal_lite.trainer.step_metrics import critic_metrics, policy_metrics
 
 
 @dataclass
 class StepResult:
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    metrics: for metrics.jsonl; prox: float32 [T] in CPU memory, this rank's log-probs before the
-        step;
-    skipped: the number of updates, of policy and critic, that were not finite.
-    """
-
-    metrics: dict[str, float | list[float]]
-    prox: Tensor
-    skipped: float
+    metrics: dict[str, float | list[float]]  # for metrics.jsonl
+    prox: Tensor  # float32 [T] in CPU memory, this rank's log-probs before the step
+    skipped: float  # updates, of policy and critic, that were not finite
 
 
 @dataclass(kw_only=True)
 class _Update:
-    """The tokens of one optimizer update; all token indices point into the batch of the step.
+    """The tokens of one optimizer update; all token indices point into the batch of the step."""
 
-    microbatches: the sequences that have a gradient, or the first one if this rank has none;
-    token_index: int64, on the device: all tokens of the update;
-    idle_index: those of the sequences without a gradient;
-    runs_on: int64, the sequences of `microbatches`.
-    """
-
+    # The sequences that have a gradient, or the first one if this rank has none.
     microbatches: list[Microbatch]
-    token_index: Tensor
-    idle_index: Tensor
-    runs_on: np.ndarray
+    token_index: Tensor  # int64, on the device: all tokens of the update
+    idle_index: Tensor  # int64, on the device: tokens of the sequences without a gradient
+    runs_on: np.ndarray  # int64, the sequences of `microbatches`
     first: bool
 
     @property
@@ -233,3 +222,55 @@ def _update_critic(
         )
 
     return critic.update(update.microbatches, loss)
+
+
+def policy_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Combine what the policy's updates report.
+
+    `loss` and `grad_norm` are means over updates, `*_max` are maxima, `skipped` is a sum, and
+    `log_z` is a mean over sequences. The other sums become means over tokens.
+    """
+    last = updates[-1]
+    total = {
+        name: max(u[name] for u in updates)
+        if name.endswith("_max")
+        else sum(u[name] for u in updates)
+        for name in last
+    }
+    tokens, sequences = total.pop("trained_tokens"), total.pop("sequences", 0.0)
+    ess = effective_sample_size(total.pop("weight_sum"), total.pop("weight_square_sum"), tokens)
+    del total["lr"]
+    metrics = {name: total.pop(name) / len(updates) for name in ("loss", "grad_norm")}
+    metrics |= {
+        "lr": last["lr"],
+        "skipped": total.pop("skipped"),
+        "ess": ess,
+        "trained_tokens": tokens,
+    }
+    if "log_z" in total:
+        metrics["log_z"] = total.pop("log_z") / max(sequences, 1.0)
+    return metrics | {
+        name: value if name.endswith("_max") else value / max(tokens, 1.0)
+        for name, value in total.items()
+    }
+
+
+def critic_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Combine what the critic's updates report; empty without a critic."""
+    if not updates:
+        return {}
+    total = {name: sum(u[name] for u in updates) for name in updates[-1]}
+    tokens = max(total["trained_tokens"], 1.0)
+    metrics = {
+        **{f"critic_{name}": total[name] / len(updates) for name in ("loss", "grad_norm")},
+        **{name: total[name] / tokens for name in ("value", "value_error", "value_clip_fraction")},
+        "critic_lr": updates[-1]["lr"],
+        "critic_skipped": total["skipped"],
+    }
+    return_mean = total["return"] / tokens
+    variance = total["return_square"] / tokens - return_mean**2
+    # Equal returns have no variance to explain: what is left is rounding.
+    if variance > 1e-6 * return_mean**2:
+        unexplained = metrics["value_error"] - (return_mean - metrics["value"]) ** 2
+        metrics["value_explained"] = 1.0 - unexplained / variance
+    return metrics

@@ -32,8 +32,7 @@ from areal_lite.config.fields import settings_of
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.objective import RATIO_LOSSES, build_objective
-from areal_lite.trainer.step import flat_batch
-from areal_lite.trainer.step_metrics import critic_metrics
+from areal_lite.trainer.step import critic_metrics, flat_batch
 from areal_lite.trajectory import Trajectory
 
 VERSION = 5

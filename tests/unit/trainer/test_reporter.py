@@ -11,7 +11,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.metrics import append_event, read_events
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
-from areal_lite.trainer.reporter import RankZeroReporter, proximal_record
+from areal_lite.trainer.reporter import Reporter, proximal_record
 from areal_lite.trajectory import Trajectory
 
 
@@ -82,10 +82,10 @@ def test_an_evaluation_that_a_kill_ended_is_made_again(
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.trainer.steps = 9
     asked: list[int] = []
-    monkeypatch.setattr(RankZeroReporter, "_evaluate", lambda self, version: asked.append(version))
+    monkeypatch.setattr(Reporter, "_evaluate", lambda self, version: asked.append(version))
     monkeypatch.setattr("areal_lite.trainer.reporter.LogprobAgreement", lambda *_: None)
     cadence = Cadence(every=1, eval_every=4, steps=9)
-    RankZeroReporter(config, tmp_path, None, start, cadence)._metrics.close()
+    Reporter(config, tmp_path, None, start, cadence)._metrics.close()
     assert asked == again
 
 
@@ -99,7 +99,7 @@ def test_a_deterministic_run_waits_for_an_evaluation_before_the_next_push(
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.server.deterministic = deterministic
     cadence = Cadence(every=1, eval_every=2, steps=9)
-    reporter = RankZeroReporter(config, tmp_path, None, 2, cadence)
+    reporter = Reporter(config, tmp_path, None, 2, cadence)
     batch = TrainBatch.from_trajectories([trajectory(7, 0, 3)])
     reporter.begin_step(batch, [])
     reporter.before_push(2, batch, torch.zeros(len(batch.tokens)))
