@@ -92,7 +92,7 @@ def import_from_working_directory() -> None:
 
 
 def parse(command: str, args: list[str]) -> tuple[set[str], list[str]]:
-    """Return the flags and the overrides in `args`. Raises ValueError for what is unknown."""
+    """Return the flags and the overrides in `args`. Raises ValueError if one is unknown."""
     switched, modes = switches(command), find_command(command).modes
     flags = {arg for arg in args if arg.startswith("-")}
     for other, about in CORE.items():
@@ -151,7 +151,7 @@ def _run(command: str, flags: set[str], configs: list[Any]) -> int:
 
 
 def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
-    """Import what runs a command, or an option of it. Raises ValueError if it is not installed."""
+    """Import the entry of a command or of its option. Raises ValueError if it is not installed."""
     about = find_command(command)
     flag = next((flag for flag in about.modes if flag in flags), "")
     entry = about.modes[flag].entry if flag else about.entry

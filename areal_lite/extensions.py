@@ -1,4 +1,4 @@
-"""What plugs into the core: entry points of installed packages, loaded when they are first needed.
+"""Extensions of the core: entry points of installed packages, loaded when first needed.
 
 The core names a group and an entry, never a module, so it runs without `areal_lite.cpu` and
 `areal_lite.tools`. Another package can add entries of its own.
@@ -25,7 +25,7 @@ TRANSPORTS = "areal_lite.transports"
 
 
 class Device(Protocol):
-    """What a device without CUDA brings. A module with these functions is one."""
+    """The parts of a device without CUDA. A module with these functions will do."""
 
     def rank_environment(self) -> dict[str, str]:
         """Return the environment of a trainer rank."""

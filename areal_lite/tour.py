@@ -224,7 +224,7 @@ SCHEDULES = {
 
 @dataclass
 class Outcome:
-    """What a run measured: by step, the mean reward and the mean age of a token in steps."""
+    """Measurements of a run: by step, the mean reward and the mean age of a token in steps."""
 
     ticks: int = 0
     idle: int = 0
@@ -302,7 +302,7 @@ def _measure(outcome: Outcome, groups: list[Group], batch: TrainBatch, version: 
 
 
 def main() -> None:
-    """Run every schedule and print what differs."""
+    """Run every schedule and print how they differ."""
     torch.set_num_threads(1)  # a model this small is slower with more
     print("schedule   ticks  server idle  mean age  of two versions  reward, first and last steps")
     example = None

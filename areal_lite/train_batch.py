@@ -162,7 +162,7 @@ class TrainBatch:
 
     @classmethod
     def from_frames(cls, frames: Sequence[bytes | memoryview]) -> TrainBatch:
-        """Decode what `to_frames` encoded. Raises ValueError for frames that are not a batch."""
+        """Decode the frames of `to_frames`. Raises ValueError for frames of something else."""
         header = msgspec.msgpack.decode(frames[0], type=list[tuple[str, str, list[int]]])
         names = [name for name, *_ in header]
         if names not in (list(_ARRAYS), list(_DTYPES)) or len(frames) != len(header) + 1:

@@ -36,7 +36,7 @@ _PREFIX = "handover_"  # of the names in the table `totals`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What the trainer has been told, besides its batches.
+    """Answers that the trainer has received, besides its batches.
 
     Args:
         resyncs: number of resyncs that were requested since the trainer's start.
@@ -52,7 +52,7 @@ class Handover:
 
 
 def read_handover(store: Store) -> Handover:
-    """Read what the last controller recorded."""
+    """Read the record of the last controller."""
     totals = store.totals()
     return Handover(**{f.name: totals.get(_PREFIX + f.name, 0) for f in fields(Handover)})
 
@@ -82,7 +82,7 @@ class _AssignedBatch:
 
 
 class UsedBatch(NamedTuple):
-    """What a completed step has used: as in BatchAssignment."""
+    """The groups and draws of a completed step, as in BatchAssignment."""
 
     step: int
     group_ids: list[int]
@@ -172,7 +172,7 @@ class Batches:
         self._resyncing = False
 
     def on_step(self, step: int) -> list[UsedBatch]:
-        """Record that `step` steps are complete; return what the latest of them have used."""
+        """Record that `step` steps are complete; return the groups that the latest steps used."""
         used: list[UsedBatch] = []
         if self._inherited and step > self.step:  # every rank has it from an earlier controller
             used.append(UsedBatch(self.step, [group.group_id for group in self._inherited], []))

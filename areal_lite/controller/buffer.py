@@ -1,4 +1,4 @@
-"""Between generation and training: what may start, what is trained on next, how much runs.
+"""The buffer between generation and training: admission, queue and concurrency.
 
 **Admission** (`AdmissionGate`): no group starts that would be too stale when it is used. With B
 groups per training step, the servers' version v and the bound eta = `max_staleness`, a group may

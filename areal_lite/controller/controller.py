@@ -97,7 +97,7 @@ class Retention:
             self._batches.store_size = size
 
     async def _trim(self, max_gib: float) -> dict[str, float]:
-        """Remove what may be removed, and return the size of the store then."""
+        """Remove tokens until the store fits, if it can, and return its new size."""
         since = await asyncio.to_thread(needed_since, self._run_dir)
         max_bytes = int(max_gib * _GIB)
         while await self._store.submit(Store.trim, max_bytes, since, self._held()):
@@ -309,7 +309,7 @@ class Controller:
         }
 
     def status(self) -> ControllerStatus:
-        """Say what the controller has and what it waits for."""
+        """Describe the controller's work and its present wait."""
         batches = self.batches
         phase = TrainerPhase.TRAINING if batches.was_asked else TrainerPhase.LOADING
         if self._pushing:

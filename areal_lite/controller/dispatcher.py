@@ -82,7 +82,7 @@ class Curriculum:
 
     @property
     def active(self) -> bool:
-        """Return whether rewards change what is asked."""
+        """Return whether rewards change which prompts are asked."""
         return self._retire_above is not None or self._rest_unsolved > 0
 
     def record(self, prompt_index: int, rewards: Sequence[float], drawn: int) -> None:
@@ -334,7 +334,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
 
     def _make_players(self, dependencies: Dependencies, fleet: Fleet) -> dict[str, GroupPlayer]:
-        """Return what plays the groups of each data source."""
+        """Return the player of each data source, by its name."""
         counts, end = self.counts, self._on_rollout_end
         return {
             name: GroupPlayer(source, dependencies, fleet, self.workflows[name], counts, end)

@@ -409,7 +409,7 @@ class Evaluator:
     async def _run(
         self, fleet: Fleet, version: int, check: Callable[[], Awaitable[None]]
     ) -> EvalRecord:
-        """Evaluate on `fleet`. `check` is called meanwhile. What it raises ends the evaluation."""
+        """Evaluate on `fleet`. An error of `check`, called meanwhile, ends the evaluation."""
         evaluation = asyncio.ensure_future(
             evaluate(self._config, self._dependencies, fleet, self._workflows, version)
         )

@@ -1,4 +1,4 @@
-"""What the controller reports: the metrics of a batch, the totals of the run, its status."""
+"""Reports of the controller: the metrics of a batch, the totals of the run, its status."""
 
 import asyncio
 import math
@@ -205,7 +205,7 @@ def controller_status(
     pending_steps: Sequence[int],
     evaluating: Iterable[int],
 ) -> ControllerStatus:
-    """Describe what the controller has and what it waits for.
+    """Describe the controller's work and its present wait.
 
     Args:
         dispatcher: what is being generated.

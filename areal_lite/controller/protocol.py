@@ -229,7 +229,7 @@ _LOG_EVERY = 1000
 
 
 class MessageServer:
-    """Answers each request with what `handler` returns; many requests run at the same time.
+    """Answers requests by `handler`, many at the same time.
 
     * Only clients that know the key of controller.json can connect.
     * A message that cannot be decoded is dropped.
@@ -354,7 +354,7 @@ class MessageServer:
         await self._socket.send_multipart(reply, copy=False)
 
     async def close(self, error: str | None = None) -> None:
-        """Answer every open request with `error`, and deliver what was sent (within 5 s)."""
+        """Answer every open request with `error`, and deliver the replies within 5 s."""
         self._file.unlink(missing_ok=True)
         for client, number in self._pending:
             await self._send(client, number, Failed(error or "the controller has stopped"))

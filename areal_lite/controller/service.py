@@ -88,7 +88,7 @@ async def _control(
 
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:
-    """Write what the controller waits for: to its file every second, to the log every ten."""
+    """Publish the controller's status: to its file every second, to the log every ten."""
     heartbeat.enter("answering the trainer")
     for number in itertools.count(1):
         await asyncio.sleep(_STATUS_INTERVAL_S)

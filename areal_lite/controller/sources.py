@@ -1,4 +1,4 @@
-"""The data sources of a run: their prompts, and what scores the completions."""
+"""The data sources of a run: their prompts and their rewards."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,7 +60,7 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
 
 
 def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSampler]:
-    """Return the training prompts of all sources as one set, and what draws from it."""
+    """Return the training prompts of all sources as one set, and its sampler."""
     prompts, orders = {}, []
     for name, source in sources.items():
         assert source.prompts is not None

@@ -88,7 +88,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that the files are complete and that the tensors are those of config.json.
+    """Check that the files are complete and that their tensors match config.json.
 
     Raises ValueError. Tensors of other architectures than MODEL_TYPES are not looked at.
     """

@@ -139,7 +139,7 @@ class PromptSampler:
         return sum(map(self._rests, self._rests_until))
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, as JSON values."""
+        """Return the state for `restore`, as JSON values."""
         return {
             "sources": [asdict(source) for source in self.sources],
             "drawn": self.drawn,

@@ -62,7 +62,7 @@ class Tokenizer:
         self.eos_ids = self._find_eos_ids()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with those that the tokenizer puts around every text.
+        """Return the token ids of a text, including the tokens that the tokenizer adds around it.
 
         Other threads run meanwhile: the method for one text would keep the interpreter's lock.
         """
@@ -120,7 +120,7 @@ class Tokenizer:
         return self.encode(self.render(messages, tools), add_special_tokens=False)
 
     def render_after_answer(self, messages: Sequence[Message]) -> str:
-        """Render what closes an answer, `messages`, and what opens the next answer.
+        """Render the end of an answer, `messages`, and the beginning of the next answer.
 
         Answers never pass through the template, because it may trim them or drop parts.
         """

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live view, and a report at its end.
+"""The view of a run for a person: live while it goes on, and a report at its end.
 
 An installed package can bring a better observer: the entry `console` of `areal_lite.observers`, an
 object with the methods of `Observer`. Without one, a run prints a line a step and writes no report.
@@ -19,7 +19,7 @@ Poll = Callable[[], None]
 
 
 class Observer(Protocol):
-    """Shows a run while it goes on, and what it learned."""
+    """Shows a run while it goes on, and its results."""
 
     def watch(self, config: TrainConfig, run_dir: Path) -> AbstractContextManager[Poll]:
         """Show training until the context ends."""

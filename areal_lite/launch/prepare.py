@@ -82,7 +82,7 @@ def write(config: TrainConfig) -> Path:
 
 
 def begin(run_dir: Path) -> int:
-    """Remove what an earlier start left: addresses of its processes, and the log of lost steps.
+    """Remove the remains of an earlier start: addresses of processes, the log of lost steps.
 
     Call it before each start of the roles. Returns 0, or COMPLETE when the run has no steps left.
     Raises ValueError while the run is going on.

@@ -76,7 +76,7 @@ class GiveUp:
 
 
 def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
-    """Decide what follows the last of `failures`, which are all of this run, the oldest first."""
+    """Decide between a restart and the end, given all `failures` of this run, oldest first."""
     last = failures[-1]
     recent = [one for one in failures if last.at_s - one.at_s <= limits.window_s]
     if limits.max == 0:
@@ -279,7 +279,7 @@ class Restarts:
         self._wait(failed, restart, f"controller and trainer start again from step {self.start}")
 
     def alone(self, failed: ProcessFailed) -> bool:
-        """Return whether what failed is a controller that can start again under the trainer.
+        """Return whether a controller failed that can start again under the trainer.
 
         One that reports an error has told the ranks, which end, too. The batches of a replay buffer
         are not recorded before the end of their step.
@@ -299,7 +299,7 @@ class Restarts:
         self._wait(failed, restart, "the controller starts again under the running trainer")
 
     def _decide(self, failed: ProcessFailed) -> Restart:
-        """Decide what follows a failure. Raises RoleFailed when the run must end."""
+        """Prepare the start that follows a failure. Raises RoleFailed when the run must end."""
         self._record(failed)
         decision = decide(self._failures, self._config.restart)
         if isinstance(decision, GiveUp):

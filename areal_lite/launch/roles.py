@@ -177,7 +177,7 @@ class Roles:
         watch()
 
     def forget(self, role: Role) -> None:
-        """Kill what is left of a role that failed. Its failure counts no more."""
+        """Kill the rest of a role that failed, and forget its failure."""
         signal_group(role, signal.SIGKILL)
         role.process.wait()
         self.roles.remove(role)
@@ -202,7 +202,7 @@ class Roles:
 
 
 def rank_environment(threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Return what every trainer rank has in its environment, on any machine.
+    """Return the environment of every trainer rank, on any machine.
 
     Megatron-core overlaps its collectives with computation only if kernels start in the order of
     their launch, so a GPU gets one connection.

@@ -77,7 +77,7 @@ class Number:
 
 
 def gsm8k_reward(completion: str, answer: str) -> float:
-    """Return 1.0 if the number that `completion` states equals that of `answer`, else 0.0.
+    """Return 1.0 if `completion` states the number of `answer`, else 0.0.
 
     `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
     Raises ValueError if `answer` has no number: an error of the data.

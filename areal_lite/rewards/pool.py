@@ -155,7 +155,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.gone.set_result(None)
 
     def _on_message(self, body: bytes) -> None:
-        """Take one message. Raises ValueError if it is not the one that must come now."""
+        """Take one message. Raises ValueError if it is out of order."""
         if not self.started:
             self._on_ready(msgspec.msgpack.decode(body, type=Ready))
             return

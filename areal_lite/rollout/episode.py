@@ -145,7 +145,7 @@ class WorkflowRun:
         return traces
 
     async def _result(self, index: int) -> Any:
-        """Return what the workflow returns for an episode."""
+        """Return the workflow's result for an episode."""
         if not getattr(self._workflow, "grouped", False):
             return await self._workflow(self._episodes[index])
         if self._group is None:
@@ -329,7 +329,7 @@ class Transcript:
         )
 
     def _all_routes(self) -> np.ndarray | None:
-        """Return the routes of all tokens. What follows the last request has no record."""
+        """Return the routes of all tokens. Tokens after the last request have no record."""
         if not (known := self._routes):
             return None
         rest = self._length - sum(map(len, known))
@@ -337,7 +337,7 @@ class Transcript:
 
     @property
     def _routes(self) -> list[np.ndarray]:
-        """Return the routes so far, in parts. They are those of the first tokens, without a gap."""
+        """Return the routes so far, in parts: of the first tokens, without a gap."""
         return [chunk.routes for chunk in self._chunks if chunk.routes is not None]
 
     def _append(self, tokens: Sequence[int] | np.ndarray) -> None:

@@ -36,7 +36,7 @@ def write_manifest(folder: Path, known: Mapping[str, int]) -> None:
 
 
 def damage(folder: Path) -> str:
-    """Say what is wrong with a checkpoint, by its manifest; "" when it is whole."""
+    """Describe the damage of a checkpoint, by its manifest; "" when it is whole."""
     try:
         content = (folder / CHECKPOINT_MARKER).read_bytes()
         listed = msgspec.json.decode(content, type=dict[str, tuple[int, int]])

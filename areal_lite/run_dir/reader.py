@@ -76,7 +76,7 @@ _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
 
 
 class DamagedGroup(ValueError):
-    """A group without all of its trajectories, or with one that its checksum contradicts."""
+    """A group that lacks a trajectory, or has a trajectory that contradicts its checksum."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ class RunReader(StoreFile):
         return missing
 
     def totals(self) -> dict[str, int]:
-        """Return what `Store.set_totals` has set."""
+        """Return the totals that `Store.set_totals` has set."""
         return dict(self._query("SELECT name, value FROM totals"))
 
     def filtered(self) -> Counter[str]:

@@ -103,7 +103,7 @@ def newest_whole_step(run_dir: Path) -> tuple[int, dict[Path, str]]:
 
 
 def set_aside_damaged(run_dir: Path) -> None:
-    """Rename the newest checkpoints that are damaged: the run continues from one that is whole.
+    """Rename damaged checkpoints that are newer than the newest whole checkpoint.
 
     Call it before any role starts, so that all of them see the same checkpoints. Raises ValueError,
     and renames nothing, when there are checkpoints and none is whole.
@@ -150,12 +150,12 @@ def remove_stale_files(run_dir: Path) -> None:
 
 
 def remove_role_files(run_dir: Path) -> None:
-    """Remove the stale files of controller and trainer, and keep those of the servers."""
+    """Remove the stale files of controller and trainer, but keep the servers' files."""
     _remove(run_dir, _ROLE_FILES)
 
 
 def remove_controller_files(run_dir: Path) -> None:
-    """Remove the stale files of the controller, and keep those of the trainer and the servers."""
+    """Remove the stale files of the controller, but keep the trainer's and the servers' files."""
     _remove(run_dir, _CONTROLLER_FILES)
 
 

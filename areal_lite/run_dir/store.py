@@ -467,7 +467,7 @@ class StoreThread:
         return future
 
     async def close(self) -> None:
-        """Commit what was submitted, then close the store."""
+        """Commit all submitted calls, then close the store."""
         future = self._loop.create_future()
         self._queue.put(_Call(future, None))
         await future

@@ -259,7 +259,7 @@ def to_rows(t: Trajectory, prompt: str | None, completion: str | None) -> Rows:
 
 
 def decoded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of WITH_TOKENS with its arrays and texts in the place of what is packed.
+    """Return a row of WITH_TOKENS with its arrays and texts unpacked.
 
     `versions` is int32 [L]. `tokens`, int32 [L], and `logprobs`, float32 [L], are None where they
     are not kept. `segments` is a list of (version, start, end). Raises ValueError for content that

@@ -88,7 +88,7 @@ def is_reachable(server: ServerInfo, timeout_s: float) -> bool:
 
 
 def start_reaching(server: ServerInfo, timeout_s: float) -> Future[bool]:
-    """Ask what `is_reachable` returns, and return the future of the answer."""
+    """Start `is_reachable`, and return the future of its answer."""
     background = _background()
     return background.start(_reaches(background.client, server, timeout_s))
 

@@ -200,7 +200,7 @@ class RequestGate:
 def _rest(
     prompt: np.ndarray, params: SamplingParams, completion: Completion
 ) -> tuple[np.ndarray, SamplingParams]:
-    """Return the tokens so far, prompt included, and the parameters of what is left to sample."""
+    """Return the tokens so far, prompt included, and the parameters of the rest."""
     if not completion.chunks:
         return prompt, params
     tokens, routes = completion.tokens, completion.routes
@@ -526,7 +526,7 @@ class Fleet:
             self._on_change()
 
     async def abort_all(self) -> None:
-        """End all requests on the servers. A server that is already gone is no error."""
+        """End all requests on the servers, of which some may be gone."""
         calls = (self._client.abort_all(server) for server in self.router.servers.values())
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(error, BaseException) and not isinstance(error, ServerError):

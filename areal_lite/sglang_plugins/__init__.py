@@ -1,4 +1,4 @@
-"""What runs inside an SGLang server: push.py for weights, sampling.py for tokens.
+"""The plugins inside an SGLang server: push.py for weights, sampling.py for tokens.
 
 SGLang loads the plugins in every process of a server (entry point `areal_lite`, push.py:install).
 They are hooks around SGLang's own functions. weight_group.py is the process group of a push; the

@@ -1,4 +1,4 @@
-"""What a server does in a push of weights.
+"""The server's side of a push of weights.
 
 * Weight groups: a server joins, receives and leaves as `weight_group.py` describes. The answer to a
   request means that the weights have arrived, and a server whose group breaks can join the next.
@@ -157,7 +157,7 @@ def receive_bucket(
 
 
 def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
-    """Pause, and wait in mode `in_place` for what runs on this rank's GPU.
+    """Pause, and in mode `in_place` wait until this rank's GPU is idle.
 
     Every rank of the server does so before it answers the next request, which begins the update.
     """

@@ -1,4 +1,4 @@
-"""Corrections of what SGLang samples, and of what it reports about a sampled token.
+"""Corrections of SGLang's sampling, and of its report about a sampled token.
 
 * Greedy requests change no other request's tokens under `server.deterministic`. SGLang samples from
   sorted probabilities as soon as one request of a batch is greedy, which it takes for top-k

@@ -56,7 +56,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file with one JSON object; return an empty one if there is no file.
+    """Read a file with one JSON object; return {} if there is no file.
 
     Raises ValueError of one line, which names the file.
     """

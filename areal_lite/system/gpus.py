@@ -31,7 +31,7 @@ def visible_gpus() -> list[str]:
 
 
 def _device_count() -> int:
-    """Count the device files of GPUs. WSL has one file, for what is usually one GPU."""
+    """Count the device files of GPUs. WSL has one file, usually for one GPU."""
     return len(list(_DEVICES.glob("nvidia[0-9]*"))) or int((_DEVICES / "dxg").exists())
 
 
@@ -68,7 +68,7 @@ _TIMEOUT_S = 30.0
 
 
 class GpuMemory(NamedTuple):
-    """Memory of one GPU in bytes: all of it, and what no process has taken."""
+    """Memory of one GPU in bytes: all of it, and the part that is free."""
 
     total: int
     free: int

@@ -51,7 +51,7 @@ def process_namespace() -> str:
 
 
 def start_daemon(function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run `function` on a daemon thread. One that hangs never keeps the process alive."""
+    """Run `function` on a daemon thread, which never keeps the process alive."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -333,7 +333,7 @@ def _culprits(
     silent: list[ServerInfo],
     what: str,
 ) -> list[ServerError]:
-    """Return the servers that gave no answer, else those that refused, else the late.
+    """Return the servers to blame: the silent ones, else the refusing, else the late.
 
     A server that only saw the collective fail is not to blame. The errors `before` came before it
     was given up. `silent` are the late ones that do not even answer a question about their health.

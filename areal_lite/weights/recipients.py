@@ -82,7 +82,7 @@ class PushRecipients:
         return longest
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
-        """Run `action` with all servers, and again without those that failed, until it succeeds.
+        """Run `action` with all servers, and again without the failed servers, until it succeeds.
 
         `action` raises ServersFailed or CollectiveError, and may be repeated. If no server is to
         blame for its failure, a connection may have broken, perhaps long before. It then runs once

@@ -48,7 +48,7 @@ class Supervisor:
         self._loop.add_reader(listener, self._answer)
 
     def close(self) -> None:
-        """Stop answering. The kernel refuses what it asks from now on."""
+        """Stop answering. From now on the kernel refuses every question."""
         self._loop.remove_reader(self._listener)
         os.close(self._listener)
 

@@ -54,7 +54,7 @@ def parse_request(body: dict[str, Any], temperature: float) -> ChatRequest:
 
 
 def _chat_messages(message: Message) -> list[Message]:
-    """Translate a message. Each tool result, and what stands beside it, is a message of its own."""
+    """Translate a message. Each tool result becomes a message, and so does the text beside it."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
         raise RequestRefused(f"role {role!r:.100} is none of {', '.join(_ROLES)}", "invalid_value")

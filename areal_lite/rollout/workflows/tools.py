@@ -1,4 +1,4 @@
-"""Tool use: the policy calls functions and reads what they return.
+"""Tool use: the policy calls functions and reads their results.
 
 Calls have the format of the Qwen chat templates, a JSON object in each `<tool_call>`:
 
@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct):
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """Return a text's calls; one that cannot be parsed becomes an error message."""
+    """Return a text's calls; a malformed call becomes an error message."""
     return [_parse(body) for _, body in _split(text) if body is not None]
 
 
@@ -127,7 +127,7 @@ class Tools:
 
     async def python(self, code: str) -> str:
         """
-        Runs a Python program and returns what it prints. Nothing is kept from one run to the next.
+        Runs a Python program and returns its output. Each run starts afresh.
         There is no network.
 
         Args:
