@@ -71,7 +71,7 @@ def checked_config(command: str, overrides: list[str]) -> Any:
 def check_composed(command: str, composed: DictConfig) -> Any:
     """Convert the composed settings of `command` to their dataclass, complete and valid.
 
-    Raises as `checked_config` does.
+    Cautions go to stderr. Raises as `checked_config` does.
     """
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
@@ -81,7 +81,8 @@ def check_composed(command: str, composed: DictConfig) -> Any:
     config = to_dataclass(composed)
     from areal_lite.launch.preflight import check_config
 
-    check_config(find_command(command), config)
+    for caution in check_config(find_command(command), config):
+        print(f"caution: {caution}", file=sys.stderr)
     return config
 
 
@@ -175,7 +176,7 @@ def _usage() -> str:
 
 def _help(command: str, composed: Any) -> str:
     """Return the usage of a command, the sets of settings it can use, and its settings."""
-    from areal_lite.config.reference import groups_text, help_text
+    from areal_lite.config.help import groups_text, help_text
 
     about = find_command(command)
     written = about.written(command)

@@ -4,10 +4,10 @@ Its tables are the findings (diagnose/guide.py), the thresholds (diagnose/histor
 the metrics (run_dir/metric_table.py).
 """
 
-from areal_lite.config.reference import table_cell
 from areal_lite.tools.diagnose.guide import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
 from areal_lite.tools.metric_table import GROUP_OF, HEALTHY, MEANINGS
+from areal_lite.tools.reference import table_cell
 
 # The metrics that a finding is about. It may look at a part of them only.
 METRICS = {

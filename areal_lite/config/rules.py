@@ -1,14 +1,15 @@
 """Rules over several settings that need nothing but the settings.
 
 A broken rule is a ValueError of one line that names the keys, their values and the remedy. A
-caution is such a line about settings that are allowed but cannot do what they are for. The rules
-over the objective are in algo_rules.py. launch/preflight.py checks what rules cannot: the machine,
-files, and imported functions.
+`Finding` is about settings that are allowed but may not do what they are for: every command shows
+its cautions, and the dry run also the lines of the plan. The rules over the objective are in
+algo_rules.py. launch/preflight.py checks what rules cannot: the machine, files, and imported
+functions.
 """
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.algo_rules import check_algo
@@ -362,14 +363,17 @@ class Tolerance(NamedTuple):
     shown: str
 
 
-def cautions(config: TrainConfig) -> list[str]:
+class Finding(NamedTuple):
+    """What a run should know beforehand: a caution, or a line of its plan."""
+
+    level: Literal["caution", "plan"]
+    text: str
+
+
+def findings(config: TrainConfig) -> list[Finding]:
     """Return what a run with these settings should know beforehand."""
-    found = [
-        _idle_clip(config),
-        _too_stale(config),
-        _fresh_learning_rate(config),
-    ]
-    return [caution for caution in found if caution]
+    found = [_idle_clip(config), _too_stale(config), _fresh_learning_rate(config)]
+    return [finding for finding in found if finding]
 
 
 def clip_is_idle(config: TrainConfig) -> bool:
@@ -401,33 +405,36 @@ def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
     )
 
 
-def _idle_clip(config: TrainConfig) -> str | None:
+def _idle_clip(config: TrainConfig) -> Finding | None:
     if not clip_is_idle(config):
         return None
-    return (
+    return Finding(
+        "plan",
         "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
         "in which the ratio to the proximal policy is 1. For a clip that acts, set "
-        "trainer.minibatches=2 and algo.prox=recompute"
+        "trainer.minibatches=2 and algo.prox=recompute",
     )
 
 
-def _too_stale(config: TrainConfig) -> str | None:
+def _too_stale(config: TrainConfig) -> Finding | None:
     tolerance, allowed = tolerated_staleness(config.algo), config.buffer.max_staleness
     if tolerance is None or allowed <= tolerance.steps:
         return None
-    return (
+    return Finding(
+        "caution",
         f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
         f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
-        "algo.loss=examples.recipes.stale:loss"
+        "algo.loss=examples.recipes.stale:loss",
     )
 
 
-def _fresh_learning_rate(config: TrainConfig) -> str | None:
+def _fresh_learning_rate(config: TrainConfig) -> Finding | None:
     algo, allowed = config.algo, config.buffer.max_staleness
     if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES:
         return None
-    return (
+    return Finding(
+        "caution",
         f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "
         "the learning rate of fresh data. 0.6 of it was right at a lag of 32, and a third at 64 "
-        "(benchmarks/results/staleness/README.md)"
+        "(benchmarks/results/staleness/README.md)",
     )

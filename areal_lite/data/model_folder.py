@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from areal_lite.config import TrainerConfig
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
 from areal_lite.system.files import read_json
@@ -29,6 +30,13 @@ _SIZES = (
     "num_experts",
     "num_local_experts",
     "head_dim",
+)
+# Tensor parallelism splits these evenly.
+_SPLIT_SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
 )
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -55,6 +63,29 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
         experts=experts,
         top_k=config["num_experts_per_tok"],
     )
+
+
+def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
+    """Check that a model can be split over the trainer's ranks, as far as its config.json says.
+
+    Raises ValueError.
+    """
+    ranks = trainer.tensor_parallel
+    for name in _SPLIT_SIZES:
+        if (size := described.get(name) or 0) % ranks:
+            raise ValueError(f"{name}={size} cannot be split over trainer.tensor_parallel={ranks}")
+    if (experts := num_experts(described) or 1) % trainer.expert_parallel:
+        raise ValueError(
+            f"a model with {experts} experts a layer cannot be split over"
+            f" trainer.expert_parallel={trainer.expert_parallel}"
+        )
+    layers, stages = described.get("num_hidden_layers") or 0, trainer.pipeline_parallel
+    if layers % (stages * trainer.virtual_pipeline):
+        raise ValueError(
+            f"{layers} layers cannot be split over trainer.pipeline_parallel={stages} x"
+            f" trainer.virtual_pipeline={trainer.virtual_pipeline}: make their product divide the"
+            " layers"
+        )
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -5,7 +5,6 @@ need nothing but the settings are in config/rules.py. Here are the checks of mod
 files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
-import json
 import os
 import shutil
 import socket
@@ -29,9 +28,9 @@ from areal_lite.config import (
 )
 from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
-from areal_lite.config.rules import check_rules, check_targets
+from areal_lite.config.rules import check_rules, check_targets, findings
 from areal_lite.controller.dispatcher import load_filters
-from areal_lite.data.model_folder import expert_layout, num_experts
+from areal_lite.data.model_folder import check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import DEBUG_MODES, load
@@ -39,6 +38,7 @@ from areal_lite.launch.placement import place_run
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout.episode import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
+from areal_lite.system.files import read_json
 from areal_lite.system.gpus import check_cuda, resolve_device
 from areal_lite.system.imports import load_object
 from areal_lite.system.network import NODE, listen_address
@@ -48,12 +48,17 @@ _CHANGEABLE = ("eval_path", "reward", "workflow", "workflow_args")
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
 
 
-def check_config(command: Command, config: Any) -> None:
-    """Check the configuration of a command before anything starts. Raises ValueError."""
+def check_config(command: Command, config: Any) -> list[str]:
+    """Judge the configuration of a command before anything starts, and return its cautions.
+
+    Raises ValueError for the first error.
+    """
     check_fields(config)
     check_rules(config)
     if command.check:
         load_object("check", command.check)(config)
+    found = findings(config) if isinstance(config, TrainConfig) else []
+    return [finding.text for finding in found if finding.level == "caution"]
 
 
 def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
@@ -63,7 +68,7 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
     """
     if dense is None:
         check_model("model", config.model)
-        check_adapters(config.trainer, config.model)
+        check_layout(config.trainer, config.model)
     check_sources(config)
     check_servers(config.server)
     _routing_replay(config, dense)
@@ -121,10 +126,11 @@ def check_model(key: str, model: str) -> None:
             )
 
 
-def check_adapters(trainer: TrainerConfig, model: str) -> None:
-    """Check that the layers of the model can have the adapters."""
-    described = json.loads((Path(model) / "config.json").read_text())
+def check_layout(trainer: TrainerConfig, model: str) -> None:
+    """Check that the model can be split over the ranks, and that its layers can have adapters."""
+    described = read_json(Path(model) / "config.json")
     check_targets(trainer.lora, has_experts=num_experts(described) > 0)
+    check_split(described, trainer)
 
 
 def _routing_replay(config: TrainConfig, dense: bool | None) -> None:

@@ -100,15 +100,9 @@ def _frozen(model: torch.nn.Module) -> set[str]:
 
 def check_layout(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for a model that is not supported or cannot be split in this way."""
-    check_supported(hf, trainer.tensor_parallel, trainer.expert_parallel)
+    check_supported(hf, trainer)
     has_experts = getattr(hf, "num_experts", 0) > 0
     check_targets(trainer.lora, has_experts)
-    if hf.num_hidden_layers % (trainer.pipeline_parallel * trainer.virtual_pipeline):
-        raise ValueError(
-            f"{hf.num_hidden_layers} layers cannot be split over trainer.pipeline_parallel="
-            f"{trainer.pipeline_parallel} x trainer.virtual_pipeline={trainer.virtual_pipeline}:"
-            " make their product divide the layers"
-        )
 
 
 def build_chunks(

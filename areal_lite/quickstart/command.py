@@ -98,11 +98,11 @@ def check_quickstart(config: QuickstartConfig) -> None:
 
 def check_sft(config: SftConfig) -> None:
     """Check the warm-up. Raises ValueError."""
-    from areal_lite.launch.preflight import check_adapters, check_model, check_run_dir_of
+    from areal_lite.launch.preflight import check_layout, check_model, check_run_dir_of
 
     _check_warm_up(config, "")
     check_model("model", config.model)
-    check_adapters(config.trainer, config.model)
+    check_layout(config.trainer, config.model)
     check_run_dir_of(config)
 
 

@@ -20,7 +20,7 @@ from areal_lite.config import (
     source_configs,
 )
 from areal_lite.config.data import shares
-from areal_lite.config.rules import cautions
+from areal_lite.config.rules import findings
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
@@ -68,8 +68,6 @@ def run(config: TrainConfig) -> int:
         sections["mixture of experts"] = [
             "on a GPU the trainer computes one expert after the other: right, but slow"
         ]
-    if warned := cautions(config):
-        sections["cautions"] = warned
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     print("\n\n".join(texts))
     return 0
@@ -98,6 +96,7 @@ def objective_lines(config: TrainConfig) -> list[str]:
         f"tokens at most {counted(config.buffer.max_staleness, 'step')} stale",
         *_window_lines(config),
         *_scored_by(config),
+        *(finding.text for finding in findings(config) if finding.level == "plan"),
     ]
 
 

@@ -169,7 +169,8 @@ def run_command_line(where, capsys, monkeypatch, count: int) -> None:
             overrides = [f"{key}={value}" for key, value in changes.items()]
             status = cli.run_command(command, [*where[command], *overrides])
             lines = capsys.readouterr().err.splitlines()
-            assert (status, len(lines)) in ((0, 0), (2, 1)), (status, lines[:3], overrides)
+            mistakes = [line for line in lines if not line.startswith("caution: ")]
+            assert (status, len(mistakes)) in ((0, 0), (2, 1)), (status, lines[:3], overrides)
 
 
 def test_random_command_lines(where, capsys, monkeypatch):

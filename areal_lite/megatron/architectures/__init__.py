@@ -6,7 +6,7 @@ To add one:
    A parameter that no other architecture has also needs its size in `launch/memory.py`.
 2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
    of it. Settings that only it has go into `quickstart/make_model.py`. Then write
-   docs/configuration.md again: `python -m areal_lite.config.reference > docs/configuration.md`.
+   docs/configuration.md again: `python -m areal_lite.tools.reference > docs/configuration.md`.
 3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
    with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run
    over `ARCHITECTURES`, such as test_hf_layouts.py, find it by themselves.
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
+from areal_lite.config import TrainerConfig
+from areal_lite.data.model_folder import check_split
 from areal_lite.megatron.architectures.common import EMBEDDINGS
 from areal_lite.megatron.architectures.llama import LLAMA
 from areal_lite.megatron.architectures.mistral import MISTRAL
@@ -44,18 +46,11 @@ ARCHITECTURES = {
     architecture.model_type: architecture
     for architecture in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
 }
-# Tensor parallelism splits these fields of a configuration evenly.
-_SPLIT_FIELDS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def check_supported(hf: PretrainedConfig, tensor_parallel: int, expert_parallel: int = 1) -> None:
+def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
     """Raise ValueError for a model that would be computed wrongly or cannot be split this way."""
     if hf.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -74,17 +69,7 @@ def check_supported(hf: PretrainedConfig, tensor_parallel: int, expert_parallel:
         raise ValueError(
             f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
         )
-    for name in _SPLIT_FIELDS:
-        if (size := getattr(hf, name, 0)) % tensor_parallel:
-            raise ValueError(
-                f"{name}={size} cannot be split over trainer.tensor_parallel={tensor_parallel}"
-            )
-    experts = getattr(hf, "num_experts", 1)
-    if experts % expert_parallel:
-        raise ValueError(
-            f"a model with {experts} experts a layer cannot be split over"
-            f" trainer.expert_parallel={expert_parallel}"
-        )
+    check_split(hf.to_dict(), trainer)
 
 
 def _has_window(hf: PretrainedConfig) -> bool:

@@ -19,10 +19,11 @@ from areal_lite.config import (
     find_command,
     settings_of,
 )
-from areal_lite.config.reference import help_text, page
+from areal_lite.config.help import help_text
 from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.command import MakeModelConfig, QuickstartConfig
 from areal_lite.system.imports import load_object
+from areal_lite.tools.reference import page
 
 
 def schemas(schema: type) -> set[type]:
@@ -117,5 +118,5 @@ def test_help_has_every_setting_and_fits_the_terminal(command):
 def test_the_reference_page_is_up_to_date():
     committed = Path(__file__).parents[3] / "docs" / "configuration.md"
     assert committed.read_text() == page(), (
-        "run: python -m areal_lite.config.reference > docs/configuration.md"
+        "run: python -m areal_lite.tools.reference > docs/configuration.md"
     )

@@ -37,7 +37,7 @@ def config(architecture: str, **fields):
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral", "qwen3_moe"])
 def test_supported(architecture):
     hf = config(architecture, **({"sliding_window": None} if architecture == "mistral" else {}))
-    check_supported(hf, 2)
+    check_supported(hf, TrainerConfig(tensor_parallel=2))
     made = transformer_config(hf, torch.float32)
     assert made.num_query_groups == 2 and not made.add_bias_linear
     assert made.add_qkv_bias == (architecture == "qwen2")
@@ -107,7 +107,9 @@ def test_supported(architecture):
 )
 def test_refused(architecture, fields, message):
     with pytest.raises(ValueError, match=message):
-        check_supported(config(architecture, **fields), tensor_parallel=2, expert_parallel=2)
+        check_supported(
+            config(architecture, **fields), TrainerConfig(tensor_parallel=2, expert_parallel=2)
+        )
 
 
 def test_experts_may_be_split_over_tensor_parallel_ranks():
@@ -120,10 +122,13 @@ def test_experts_may_be_split_over_tensor_parallel_ranks():
 
 
 def test_a_window_that_no_sequence_fills_is_accepted():
-    check_supported(config("mistral", sliding_window=128, max_position_embeddings=128), 1)
+    check_supported(
+        config("mistral", sliding_window=128, max_position_embeddings=128), TrainerConfig()
+    )
     # No layer of this one has the window.
     check_supported(
-        config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=4), 1
+        config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=4),
+        TrainerConfig(),
     )
 
 

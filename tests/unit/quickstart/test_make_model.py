@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
-from areal_lite.config import settings_of
+from areal_lite.config import TrainerConfig, settings_of
 from areal_lite.megatron.architectures import check_supported
 from areal_lite.quickstart import make_model
 from areal_lite.quickstart.command import MakeModelConfig
@@ -26,7 +26,7 @@ def test_the_trainer_takes_each_architecture(tmp_path, architecture):
     )
     hf = AutoConfig.from_pretrained(out)
     assert hf.model_type == architecture
-    check_supported(hf, 2)
+    check_supported(hf, TrainerConfig(tensor_parallel=2))
     weights = load_file(out / "model.safetensors")
     assert ("lm_head.weight" in weights) == (architecture == "qwen3_moe")
     if architecture == "qwen3_moe":

@@ -224,10 +224,13 @@ def test_a_dry_run_shows_the_plan_and_leaves_nothing(model, tmp_path, capsys, mo
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+IDLE = "algo.eps_low and algo.eps_high never act"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "algo.eps_low and algo.eps_high never act"),
+        ([], IDLE),
         (["trainer.minibatches=2"], None),
         (["algo.decoupled=false", "schedule=one_step"], None),
         (
@@ -243,17 +246,19 @@ def test_a_dry_run_cautions_against_settings_that_cannot_work(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     where = [f"model={model}", f"run_dir={tmp_path / 'run'}"]
     assert cli.main(["train", "--dry-run", "+task=addition", *where, *overrides]) == 0
-    _, found, cautions = capsys.readouterr().out.partition("\n\ncautions\n")
-    assert bool(found) == bool(message)
-    assert (message or "") in cautions and cautions.count("\n") == bool(message)
+    shown = capsys.readouterr()
+    assert (IDLE in shown.out) == (message == IDLE), "it is a line of the plan, not a caution"
+    cautions = shown.err.splitlines()
+    assert len(cautions) == (message not in (None, IDLE))
+    assert all(line.startswith("caution: ") and message in line for line in cautions)
 
 
 @pytest.mark.parametrize(
     ("override", "status", "message"),
     [
         ("trainer.minibatches=5", 2, "trainer.minibatches=5"),
-        ("trainer.pipeline_parallel=3", 1, "4 layers cannot be split"),
-        ("trainer.tensor_parallel=4", 1, "num_key_value_heads=2"),
+        ("trainer.pipeline_parallel=3", 2, "4 layers cannot be split"),
+        ("trainer.tensor_parallel=4", 2, "num_key_value_heads=2"),
         ("trainer.device=cuda", 2, "trainer.device=cuda"),
     ],
 )

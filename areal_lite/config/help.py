@@ -1,20 +1,17 @@
-"""The settings as text: for `--help`, and for docs/configuration.md.
-
-    python -m areal_lite.config.reference > docs/configuration.md
+"""The settings as text, for `--help` and for docs/configuration.md (tools/reference.py).
 
 Both come from the metadata of the fields (fields.py) and the values that conf/ composes.
 """
 
 import json
-import re
 import textwrap
 import types
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from areal_lite.config.command_line import ADDED_GROUPS, compose_config, config_dir
-from areal_lite.config.commands import command_names, find_command
+from areal_lite.config.command_line import ADDED_GROUPS, config_dir
+from areal_lite.config.commands import find_command
 from areal_lite.config.fields import Setting, number, sections, settings_of
 
 _COLUMNS = 100
@@ -35,7 +32,7 @@ class Row(NamedTuple):
     help: str
 
 
-def _rows(prefix: str, section: type, composed: DictConfig) -> list[Row]:
+def rows_of(prefix: str, section: type, composed: DictConfig) -> list[Row]:
     """Return the settings of a section, without those of its sub-sections."""
     node = OmegaConf.select(composed, prefix[:-1]) if prefix else composed
     values: Any = OmegaConf.to_container(node, resolve=False)
@@ -46,7 +43,8 @@ def _rows(prefix: str, section: type, composed: DictConfig) -> list[Row]:
     ]
 
 
-def _about(section: type) -> str:
+def about_section(section: type) -> str:
+    """Return the first line of the docstring of a section."""
     return (section.__doc__ or "").partition("\n")[0]
 
 
@@ -98,8 +96,8 @@ def help_text(command: str, composed: DictConfig) -> str:
     """Return the settings of a command, by section, for a terminal of 100 columns."""
     parts = []
     for prefix, section in sections(find_command(command).schema):
-        if rows := _rows(prefix, section, composed):
-            heading = f"{prefix[:-1]}: {_about(section)}" if prefix else "general:"
+        if rows := rows_of(prefix, section, composed):
+            heading = f"{prefix[:-1]}: {about_section(section)}" if prefix else "general:"
             parts.append("\n".join([heading, *map(_help_row, rows)]))
     return "\n\n".join(parts)
 
@@ -113,66 +111,3 @@ def _help_row(row: Row) -> str:
     # A tag stays on one line: its spaces are replaced while the text is wrapped.
     text = row.help + " " * bool(tag) + tag.strip().replace(" ", _GLUE)
     return first + gap.join(textwrap.wrap(text, _COLUMNS - _HELP_COLUMN)).replace(_GLUE, " ")
-
-
-_PAGE = """\
-# Configuration
-
-Every setting. This page is made from the code: `python -m areal_lite.config.reference`. The
-defaults are those of the command that a table is under; `areal-lite COMMAND --help` shows those of
-every command.
-
-```
-areal-lite train model=models/Qwen3-0.6B rollout.group_size=16 schedule=sync +task=gsm8k
-```
-
-| sets of settings | |
-|---|---|
-{groups}
-"""
-
-
-def page() -> str:
-    """Return the page docs/configuration.md. Each section has one table, where it comes first."""
-    rows = [f"| `{group}=` | {_codes(names)} |" for group, names in groups().items()]
-    text = _PAGE.format(groups="\n".join(rows))
-    shown: list[type] = []
-    for command in command_names():
-        schema, shared = find_command(command).schema, []
-        composed = compose_config(command, [])
-        extends = issubclass(schema, tuple(shown))
-        text += f"\n## areal-lite {command}\n"
-        for prefix, section in sections(schema):
-            if section is schema and extends:
-                text += f"\n{_about(section)}\n"
-            elif section not in shown:
-                text += _table(prefix, section, composed)
-                shown.append(section)
-            elif prefix.count(".") == 1:
-                shared.append(prefix[:-1])
-        if shared and not extends:
-            text += f"\nAlso {_codes(shared)}, as above.\n"
-    return text
-
-
-def _table(prefix: str, section: type, composed: DictConfig) -> str:
-    heading = f"\n### {prefix[:-1]}\n" if prefix else ""
-    rows = [
-        f"| `{row.key}` | `{row.value}` | {table_cell(row.allowed)} | {table_cell(row.help)} |"
-        for row in _rows(prefix, section, composed)
-    ]
-    top = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    return f"{heading}\n{_about(section)}\n\n" + "\n".join(top + rows) + "\n"
-
-
-def _codes(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def table_cell(text: str) -> str:
-    """Escape the characters that a cell of a Markdown table would not show as they are."""
-    return re.sub(r"([|<*])", r"\\\1", text)
-
-
-if __name__ == "__main__":
-    print(page(), end="")
