@@ -4,14 +4,18 @@ The four kinds are those of Probe the Harness (arXiv 2610.02911): a clip that ne
 that does not reach the data, a batch that comes again, and a normalizer that counts something else.
 """
 
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.diagnose import integrity
-from areal_lite.tools.report.run_data import read_columns
+from areal_lite.tools.report.run_data import Columns, read_columns
 
 
 def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
@@ -28,7 +32,7 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
             raise ValueError(f"step {number} used {groups} groups: {groups_per_step}")
     faults = {
         # Each prompt of the study comes once.
-        "stuck batch": integrity.repeated_prompts(columns)
+        "stuck batch": repeated_prompts(columns)
         or integrity.repeated_batch(columns, store)
         or integrity.stuck_metrics(columns, metrics),
         "rogue normalizer": integrity.rogue_tokens(columns, metrics),
@@ -37,7 +41,7 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
     for kind, fault in faults.items():
         if fault:
             raise ValueError(f"{kind}: {fault.evidence}")
-    return integrity.prompt_order(store)
+    return prompt_order(store)
 
 
 def check_study(records: Iterable[dict]) -> None:
@@ -56,3 +60,31 @@ def check_study(records: Iterable[dict]) -> None:
             raise ValueError(f"lost seed: the runs of seed {seed} saw different prompts")
     if len({next(iter(found)) for found in prompts.values()}) < len(prompts):
         raise ValueError("lost seed: two seeds saw the same prompts")
+
+
+def repeated_prompts(columns: Columns) -> integrity.Fault | None:
+    """Find a step with the prompts of the step before, in the same order."""
+    for (_, before), (step, prompts) in pairwise(_prompts_by_step(columns)):
+        if np.array_equal(before, prompts):
+            return integrity.Fault(step + 1, f"steps {step} and {step + 1} have the same prompts")
+    return None
+
+
+def prompt_order(store: Path) -> int:
+    """Return a checksum of the ids of all used prompts in their order, to compare runs."""
+    checksum, between = 0, b""
+    with closing(RunReader(store)) as reader:
+        for prompt in reader.used_prompts():
+            checksum = zlib.crc32(between + prompt.encode(), checksum)
+            between = b"\n"
+    return checksum
+
+
+def _prompts_by_step(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield each step, from 0, and the indices of its prompts in the order of admission."""
+    order = np.argsort(columns.groups.step, kind="stable")
+    steps, prompts = columns.groups.step[order], columns.groups.prompt[order]
+    found, first = np.unique(steps, return_index=True)
+    for step, own in zip(found.tolist(), np.split(prompts, first[1:])):
+        if step >= 0:
+            yield step, own

@@ -7,14 +7,13 @@ The kinds are those of Probe the Harness (arXiv 2610.02911):
     stuck batch         a batch comes again
     rogue normalizer    the loss divides by something else than the tokens that were sampled
 
-The functions take columns, 80 bytes a trajectory, and metrics. They read the tokens of at most
-`_BATCHES` pairs of batches and `_GROUPS` groups, so memory stays bounded for a run of any length.
+The functions take columns and metrics, and read the tokens of at most
+`_BATCHES` pairs of batches and `_GROUPS` groups. Memory stays bounded for a run of any length.
 
 Equal samples are a fault only if they are unlikely: equal tokens of probability p have it again by
 chance with probability p.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
@@ -43,14 +42,6 @@ class Fault(NamedTuple):
 
     step: int
     evidence: str
-
-
-def repeated_prompts(columns: Columns) -> Fault | None:
-    """Find a step with the prompts of the step before, in the same order."""
-    for (_, before), (step, prompts) in pairwise(_prompts_by_step(columns)):
-        if np.array_equal(before, prompts):
-            return Fault(step + 1, f"steps {step} and {step + 1} have the same prompts")
-    return None
 
 
 def repeated_batch(columns: Columns, store: Path) -> Fault | None:
@@ -158,26 +149,6 @@ def unshuffled_prompts(columns: Columns, number: int = 0, sources: int = 1) -> F
     if len(places) < _LEAST_PROMPTS or not np.array_equal(places, np.arange(len(places))):
         return None
     return Fault(1, f"the {len(places):,} prompts are numbers 0 to {len(places) - 1:,} of the data")
-
-
-def prompt_order(store: Path) -> int:
-    """Return a checksum of the ids of all used prompts in their order, to compare runs."""
-    checksum, between = 0, b""
-    with closing(RunReader(store)) as reader:
-        for prompt in reader.used_prompts():
-            checksum = zlib.crc32(between + prompt.encode(), checksum)
-            between = b"\n"
-    return checksum
-
-
-def _prompts_by_step(columns: Columns) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each step, from 0, and the indices of its prompts in the order of admission."""
-    order = np.argsort(columns.groups.step, kind="stable")
-    steps, prompts = columns.groups.step[order], columns.groups.prompt[order]
-    found, first = np.unique(steps, return_index=True)
-    for step, own in zip(found.tolist(), np.split(prompts, first[1:])):
-        if step >= 0:
-            yield step, own
 
 
 def _by_step(columns: Columns) -> tuple[list[float], list[float]]:

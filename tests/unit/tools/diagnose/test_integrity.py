@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.diagnose import integrity
 from areal_lite.tools.diagnose.diagnosis import diagnosis_text
 from areal_lite.tools.diagnose.history import Severity, read_history
 from areal_lite.tools.report.run_data import read_columns
 from areal_lite.trajectory import Group, Trajectory
+from benchmarks.staleness import checks
 from tests.unit.tools.diagnose.test_findings import findings, make_run
 
 GROUPS, SIZE, STEPS = 4, 3, 30
@@ -219,11 +219,11 @@ def test_prompts_of_one_source_in_the_order_of_their_file(tmp_path: Path) -> Non
 
 def test_prompts_that_come_again_and_their_order(tmp_path: Path) -> None:
     sound = write_run(tmp_path / "a", batches()) / "trajectories.sqlite"
-    assert integrity.repeated_prompts(read_columns(sound)) is None
+    assert checks.repeated_prompts(read_columns(sound)) is None
     cycle = write_run(tmp_path / "b", batches(), prompt=lambda group: group % GROUPS)
-    fault = integrity.repeated_prompts(read_columns(cycle / "trajectories.sqlite"))
+    fault = checks.repeated_prompts(read_columns(cycle / "trajectories.sqlite"))
     assert fault == (2, "steps 1 and 2 have the same prompts")
     other = write_run(tmp_path / "c", batches(1)) / "trajectories.sqlite"
-    assert integrity.prompt_order(sound) == integrity.prompt_order(other)
+    assert checks.prompt_order(sound) == checks.prompt_order(other)
     shorter = write_run(tmp_path / "d", batches()[:-1], steps=STEPS - 1)
-    assert integrity.prompt_order(shorter / "trajectories.sqlite") != integrity.prompt_order(sound)
+    assert checks.prompt_order(shorter / "trajectories.sqlite") != checks.prompt_order(sound)
