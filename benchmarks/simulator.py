@@ -24,7 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from areal_lite.cli import checked_config
-from areal_lite.tools.simulate.comparisons import simulated
+from areal_lite.tools.simulate.command import simulated
 from areal_lite.tools.simulate.run import Summary
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,9 +35,15 @@ from areal_lite.tools.audit.files import (
     check_metrics,
     check_trained,
 )
-from areal_lite.tools.audit.groups import check_groups, check_prompts, check_use
 from areal_lite.tools.audit.records import Check, Records, open_records
-from areal_lite.tools.audit.trajectories import COLUMNS, Shapes, check_rows
+from areal_lite.tools.audit.store import (
+    COLUMNS,
+    Shapes,
+    check_groups,
+    check_prompts,
+    check_rows,
+    check_use,
+)
 from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.report.command import chosen_run

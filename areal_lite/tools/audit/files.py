@@ -24,6 +24,7 @@ from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.
 _TOLERANCE = 1e-9
+_PROXIMAL = re.compile(rb'\{"step": (\d+), "group_id": (\d+),')
 
 
 class StepSums:
@@ -201,9 +202,6 @@ def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
             ]
         )
     return min(found, key=len)
-
-
-_PROXIMAL = re.compile(rb'\{"step": (\d+), "group_id": (\d+),')
 
 
 def check_checkpoints(records: Records) -> Check:

@@ -19,6 +19,12 @@ from areal_lite.run_dir.resume import is_locked, stop_requested
 from areal_lite.system.processes import tail
 from areal_lite.tools.report.run_data import Columns, read_columns
 
+_LOG_LINES = 400
+# A server's own log (server-N.log) can be gigabytes.
+_LOGS = ("controller", "trainer", "servers.", "restarts.")
+_ERROR = re.compile(r" ERROR |^\w*(?:Error|Exception)\b")
+_NO = np.empty(0)
+
 
 class Severity(StrEnum):
     """ALARM: the run is broken or learns nothing. HINT: it could be faster or better."""
@@ -122,12 +128,6 @@ def limit(name: str) -> float:
     return LIMITS[name].value
 
 
-_LOG_LINES = 400
-# A server's own log (server-N.log) can be gigabytes.
-_LOGS = ("controller", "trainer", "servers.", "restarts.")
-_ERROR = re.compile(r" ERROR |^\w*(?:Error|Exception)\b")
-
-
 class Log(NamedTuple):
     """The last lines of a log, and the wall-clock seconds of its last change."""
 
@@ -217,9 +217,6 @@ class History:
             if name.startswith(("controller", "trainer")) and log.changed_at >= self.started_at
         }
         return {name: lines[-1] for name, lines in found.items() if lines}
-
-
-_NO = np.empty(0)
 
 
 def _enough(known: np.ndarray) -> np.ndarray:

@@ -35,6 +35,8 @@ _UNLIKELY = -20.0
 # Fewer prompts can be in the order of their file by chance: 1 / 20! is 4e-19.
 _LEAST_PROMPTS = 20
 _MASKED = ("masked_truncated", "masked_overdue", "masked_nonfinite")
+# Sources whose prompts have a file order. Those of other sources may be endless.
+_FILES = ("jsonl", "hf")
 
 
 class Fault(NamedTuple):
@@ -187,10 +189,6 @@ def _samples(reader: RunReader, group: int) -> Iterator[tuple[bytes, float]]:
 
 def _probability(chance: float) -> str:
     return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"
-
-
-# Sources whose prompts have a file order. Those of other sources may be endless.
-_FILES = ("jsonl", "hf")
 
 
 def stuck_batch(run: History) -> Sign | None:

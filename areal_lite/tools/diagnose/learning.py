@@ -19,6 +19,8 @@ from areal_lite.tools.formatting import short
 
 # Below this many nats the growth of a difference is that of rounding.
 _ROUNDING = 1e-3
+_AGENT = "areal_lite.rollout.workflows.agent:Agent"
+_MAX_TRACES = 16  # its default
 
 
 def bad_numbers(run: History) -> Sign | None:
@@ -261,10 +263,6 @@ def duplicates(run: History) -> Sign | None:
     return hint(
         f"{shares.mean():.0%} of the completions of a prompt differ, {1 / size:.0%} is none"
     )
-
-
-_AGENT = "areal_lite.rollout.workflows.agent:Agent"
-_MAX_TRACES = 16  # its default
 
 
 def faint_adapters(run: History) -> Sign | None:

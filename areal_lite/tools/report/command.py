@@ -29,6 +29,18 @@ from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import show_matching
 from areal_lite.tools.report.timeline import write_trace
 
+_WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")
+# A page is built again at most so often: seconds, and a multiple of the time that it takes.
+_LEAST_S = 2.0
+_PATIENCE = 4.0
+_HEADERS = {
+    "Content-Type": "text/html; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
 
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
@@ -100,19 +112,6 @@ def existing(run_dir: str) -> Path:
     """Return the directory of a run. Raises ValueError if it is none."""
     check_run_dir(Path(run_dir))
     return Path(run_dir)
-
-
-_WATCHED = (METRICS_FILE, EVALS_FILE, SUMMARY_FILE, STORE_FILE, f"{STORE_FILE}-wal")
-# A page is built again at most so often: seconds, and a multiple of the time that it takes.
-_LEAST_S = 2.0
-_PATIENCE = 4.0
-_HEADERS = {
-    "Content-Type": "text/html; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
 
 
 class _PageServer(ThreadingHTTPServer):

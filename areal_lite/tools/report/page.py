@@ -76,6 +76,9 @@ _FIGURES = {
 
 # Variables of page.html.j2 that a page may leave out.
 _OPTIONAL = ("follow", "runs", "figures", "lanes", "timeline", "rollouts", "config")
+_REWARD_NOTE = "The running mean of the mean reward of each step. It should rise."
+# Chosen for each run, because its folder has them or because they say nothing.
+_OWN_KEYS = ("run_dir", "model")
 
 
 def write_page(run_dir: Path) -> Path:
@@ -239,11 +242,6 @@ def lane_data(run: RunData, edges: np.ndarray) -> dict[str, Any]:
             for name, shares in lanes.items()
         ],
     }
-
-
-_REWARD_NOTE = "The running mean of the mean reward of each step. It should rise."
-# Chosen for each run, because its folder has them or because they say nothing.
-_OWN_KEYS = ("run_dir", "model")
 
 
 def compare_page(run_dirs: Sequence[Path]) -> str:

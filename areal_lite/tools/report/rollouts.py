@@ -37,6 +37,10 @@ CHOICE = (
     f"{MAX_TOKENS:,} tokens, {_MEMBERS} samples of a group and {_LONGEST:,} tokens of a sample. "
     "Sample 3.1 is trace 1 of the episode whose trace 0 is sample 3."
 )
+_INCOMPLETE = "\ufffd"
+# A character has at most four bytes. Longer runs of broken bytes are not one character.
+_LONGEST_CHARACTER = 4
+_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
 
 def group_rewards(columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -168,11 +172,6 @@ def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-_INCOMPLETE = "\ufffd"
-# A character has at most four bytes. Longer runs of broken bytes are not one character.
-_LONGEST_CHARACTER = 4
-
-
 def token_decoder(run_dir: Path, model: str | None) -> Callable[[Sequence[int]], str]:
     """Return a function from token ids to text, special tokens included.
 
@@ -208,9 +207,6 @@ def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> l
         texts.append(text[len(cached(tuple(ids[begin:shown]))) :])
         begin, shown = shown, i + 1
     return texts
-
-
-_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "yellow", "purple", "bright_black")
 
 
 def show_matching(run_dir: Path, config: ReportConfig) -> Iterator[RenderableType]:

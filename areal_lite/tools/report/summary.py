@@ -21,6 +21,8 @@ from areal_lite.tools.formatting import duration, pause, percent, short
 from areal_lite.tools.report.run_data import Metrics, RunData, load_run
 from areal_lite.tools.report.timeline import downtime_s, pushes_of, trainer_spans
 
+_count = "{:,.0f}".format
+
 
 class Fact(NamedTuple):
     """A number of a run: its key, its name and unit, and its text."""
@@ -30,7 +32,6 @@ class Fact(NamedTuple):
     text: Callable[[Any], str]
 
 
-_count = "{:,.0f}".format
 FACTS = (
     Fact("steps", "training steps", _count),
     Fact("sampled_before", "accuracy before training, sampled", percent),

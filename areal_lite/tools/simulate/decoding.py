@@ -33,6 +33,11 @@ from dataclasses import astuple, dataclass, field
 
 from areal_lite.trajectory import InterruptMode
 
+# Share of the KV cache up to which requests are started.
+_START_BELOW = 0.9
+# Slack of sums of floating-point numbers, in steps and in seconds.
+_EPSILON = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpeed:
@@ -60,13 +65,6 @@ class ServerSpeed:
         # The positive root of growth / 2 n^2 + linear n = seconds, stable for small growth.
         root = math.sqrt(linear * linear + 2 * growth * seconds)
         return 2 * seconds / (linear + root)
-
-
-# Share of the KV cache up to which requests are started.
-_START_BELOW = 0.9
-
-# Slack of sums of floating-point numbers, in steps and in seconds.
-_EPSILON = 1e-6
 
 
 @dataclass(eq=False, slots=True)

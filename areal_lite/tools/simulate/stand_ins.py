@@ -23,6 +23,8 @@ from areal_lite.tools.simulate.workload import Lengths
 from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
 
 T = TypeVar("T")
+TOKEN = 1
+"""Every simulated token has this id. It never ends a sequence."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -59,10 +61,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` in virtual time and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
-
-
-TOKEN = 1
-"""Every simulated token has this id. It never ends a sequence."""
 
 
 class Prompts:

@@ -28,6 +28,9 @@ from areal_lite.tools.commands import SimulateConfig
 from areal_lite.tools.simulate.decoding import ServerSpeed
 
 _NORMAL = NormalDist()
+_BYTES = 2  # of a parameter and of an entry of the KV cache
+_MEMORY_SHARE = 0.88  # of the memory, for weights and KV cache
+_PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
 
 
 class Lengths(Protocol):
@@ -94,11 +97,6 @@ class RecordedLengths:
         if len(lengths) == size:
             return np.asarray(lengths, np.int64)
         return rng.choice(np.asarray(lengths, np.int64), size)
-
-
-_BYTES = 2  # of a parameter and of an entry of the KV cache
-_MEMORY_SHARE = 0.88  # of the memory, for weights and KV cache
-_PREFILL_PASSES = 2  # operations for a parameter and token of a prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from areal_lite.cli import main
 from areal_lite.config import ReplayConfig
 from areal_lite.run_dir.store_format import ADMISSION, checksum
 from areal_lite.tools.audit.audit import audit, audit_text
-from areal_lite.tools.audit.trajectories import Chunk, fingerprints
+from areal_lite.tools.audit.store import Chunk, fingerprints
 from tests.unit.tools.audit.history import EVENTS, History, lived
 
 SOURCES = {"a": {"weight": 3}, "b": {"shuffle": False}, "c": {"seed": 7}}

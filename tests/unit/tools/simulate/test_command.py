@@ -6,11 +6,12 @@ import pytest
 
 from areal_lite.cli import checked_config, main
 from areal_lite.tools.commands import COMPARISONS
-from areal_lite.tools.simulate.command import advise, conclude
-from areal_lite.tools.simulate.comparisons import (
+from areal_lite.tools.simulate.command import (
     QUESTIONS,
     Variant,
+    advise,
     compare,
+    conclude,
     divided,
     num_gpus,
     simulated,
