@@ -1,36 +1,22 @@
-"""The architectures that the trainer supports, and their translation into Megatron's terms.
+"""The architectures that the trainer supports, translated into Megatron's terms.
 
-To add one:
-
-1. Write `architectures/<name>.py` with an `Architecture`, and list it in `ARCHITECTURES` below.
-   A parameter that no other architecture has also needs its size in `launch/memory.py`.
-2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
-   of it. Settings that only it has go into `quickstart/make_model.py`. Then write
-   docs/configuration.md again: `python -m areal_lite.tools.reference > docs/configuration.md`.
-3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
-   with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run
-   over `ARCHITECTURES`, such as test_hf_layouts.py, find it by themselves.
-4. Name it in README.md and in docs/training.md.
+families.py has the table of models, and parameters.py how ranks share a parameter.
 """
 
+import math
 import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.config import TrainerConfig
 from areal_lite.data.model_folder import check_split
-from areal_lite.megatron.architectures.common import EMBEDDINGS
-from areal_lite.megatron.architectures.llama import LLAMA
-from areal_lite.megatron.architectures.mistral import MISTRAL
+from areal_lite.megatron.architectures.families import ARCHITECTURES, EMBEDDINGS
 from areal_lite.megatron.architectures.parameters import Parameter, head_dim, padded_vocab
-from areal_lite.megatron.architectures.qwen2 import QWEN2
-from areal_lite.megatron.architectures.qwen3 import QWEN3
-from areal_lite.megatron.architectures.qwen3_moe import QWEN3_MOE
-from areal_lite.megatron.architectures.rope import check_rope, inverse_frequencies
 
 __all__ = [
     "ARCHITECTURES",
@@ -42,10 +28,6 @@ __all__ = [
     "transformer_config",
 ]
 
-ARCHITECTURES = {
-    architecture.model_type: architecture
-    for architecture in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL)
-}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
@@ -58,7 +40,7 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f" use one of {', '.join(ARCHITECTURES)}"
         )
     ARCHITECTURES[hf.model_type].check(hf)
-    check_rope(hf)
+    _check_rope(hf)
     for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
         value = getattr(hf, name, None)
         if _has_window(hf) if name == "sliding_window" else value:
@@ -135,3 +117,39 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         for tensor in parameter.names
     )
     return type(parameter)(*tensors)
+
+
+def _check_rope(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a rotary embedding that would be computed wrongly."""
+    rope = hf.rope_parameters
+    known = rope.get("rope_type", "default") in ("default", "llama3")
+    if not known or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters {rope} are not supported by the trainer:"
+            " use rope_type default or llama3, over whole heads"
+        )
+
+
+def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
+    """Compute the rotary frequencies (Su et al., 2021, arXiv:2104.09864): float32 [head_dim / 2].
+
+    Plain ones are theta^(-2i / head_dim), in radians per position.
+    """
+    dim = head_dim(hf)
+    rope = hf.rope_parameters
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    plain = 1.0 / rope["rope_theta"] ** exponents
+    return _llama3(plain, rope) if rope.get("rope_type") == "llama3" else plain
+
+
+def _llama3(plain: Tensor, rope: dict) -> Tensor:
+    """Stretch frequencies as Llama 3.1 does: divide low ones by `factor` and keep high ones.
+
+    A frequency is low when it makes fewer than `low_freq_factor` turns within the context of
+    pre-training, and high above `high_freq_factor`. In between the two results are mixed in
+    proportion to the number of turns.
+    """
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * plain / rope["factor"] + keep * plain
