@@ -49,8 +49,8 @@ _FILTERS = {
 # The columns of a Chunk.
 _COLUMNS = {
     "group": ("t.group_id", np.int64),
-    "sample": ("t.sample_index", np.int64),
-    "trace": ("t.trace_index", np.int64),
+    "sample": ("t.sample_index", np.int32),
+    "trace": ("t.trace_index", np.int32),
     "traces": (
         "(SELECT count(*) FROM trajectories e"
         " WHERE e.group_id = t.group_id AND e.sample_index = t.sample_index)",
@@ -59,11 +59,11 @@ _COLUMNS = {
     "step": ("coalesce(g.step, -1)", np.int64),
     "reward": ("t.reward", np.float64),
     "truncated": ("t.finish_reason = 'length'", np.bool_),
-    "prompt": ("t.n_prompt", np.int64),
-    "tokens": ("t.n_tokens", np.int64),
-    "oldest": ("coalesce(t.min_version, -1)", np.int64),
-    "newest": ("coalesce(t.max_version, -1)", np.int64),
-    "num_segments": ("t.num_segments", np.int64),
+    "prompt": ("t.n_prompt", np.int32),
+    "tokens": ("t.n_tokens", np.int32),
+    "oldest": ("coalesce(t.min_version, -1)", np.int32),
+    "newest": ("coalesce(t.max_version, -1)", np.int32),
+    "num_segments": ("t.num_segments", np.int32),
     "started": ("t.started_at", np.float64),
     "finished": ("t.finished_at", np.float64),
     "server": ("t.server", np.str_),

@@ -33,7 +33,7 @@ _TOKENS_AT_ONCE = 8
 def check(config: ChatConfig) -> None:
     """Check the model, if one is named, and the machine. Raises ValueError."""
     if (config.model is None) == (config.run_dir is None):
-        raise ValueError("set either model or run_dir: the folder of a model, or that of a run")
+        raise ValueError("set either model or run_dir: the folder of a model or of a run")
     if config.model is not None:
         check_model("model", config.model)
     check_servers(config.server)
@@ -69,7 +69,7 @@ class Conversation:
     """The messages so far, and the prompt of the next answer.
 
     A model without a chat template gets each line as it is, and nothing of the lines before. So
-    does one whose template adds nothing to a question, such as that of the addition task.
+    does a model whose template adds nothing to a question, such as in the addition task.
     """
 
     def __init__(self, tokenizer: Tokenizer, config: ChatConfig):

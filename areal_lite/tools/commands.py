@@ -60,7 +60,7 @@ class ExportConfig:
     run_dir: str = setting(MISSING, "Run directory of a run that has ended or is still running.")
     step: int | None = setting(
         None,
-        "Step of the checkpoint. null: the newest one that is whole.",
+        "Step of the checkpoint. null: the newest whole one.",
         minimum=1,
         maximum=MAX_COUNT,
     )
@@ -71,7 +71,7 @@ class ExportConfig:
     )
     dtype: str = setting(
         "auto",
-        "Type of the weights. auto: that of the checkpoint.",
+        "Type of the weights. auto: as in the checkpoint.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     adapter: bool = setting(
@@ -219,7 +219,7 @@ class SimulationConfig:
 
 @dataclass
 class SimulateConfig(TrainConfig):
-    """A training run in virtual time: all settings of `train`, and those of the modelled parts."""
+    """A training run in virtual time: the settings of `train`, and of the modelled parts."""
 
     model: str | None = setting(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, "Folder with the model's config.json. null: simulate.shape."

@@ -155,7 +155,7 @@ def check_store(folder: Path) -> str:
 
 
 def check_clock(folder: Path) -> str:
-    """Compare this machine's clock with that of the file system."""
+    """Compare this machine's clock with the file system's."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         skew = abs(time.time() - Path(file.name).stat().st_mtime)
     if skew > MAX_CLOCK_SKEW_S:

@@ -115,7 +115,7 @@ def prompt_lines(config: TrainConfig) -> list[str]:
     A data set on the hub is not downloaded, so nothing of it is checked.
     """
     if config.debug == "train_only":  # its batches are stored
-        return [f"those of {config.debug_run}"]
+        return [f"stored in {config.debug_run}"]
     configs = source_configs(config)
     lines = []
     for name, share in shares(configs).items():
@@ -281,7 +281,7 @@ def server_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> li
 
 
 def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list[str]:
-    """Show the size of a push; `itemsize` is that of the trainer's weights, in bytes."""
+    """Show the size of a push; `itemsize`: bytes of one of the trainer's weights."""
     transport = choose_transport(config)
     chosen = "" if transport == config.sync.transport else f", which is {transport} here"
     buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)

@@ -87,7 +87,7 @@ def export_step(
         step: a step with a checkpoint.
         out: a folder that does not exist, or is empty.
         model: the model from which the run started; None: where the run's settings say.
-        dtype: of the weights; `auto` is that of the checkpoint.
+        dtype: of the weights; `auto`: as in the checkpoint.
         adapter: write the adapters alone, in PEFT's format.
     """
     checkpoint = run_dir / CHECKPOINTS_DIR / f"step-{step}"

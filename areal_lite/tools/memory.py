@@ -64,8 +64,8 @@ _ADAPTED = {
 class RankMemory:
     """Bytes on one rank.
 
-    `activations` are those of the microbatches in flight. `head` is the logits of a chunk of tokens
-    and those kept for backward, which a GPU keeps only where memory is left.
+    `activations` belong to the microbatches in flight. `head` is the logits of a chunk of tokens,
+    and the logits kept for backward, which a GPU keeps only where memory is left.
     """
 
     weights: int = 0
@@ -142,7 +142,7 @@ def rank_parameters(hf: PretrainedConfig, trainer: TrainerConfig, stage: int) ->
         if name.startswith("decoder.layers."):
             on_stage = int(name.split(".")[2]) // layers_per_chunk % stages == stage
         elif name.startswith("embedding."):
-            # A tied embedding is also the output layer, of which the last stage has a copy.
+            # A tied embedding is also the output layer: the last stage has a copy.
             on_stage = stage == 0 or (hf.tie_word_embeddings and stage == stages - 1)
         else:
             on_stage = stage == stages - 1

@@ -53,7 +53,7 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
     """Check a run that ended, was killed or is still going.
 
     `tokens` also checks every row of the store token by token. Raises ValueError for a directory
-    that is not that of a training run, and for a store that cannot be read.
+    without a training run, and for a store that cannot be read.
     """
     with open_records(run_dir) as records:
         return _checks(records, tokens)

@@ -37,7 +37,7 @@ _SHOWN = 10
 def settings_of_starts(run_dir: Path) -> list[Settings]:
     """Read the settings of each start of a run, the newest last.
 
-    Raises ValueError for a directory that is not that of a training run.
+    Raises ValueError for a directory without a training run.
     """
     if not (run_dir / CONFIG_FILE).exists():
         raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")
@@ -54,7 +54,7 @@ def _read(path: Path) -> Settings:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read: {reason}; mend it") from error
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} lacks {error}: it is not that of a training run") from error
+        raise ValueError(f"{path} lacks {error}: no training run wrote it") from error
 
 
 def _select(stored: Any, key: str) -> Any:
@@ -79,7 +79,7 @@ class Records:
     # totals, summary: controller_totals.json and summary.json; empty without them
     totals: dict[str, Any]
     summary: dict[str, Any]
-    # the store, of which every query sees the same moment; None without one
+    # the store, frozen at one moment; None without one
     store: RunReader | None
 
     @property
@@ -102,7 +102,7 @@ class Records:
 def open_records(run_dir: Path) -> Iterator[Records]:
     """Read the records of a run that ended, was killed or is still going.
 
-    Raises ValueError for a directory that is not that of a training run.
+    Raises ValueError for a directory without a training run.
     """
     files = {
         "run_dir": run_dir,

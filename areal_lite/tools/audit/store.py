@@ -1,7 +1,7 @@
 """The store of a run: its groups, their prompts and trajectories, and on request every token.
 
-A group that raises `drawn` has a new prompt, the next one in the order of the sampler. Any other
-has a prompt that was put back: each dropped group puts its prompt back once. Hence
+A group that raises `drawn` has a new prompt, the next in the sampler's order. Any other group has a
+prompt that was put back: each dropped group puts its prompt back once. Hence
 
     prompts drawn = used + filtered + waiting + in flight + put back and not yet handed out again
 """
@@ -147,7 +147,7 @@ def _check_draws(groups: Groups, records: Records, store: RunReader) -> Check:
     used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
     check.none_of(
         sorted(i for i in used.keys() | first.keys() if used.get(i, _NONE) != first.get(i, _NONE)),
-        "groups whose step is not that of their first draw",
+        "groups whose step is not the step of their first draw",
     )
     _check_ends(check, steps, records)
     return check
@@ -182,9 +182,7 @@ def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
         f"groups whose prompt is not the next one of data.seed={records.config['data.seed']}",
     )
     left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, store))
-    check.none_of(
-        left_out.tolist(), "prompts that were left out, and neither always nor never solved"
-    )
+    check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
     if records.config["rollout.retire_above"] is None:
         lost = _lost(groups, fresh, dropped, place, pending)
         check.none_of(prompts[lost].tolist(), "prompts that were put back and forgotten")

@@ -1,6 +1,6 @@
 """Every finding: its name, when it is found, its likely cause and what to change.
 
-The order is that of the output, behind the severity. A finding that another one explains is left
+Findings are printed by severity, then in this order. A finding that another one explains is left
 out (`unless`). docs/diagnose_page.py writes the page of findings, metrics and thresholds.
 """
 
@@ -84,7 +84,7 @@ GUIDE = (
     Advice(
         integrity.rogue_normalizer,
         "The loss counts other tokens than were sampled",
-        "the trained and the masked tokens of a step are not those of its groups in the store",
+        "the trained and the masked tokens of a step are not the tokens of its groups in the store",
         "a batch was changed between store and trainer, or a loss counts padding, prompts or a "
         "part of the ranks: every learning rate then means something else",
         "compare `trained_tokens` of the step with its groups (`areal-lite report --inspect`); "
@@ -238,8 +238,8 @@ GUIDE = (
         learning.faint_adapters,
         "The adapters have hardly changed the model",
         "adapter_share below {adapter_share:g}, and a reward that did not rise by {reward_rise:g}",
-        "updates of adapters need a larger learning rate than those of all weights",
-        "raise `trainer.lr`, to ten times that of full training for example; raise "
+        "updates of adapters need a larger learning rate than updates of all weights",
+        "raise `trainer.lr`, for example to ten times the rate of full training; raise "
         "`trainer.lora.alpha`, or name more layers in `trainer.lora.targets`",
     ),
     Advice(
@@ -293,7 +293,7 @@ GUIDE = (
     Advice(
         learning.silent_source,
         "A data source has no signal",
-        "groups of equal rewards in {uniform_alarm:.0%} of those of one source",
+        "equal rewards in {uniform_alarm:.0%} of the groups of one source",
         "its prompts are solved, or too hard, or its reward function does not tell answers apart",
         "lower its `weight`; set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` and "
         "`rollout.rest_unsolved=8` where prompts repeat; read its trajectories "

@@ -213,7 +213,7 @@ class History:
         found = {
             name: [line.strip() for line in log.lines if _ERROR.search(line)]
             for name, log in self.logs.items()
-            # An older log is that of an earlier start of the run.
+            # An earlier start of the run wrote an older log.
             if name.startswith(("controller", "trainer")) and log.changed_at >= self.started_at
         }
         return {name: lines[-1] for name, lines in found.items() if lines}
@@ -231,7 +231,7 @@ def read_history(run_dir: Path, now: float | None = None, newest: int | None = N
         now: wall-clock seconds; None for the present.
         newest: how many of the newest training steps to read; None for all.
 
-    Raises ValueError for a directory that is not that of a training run.
+    Raises ValueError for a directory without a training run.
     """
     if not (run_dir / CONFIG_FILE).exists():
         raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")

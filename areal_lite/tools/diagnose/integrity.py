@@ -1,6 +1,6 @@
 """Checks that a run trained on what its store has: faults that spoil an experiment without a sign.
 
-The kinds are those of Probe the Harness (arXiv 2610.02911):
+Probe the Harness (arXiv 2610.02911) names four kinds:
 
     idle clip           the clip never acts (`idle_clip` in learning.py)
     lost seed           a seed does not reach the prompts or the sampling
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
 
 
 def repeated_batch(columns: Columns, store: Path) -> Fault | None:
-    """Find a step whose trajectories are those of the step before, token for token.
+    """Find a step that repeats the trajectories of the step before, token for token.
 
     Steps whose tokens are not kept are left out.
     """
@@ -75,7 +75,7 @@ def repeated_batch(columns: Columns, store: Path) -> Fault | None:
 
 
 def stuck_metrics(columns: Columns, metrics: Sequence[Mapping[str, Any]]) -> Fault | None:
-    """Find a step that reports tokens and rewards of the step before, not those of its batch."""
+    """Find a step that reports the tokens and rewards of the step before, not of its batch."""
     tokens, rewards = _by_step(columns)
     for row in metrics:
         step = row["step"] - 1

@@ -17,7 +17,7 @@ from areal_lite.config.rules import CLIPPED_LOSSES, clip_is_idle, tolerated_stal
 from areal_lite.tools.diagnose.history import History, Sign, alarm, hint, limit
 from areal_lite.tools.formatting import short
 
-# Below this many nats the growth of a difference is that of rounding.
+# Below this many nats a difference grows by rounding alone.
 _ROUNDING = 1e-3
 _AGENT = "areal_lite.rollout.workflows.agent:Agent"
 _MAX_TRACES = 16  # its default
@@ -147,7 +147,7 @@ def mixed_evaluations(run: History) -> Sign | None:
         return None
     first = mixed[0]["versions"]
     return hint(
-        f"{len(mixed)} of {len(run.evals)} evaluations, {every} steps apart; that of version "
+        f"{len(mixed)} of {len(run.evals)} evaluations, {every} steps apart; the one of version "
         f"{mixed[0]['version']} was answered by versions {first[0]} to {first[-1]}"
     )
 
@@ -346,7 +346,7 @@ def rare_source(run: History) -> Sign | None:
 
 
 def silent_source(run: History) -> Sign | None:
-    """Find data sources whose groups have equal rewards, while those of others differ."""
+    """Find data sources whose groups have equal rewards, unlike the groups of others."""
     silent = []
     for name in run.config.data.sources:
         uniform, reward = (

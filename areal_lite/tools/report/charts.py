@@ -105,7 +105,7 @@ LINES = (
         "Variance that the critic explains",
         "share of the returns' variance",
         (("value_explained", "explained variance"),),
-        "1 is a perfect critic, 0 one that knows the mean only, and one below 0 is worse than "
+        "A perfect critic has 1; knowing the mean alone gives 0. A critic below 0 is worse than "
         "that: its values then add noise to the advantages.",
         optional=True,
     ),
@@ -149,7 +149,7 @@ def _rewards_by_source(metrics: Metrics) -> list[dict[str, Any]]:
 def learning_charts(
     metrics: Metrics, evals: Metrics, bound: int | None, columns: Columns
 ) -> list[dict[str, Any]]:
-    """Return the charts over the training steps, and those of staleness and length."""
+    """Return the charts over the training steps, and the histograms of staleness and length."""
     drawn = [(line, line_chart(line, metrics)) for line in LINES]
     charts = [chart for line, chart in drawn if chart["series"] or not line.optional]
     by_id = {chart["id"]: chart for chart in charts}

@@ -100,7 +100,7 @@ def _only_run(config: ReportConfig) -> Path:
 
 
 def chosen_run(run_dir: str | None, of_demo: bool) -> Path:
-    """Return a run directory, or that of the demo. Raises ValueError for neither."""
+    """Return a run directory, or the demo's. Raises ValueError for neither."""
     if of_demo:
         return demo.unpack()
     if run_dir is None:
@@ -135,7 +135,7 @@ class LivePage:
         self.tag = ""
 
     def read(self) -> tuple[bytes, str]:
-        """Return the page and its entity tag. Raises ValueError if that is no run."""
+        """Return the page and its entity tag. Raises ValueError if there is no run."""
         with self._lock:
             now = time.monotonic()
             seen = [_stamp(self._run_dir / name) for name in _WATCHED]

@@ -150,7 +150,7 @@ def _printable(text: str) -> str:
 def metric_name(key: str) -> str:
     """Return a Prometheus name for a key of a step.
 
-    Keys can hold any character: those of filters end with a reason that a user wrote.
+    Keys can hold any character: a filter's key ends with a reason that a user wrote.
     """
     return "areal_lite_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
 

@@ -82,7 +82,7 @@ _OWN_KEYS = ("run_dir", "model")
 
 
 def write_page(run_dir: Path) -> Path:
-    """Write `<run_dir>/report.html` and return its path. Raises ValueError if that is no run."""
+    """Write `<run_dir>/report.html` and return its path. Raises ValueError if there is no run."""
     path = Path(run_dir) / PAGE_FILE
     write_atomically(path, run_page(run_dir))
     return path
@@ -245,7 +245,7 @@ def lane_data(run: RunData, edges: np.ndarray) -> dict[str, Any]:
 
 
 def compare_page(run_dirs: Sequence[Path]) -> str:
-    """Return the page of several runs; the first is the one that others are compared with.
+    """Return the page of several runs; the others are compared with the first.
 
     Raises ValueError for a directory that has no run.
     """

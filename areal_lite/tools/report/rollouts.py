@@ -175,7 +175,7 @@ def _rounded(value: float) -> float | None:
 def token_decoder(run_dir: Path, model: str | None) -> Callable[[Sequence[int]], str]:
     """Return a function from token ids to text, special tokens included.
 
-    The tokenizer is that of the checkpoint folder `model`, or of the folder of that name in
+    The tokenizer comes from the checkpoint folder `model`, or from the folder of that name in
     `run_dir`, which may have been moved. Without one, the text of a token is its number.
     """
     name = Path(model or "model")

@@ -99,16 +99,16 @@ def _public(node: Any) -> Any:
 class Columns:
     """The trajectories of a store, in the order of group, sample and trace index: n of them."""
 
-    # group, sample, trace: int64 [n], group id, sample index and trace index
+    # group, sample, trace: int64 or int32 [n], group id, sample index and trace index
     group: np.ndarray
     sample: np.ndarray
     trace: np.ndarray
     reward: np.ndarray  # float64 [n], NaN without one
     truncated: np.ndarray  # bool [n]
-    # prompt, tokens: int64 [n], tokens of the prompt and of everything
+    # prompt, tokens: int32 [n], tokens of the prompt and of everything
     prompt: np.ndarray
     tokens: np.ndarray
-    # oldest, newest: int64 [n], the weight versions of its first and last segment, or -1
+    # oldest, newest: int32 [n], the weight versions of its first and last segment, or -1
     oldest: np.ndarray
     newest: np.ndarray
     # started, finished: float64 [n], wall-clock seconds

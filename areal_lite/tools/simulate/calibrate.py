@@ -7,7 +7,7 @@
 * The trainer: seconds per token of a step, a push's seconds before and in its pause, and what is
   left of a step. Means. The time in which a push waits for requests is left out: the simulation has
   its own.
-* Lengths: those of the stored groups, and the mean prompt.
+* Lengths: the stored groups, and the mean prompt.
 
 The first steps are left out: servers and trainer warm up.
 """
@@ -28,7 +28,7 @@ from areal_lite.tools.simulate.workload import RecordedLengths, TrainerSpeed, Wo
 
 # Steps that are left out.
 _WARM_UP = 3
-# Of the fit and the queue, each of which follows from the other.
+# The fit and the queue follow from each other: repeat both this often.
 _ROUNDS = 4
 # Levels of the number in flight that a fit tells apart.
 _LEVELS = 32

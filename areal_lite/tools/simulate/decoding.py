@@ -169,7 +169,7 @@ class DecodingServer:
         return self.now + self._prefill_s + seconds
 
     def pause(self, mode: str) -> list[Generation]:
-        """Stop for a push; return the requests that it ends, which are those of mode `abort`."""
+        """Stop for a push; return the requests that mode `abort` ends."""
         self.paused = True
         ended: list[Generation] = []
         if mode == InterruptMode.RETRACT:

@@ -372,7 +372,7 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     host's time for each request of that share. So the rate of tokens is N / (time of a token). A
     group stays until its longest sample ends. Training takes its own time for a batch, and the
     slower of both sets the pace. With `max_staleness` 0 the times add up, and the longest sequence
-    of the batch sets that of generation.
+    of the batch sets the time of generation.
     """
     rollout, trainer, server = config.rollout, config.trainer, work.server
     lengths = np.array(

@@ -3,7 +3,8 @@
     Fleet -> SimulatedServers.generate -> DecodingServer (decoding.py)
                      ^ one timer for each server: its next event
 
-The fleet is the real one. It chooses servers, counts requests, and moves those of a lost server.
+The fleet is the real one. It chooses servers, counts requests, and moves the requests of a server
+that is lost.
 """
 
 import asyncio

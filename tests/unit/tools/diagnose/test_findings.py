@@ -326,7 +326,7 @@ def test_evaluations_that_mix_the_weights_of_many_steps(tmp_path: Path) -> None:
 
     mixed = run_with("a", (0, 5), (10, 16), (20, 20))
     evidence = the_only(mixed, "mixed_evaluations", HINT)
-    assert "1 of 3 evaluations, 10 steps apart; that of version 10 was answered by" in evidence
+    assert "1 of 3 evaluations, 10 steps apart; the one of version 10 was answered by" in evidence
     assert not findings(run_with("b", (0, 5), (10, 10)))
 
 
