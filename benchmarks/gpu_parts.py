@@ -151,7 +151,7 @@ def machine(tiny: bool) -> Result:
     return numbers, {
         "driver and compiler": not problem,
         "packages load": not missing,
-        "SGLang finds the plugins": {"areal_lite_push", "areal_lite_readback"} <= plugins,
+        "SGLang finds the plugins": "areal_lite" in plugins,
         "torch sees the visible GPUs": seen,
     }
 
