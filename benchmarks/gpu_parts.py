@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import TrainConfig, TrainerConfig
-from areal_lite.megatron import flash4
+from areal_lite.megatron import attention as packed
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -206,7 +206,7 @@ def attention(tiny: bool) -> Result:
     if not CUDA:
         return numbers, checks
     for heads, groups, dim in ((12, 2, 128), (16, 8, 128), (32, 4, 64)):
-        error = flash4._worst_error(flash4._attend, DEVICE, heads, groups, dim)
+        error = packed._worst_error(packed._attend, DEVICE, heads, groups, dim)
         numbers[f"error {heads}/{groups} heads of {dim}"] = round(error, 4)
         checks[f"right with {heads}/{groups} heads of {dim}"] = error < 0.02
     lengths, heads, groups, dim = [8192] * 2, 28, 4, 128
@@ -218,17 +218,17 @@ def attention(tiny: bool) -> Result:
     operations = sum(2 * n * n * heads * dim for n in lengths)
 
     def step() -> None:
-        flash4._attend(query, key, value, bounds, max(lengths)).sum().backward()
+        packed._attend(query, key, value, bounds, max(lengths)).sum().backward()
 
     numbers["FlashAttention 2 TFLOP/s"] = round(3.5 * operations / seconds(step) / 1e12)
     error = [float("nan")]
 
     def check() -> float:
-        error[0] = flash4._worst_error(flash4._attend, DEVICE, heads, groups, dim)
+        error[0] = packed._worst_error(packed._attend, DEVICE, heads, groups, dim)
         return error[0]
 
     attend4 = torch.nn.attention
-    if flash4.activate_if_right(
+    if packed.activate_if_right(
         lambda: attend4.activate_flash_attention_impl("FA4"),
         attend4.restore_flash_attention_impl,
         check,

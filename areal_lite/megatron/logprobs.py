@@ -1,4 +1,8 @@
-"""Log-probability of given tokens and entropy, straight from the last hidden states.
+"""From the last hidden states to per-token results: log-prob and entropy, or a value.
+
+A head is called on the last pipeline stage as head(chunk, hidden, following): hidden is
+[l / tp, 1, hidden], this tensor-parallel rank's share, and following int64 [l], the token after
+each. It returns a tuple of float32 [l] about `following`, equal on all tensor-parallel ranks.
 
 The full logits never exist. With x = hidden @ weight^T / temperature, p = softmax(x) and
 logZ = logsumexp(x) over the whole vocabulary:
@@ -22,16 +26,24 @@ GPU keeps as many as its free memory allows: computing them again costs more tha
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from areal_lite.megatron.kernels import kernels
+from areal_lite.megatron.model import Backbone
+from areal_lite.megatron.parallel import current_device, process_group
 
 CHUNK = 1024  # tokens
+
+Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Products(NamedTuple):
@@ -259,3 +271,52 @@ def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
     zero = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if zero else torch.empty_like(weight)
+
+
+def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
+    """Make the head that returns (log-prob of the token, entropy of its distribution), in nats.
+
+    fp32: compute the output layer in float32.
+    """
+
+    def head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+        return lm_logprobs(
+            _whole_sequence(hidden)[:, 0],
+            chunk.output_weight(),
+            following,
+            temperature,
+            process_group(parallel_state.get_tensor_model_parallel_group()),
+            vocab_size=vocab_size,
+            fp32=fp32,
+        )
+
+    return head
+
+
+class ValueLayer(torch.nn.Module):
+    """Map a hidden state to one number, in place of the output layer.
+
+    It is zero before training, and the same on all tensor-parallel ranks.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device())
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float())
+
+
+def value_head(chunk: Backbone, hidden: Tensor, following: Tensor) -> tuple[Tensor]:
+    """Return the value of the state before the token."""
+    return (chunk.output_layer(_whole_sequence(hidden))[:, 0, 0],)
+
+
+def _whole_sequence(hidden: Tensor) -> Tensor:
+    """Return [l, 1, hidden] on every tensor-parallel rank.
+
+    Each rank must then find the same gradient of it.
+    """
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -23,6 +23,8 @@ from areal_lite.system.gpus import nccl_environment
 # How long a rank may wait in a collective, at least, in seconds. The others wait while rank 0 waits
 # for an evaluation, which may take hours. A rank that dies ends the run without this limit.
 _MIN_TIMEOUT_S = 7200.0
+# Numbers of a rank that are on the GPU at a time: 64 MiB in float32.
+_PIECE = 1 << 24
 
 
 def select_device(config: TrainerConfig) -> torch.device:
@@ -177,3 +179,20 @@ def shutdown() -> None:
     """Leave the process groups. Every rank calls it."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def all_gather_on_host(received: list[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `received` with the tensor `own` of each rank of `group`. Every rank calls it.
+
+    All of them are flat, of one size, in host memory.
+    """
+    if len(received) == 1:
+        received[0].copy_(own)
+        return
+    device = current_device()
+    for start in range(0, len(own), _PIECE):
+        piece = own[start : start + _PIECE].to(device)
+        pieces = [torch.empty_like(piece) for _ in received]
+        dist.all_gather(pieces, piece, group)
+        for whole, part in zip(received, pieces, strict=True):
+            whole[start : start + _PIECE].copy_(part)

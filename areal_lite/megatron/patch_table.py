@@ -137,7 +137,7 @@ GATHER_FIXES = (
         name="gather in pieces",
         pattern=r"torch\.distributed\.all_gather\(\s+recv_tensors, send_tensor, "
         r"data_parallel_group\s+\)",
-        replacement="from areal_lite.megatron.host_gather import all_gather_on_host; "
+        replacement="from areal_lite.megatron.parallel import all_gather_on_host; "
         "all_gather_on_host(recv_tensors, send_tensor, data_parallel_group)",
         counts={"optimizer.distrib_optimizer": 1},
     ),

@@ -1,6 +1,6 @@
-"""Policy: log-probs, updates, exported weights and checkpoints.
+"""The models that train: the policy, with log-probs, updates and exported weights, and the critic.
 
-There is one object for each trainer rank, and every rank calls every method. It owns the model, the
+Each trainer rank has one object of each, and every rank calls every method. It owns the model, the
 optimizer and the learning-rate schedule. It knows nothing of rewards, advantages or servers: the
 loss is a function given to `update`. Entry i of a per-token result is about token i:
 log p(token i | the tokens before it). It is 0 for the first token of a sequence.
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.hf.adapter_stream import AdapterStream
-from areal_lite.megatron.hf.export import SHARD_BYTES, export_hf
-from areal_lite.megatron.hf.stream import Bucket, WeightStream
+from areal_lite.megatron.hf.files import SHARD_BYTES, export_hf
+from areal_lite.megatron.hf.stream import AdapterStream, Bucket, WeightStream
+from areal_lite.megatron.logprobs import value_head
 from areal_lite.megatron.lora import added_share
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.routing_replay import changed_share, install_replay
@@ -24,6 +24,9 @@ from areal_lite.megatron.trainable import LrFactor, TrainableModel
 # (logprobs [t], entropy [t], microbatch) -> (share of the global loss, detached scalars to sum).
 # Log-probs and entropy carry gradients.
 LossFn = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
+# (values [t], microbatch) -> (share of the global loss, detached scalars to sum).
+# The values carry gradients.
+ValueLossFn = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Policy(TrainableModel):
@@ -108,3 +111,32 @@ class Policy(TrainableModel):
                 for _ in buckets:
                     pass
         dist.barrier()
+
+
+class Critic(TrainableModel):
+    """A value model from the policy's folder, with a TrainerConfig of its own.
+
+    A scalar value layer, zero at first, stands in place of the output layer. Entry i of the values
+    is the value of the state before token i. The first token of a sequence has no state before it.
+    Its entry is the value of the state after the sequence's last token, from which a truncated
+    sequence would continue.
+    """
+
+    part = "critic"
+
+    def __init__(self, config: TrainerConfig, model_path: str | Path, seed: int):
+        super().__init__(config, model_path, seed, with_values=True)
+
+    def values(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Compute the values of all tokens of a flat batch: float32 [T], on every rank.
+
+        The microbatches partition the batch.
+        """
+        return self.outputs(microbatches, value_head)[0]
+
+    def update(self, microbatches: Sequence[Microbatch], loss_fn: ValueLossFn) -> dict[str, float]:
+        """Run one optimizer step on the sum of `loss_fn` over the microbatches.
+
+        See `TrainableModel.step`.
+        """
+        return self.step(microbatches, value_head, loss_fn)

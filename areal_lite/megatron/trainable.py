@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
-from areal_lite.megatron.head import Head
+from areal_lite.megatron.logprobs import Head
 from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from areal_lite.algo.objective import Objective
 from areal_lite.config import LoraConfig, TrainConfig, reference_folders
-from areal_lite.megatron.critic import Critic
-from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.policy import Critic, Policy
 from areal_lite.megatron.reference import (
     BaseReference,
     CachedReference,

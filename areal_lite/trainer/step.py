@@ -23,10 +23,9 @@ from areal_lite.algo.losses import LossOutput, value_loss
 from areal_lite.algo.metrics import combined, effective_sample_size
 from areal_lite.algo.objective import FlatBatch, Objective, batch_metrics, denominator
 from areal_lite.config import TrainConfig
-from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel import data_parallel_sum
-from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.policy import Critic, Policy
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.models import Models
 

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async
-from areal_lite.megatron.critic import Critic
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
-from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.policy import Critic, Policy
 from areal_lite.run_dir.resume import latest_checkpoint
 from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import random_batch

@@ -1,10 +1,9 @@
 """Hugging Face checkpoints <-> the parameters of a model that is spread over many ranks.
 
-* `load`: each rank reads from the safetensors files the slices that it holds, and nothing else.
 * `stream`: global rank 0 receives every tensor, bucket after bucket, for exports and weight pushes.
   No rank ever holds a copy of the whole model.
-* `export`: writes the buckets as a checkpoint.
-* `adapter`: writes adapters alone, in PEFT's format.
+* `files`: each rank reads from the safetensors files the slices that it holds, and nothing else;
+  buckets become files.
 
-All use the tables of `architectures`. A round trip returns the same bits.
+Both use the tables of `architectures`. A round trip returns the same bits.
 """

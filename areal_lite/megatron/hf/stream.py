@@ -1,4 +1,4 @@
-"""The live weights with their Hugging Face names, collected on global rank 0."""
+"""The live weights with their Hugging Face names, collected on global rank 0: all, or adapters."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +9,44 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from areal_lite.megatron.architectures import layout
-from areal_lite.megatron.hf.load import global_parameters, is_expert, split_rank
-from areal_lite.megatron.lora import adapters
+from areal_lite.megatron.architectures.parameters import RowParallel
+from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone
 from areal_lite.system import heartbeat
 
 Bucket = list[tuple[str, Tensor]]
 # (rank in its split, global rank, shape) of one shard of a parameter.
 _Shard = tuple[int, int, tuple[int, ...]]
+# What a tensor's name ends with, in place of `.weight` of the weight that it adapts, as in PEFT.
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Iterate over this rank's parameters, without those of adapters.
+
+    Layers and experts are counted over the whole model.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if not is_adapter(name):
+                yield chunk.global_name(name), parameter
+
+
+def is_expert(name: str) -> bool:
+    """Return whether the parameter belongs to an expert, which other groups split and replicate."""
+    return ".local_experts." in name
+
+
+def split_rank(name: str) -> tuple[int, int]:
+    """Return (this rank, ranks) of the group over which the parameter is split."""
+    if is_expert(name):
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        ranks = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+    assert rank is not None and ranks is not None
+    return rank, ranks
 
 
 class WeightStream:
@@ -132,6 +162,44 @@ class WeightStream:
             assert request is not None
             request.wait()
         return tensors
+
+
+class AdapterStream(WeightStream):
+    """Buckets of A [rank, in] and B [out, rank] of every adapted Hugging Face weight, on rank 0.
+
+    Both are in one bucket, A first. Projections that Megatron fuses share one A, so each of them
+    has a copy of it. All ranks construct the stream together.
+    """
+
+    def _parameters(self, chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for weight, adapter in adapters(chunks):
+            yield weight.removesuffix(".weight") + _A, adapter.a
+            yield weight.removesuffix(".weight") + _B, adapter.b
+
+    def _is_replicated(self, name: str) -> bool:
+        # A row-parallel layer splits its inputs, and so A. Other layers split their outputs, and B.
+        weight = _adapted(name)
+        return isinstance(layout(weight, self.hf), RowParallel) == name.endswith(_B)
+
+    def _join(self, name: str, shards: list[Tensor]) -> Bucket:
+        plan = layout(_adapted(name), self.hf)
+        end = name.removeprefix(_adapted(name).removesuffix(".weight"))
+        names = [weight.removesuffix(".weight") + end for weight in plan.names]
+        if end == _B and not self._is_replicated(name):
+            return list(zip(names, plan.join(self.hf, shards), strict=True))
+        whole = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
+        return [(each, whole) for each in names]
+
+    def _may_begin_bucket(self, name: str) -> bool:
+        return name.endswith(_A)
+
+    def _value(self, name: str) -> Tensor:
+        return self.own[name].detach()
+
+
+def _adapted(name: str) -> str:
+    """Return the weight that A or B adapts."""
+    return name.removesuffix(_A).removesuffix(_B) + ".weight"
 
 
 def _order(item: tuple[str, object]) -> tuple[int, str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from areal_lite.megatron import flash4
+from areal_lite.megatron import attention
 
 CPU = torch.device("cpu")
 
@@ -31,10 +31,10 @@ def across_sequences(query, key, value, bounds, longest):
 @pytest.mark.parametrize("heads, groups, dim", [(4, 2, 64), (3, 3, 32)])
 def test_the_check_tells_right_from_wrong(heads, groups, dim):
     right, *wrong = (
-        flash4._worst_error(attend, CPU, heads, groups, dim)
+        attention._worst_error(attend, CPU, heads, groups, dim)
         for attend in (per_sequence(causal=True), per_sequence(causal=False), across_sequences)
     )
-    assert right < flash4._TOLERANCE / 2
+    assert right < attention._TOLERANCE / 2
     assert min(wrong) > 0.1
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_gradient_is_noticed():
     def attend(query, key, *rest):
         return per_sequence(causal=True)(query, Wrong.apply(key), *rest)
 
-    assert flash4._worst_error(attend, CPU, 4, 2, 64) > 0.05
+    assert attention._worst_error(attend, CPU, 4, 2, 64) > 0.05
 
 
 def missing() -> None:
@@ -66,16 +66,16 @@ def missing() -> None:
 def test_it_is_restored_unless_it_is_right(activate, error, used, nan):
     restored = []
     worst = float("nan") if nan else error
-    got = flash4.activate_if_right(activate, lambda: restored.append(1), lambda: worst)
+    got = attention.activate_if_right(activate, lambda: restored.append(1), lambda: worst)
     assert got == (used and not nan)
     assert bool(restored) == (not got)
 
 
 def test_it_is_not_tried_unless_asked_for(monkeypatch):
-    monkeypatch.delenv(flash4.ENV, raising=False)
-    assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
-    monkeypatch.setenv(flash4.ENV, "4")  # here it cannot load
-    assert not flash4.use_flash4.__wrapped__(CPU, 4, 2, 64)
+    monkeypatch.delenv(attention.ENV, raising=False)
+    assert not attention.use_flash4.__wrapped__(CPU, 4, 2, 64)
+    monkeypatch.setenv(attention.ENV, "4")  # here it cannot load
+    assert not attention.use_flash4.__wrapped__(CPU, 4, 2, 64)
 
 
 def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
@@ -93,5 +93,7 @@ def kernel(*packed, window_size=(-1, -1), enable_gqa=False):
 @pytest.mark.parametrize("torchs", [old_kernel, kernel])
 @pytest.mark.parametrize("heads, groups", [(4, 2), (3, 3)])
 def test_every_torch_gets_the_arguments_that_it_takes(torchs, heads, groups, monkeypatch):
-    monkeypatch.setattr(flash4, "varlen_attn", torchs)
-    assert flash4._worst_error(flash4._attend, CPU, heads, groups, 32) < flash4._TOLERANCE / 2
+    monkeypatch.setattr(attention, "varlen_attn", torchs)
+    assert (
+        attention._worst_error(attention._attend, CPU, heads, groups, 32) < attention._TOLERANCE / 2
+    )

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from areal_lite.megatron import host_gather
-from areal_lite.megatron.host_gather import all_gather_on_host
+from areal_lite.megatron import parallel
+from areal_lite.megatron.parallel import all_gather_on_host
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 24])
@@ -19,8 +19,8 @@ def test_every_piece_arrives_in_its_place(size, monkeypatch):
             received.copy_(shards[rank][start : start + len(piece)])
         seen.append(len(piece))
 
-    monkeypatch.setattr(host_gather.dist, "all_gather", all_gather)
-    monkeypatch.setattr(host_gather, "_PIECE", 8)
+    monkeypatch.setattr(parallel.dist, "all_gather", all_gather)
+    monkeypatch.setattr(parallel, "_PIECE", 8)
     received = [torch.zeros(size) for _ in shards]
     all_gather_on_host(received, shards[1], None)
     assert all(torch.equal(got, want) for got, want in zip(received, shards, strict=True))
@@ -28,7 +28,7 @@ def test_every_piece_arrives_in_its_place(size, monkeypatch):
 
 
 def test_one_rank_needs_no_collective(monkeypatch):
-    monkeypatch.setattr(host_gather.dist, "all_gather", lambda *_: pytest.fail("called"))
+    monkeypatch.setattr(parallel.dist, "all_gather", lambda *_: pytest.fail("called"))
     received = [torch.zeros(5)]
     all_gather_on_host(received, torch.arange(5).float(), None)
     assert torch.equal(received[0], torch.arange(5).float())
