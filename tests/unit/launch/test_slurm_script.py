@@ -54,7 +54,10 @@ def run_by_bash(text: str, folder: Path, srun: str) -> int:
 def steps_of(text: str, folder: Path) -> dict[str, list[str]]:
     """Run a job to its end and return the arguments of srun by the name of the step."""
     note = f'printf "%s\\0" "$@" > "$(mktemp {folder}/call.XXXX)"'
-    assert run_by_bash(text, folder, f"{note}\n{SERVERS_STAY}") == 0
+    # A trainer cannot end before there are servers; a busy machine may start them late.
+    waits = f"until grep -qs job-name=servers {folder}/call.*; do sleep 0.01; done"
+    servers_first = f'[[ "$*" == *trainer.loop* ]] && {waits}'
+    assert run_by_bash(text, folder, f"{note}\n{servers_first}\n{SERVERS_STAY}") == 0
     calls = [file.read_text().split("\0")[:-1] for file in folder.glob("call.*")]
     return {
         next(a for a in call if a.startswith("--job-name")).split("=")[1]: call for call in calls
