@@ -89,7 +89,7 @@ def train(work: Path, seed: int, arm: str) -> dict:
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
         own = [f"run_dir={run_dir}", f"model={work / f'warm-{seed}'}"]
-        own += [f"seed={seed}", f"data.seed={seed}"]
+        own += [f"seed={seed}"]
         own += [f"data.{kind}={work / name}-{seed}.jsonl" for kind, name in FILES.items()]
         log = work / f"{run_dir.name}.log"
         areal_lite(log, "train", *TRAIN.split(), *ARMS[arm].split(), *own)

@@ -72,7 +72,7 @@ def train(work: Path, seed: int, arm: str, models: dict[str, Path]) -> dict:
     run_dir = work / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
-        own = [f"run_dir={run_dir}", f"seed={seed}", f"data.seed={seed}"]
+        own = [f"run_dir={run_dir}", f"seed={seed}"]
         own += [f"{key}={path}" for key, path in models.items()]
         log = work / f"{run_dir.name}.log"
         areal_lite(log, "train", *ARMS[arm].split(), *TRAIN.split(), *own)

@@ -66,7 +66,7 @@ def train(work: Path, name: str, number: int) -> dict:
     if not (run_dir / "summary.json").exists():
         assert not run_dir.exists(), f"{run_dir} was not finished: remove it"
         own = [f"run_dir={run_dir}", f"model={work / 'warm-1'}"]
-        own += [f"seed={number}", f"data.seed={number}"]
+        own += [f"seed={number}"]
         log = work / f"{run_dir.name}.log"
         areal_lite(log, "train", *TRAIN.split(), *SETTINGS[name].split(), *own)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -92,7 +92,6 @@ def train(work: Path, seed: int, schedule: str, steps: int) -> dict:
             f"data.path={work / f'{LONG_TAIL.name}-train-{seed}.jsonl'}",
             f"data.eval_path={work / f'{LONG_TAIL.name}-test-{seed}.jsonl'}",
             f"seed={seed}",
-            f"data.seed={seed}",
             f"trainer.steps={steps}",
         ]
         times = areal_lite(

@@ -113,7 +113,6 @@ def train(data: Path, work: Path, seed: int, arm: str, steps: int) -> dict:
             f"run_dir={run_dir}",
             f"model={work / f'warm-{seed}'}",
             f"seed={seed}",
-            f"data.seed={seed}",
             f"trainer.steps={steps}",
         ]
         own += [f"data.path={data / 'train.jsonl'}", f"data.eval_path={data / 'test.jsonl'}"]

@@ -79,11 +79,9 @@ class TrainConfig:
     )
     debug: str = setting(
         "off",
-        "Half of a run. rollout_only: generate and store groups, train nothing. train_only: train "
-        "on the batches of the stored run debug_run.",
-        choices=("off", "rollout_only", "train_only"),
+        "Half of a run. rollout_only: generate and store groups, train nothing. "
+        "train_only:RUN_DIR: train on the batches of a stored run.",
     )
-    debug_run: str | None = setting(None, "train_only: run directory of the stored run.")
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -96,6 +94,11 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    @property
+    def debug_mode(self) -> str:
+        """Return the half of a run in `debug`, without what follows its colon."""
+        return self.debug.partition(":")[0]
 
     @property
     def max_lead(self) -> int:

@@ -15,7 +15,6 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from areal_lite.config.fields import (
     MAX_COUNT,
-    MAX_SEED,
     MAX_TOKENS,
     WEEK_S,
     check_fields,
@@ -52,10 +51,6 @@ class DataConfig:
     max_prompt_tokens: int = setting(
         1024, "Longer prompts are left out.", minimum=1, maximum=MAX_TOKENS
     )
-    shuffle: bool = setting(True, "Draw the prompts in a new random order in each epoch.")
-    seed: int = setting(
-        1, "Seed of that order, and of generated problems.", minimum=0, maximum=MAX_SEED
-    )
     sources: dict[str, Any] = setting(
         {},
         "Several sources by name: data.sources.NAME.KEY=VALUE. KEY is one of data; weight, the "
@@ -74,11 +69,6 @@ class RewardConfig:
     workers: int = setting(1, "Processes that run the function.", minimum=1, maximum=1024)
     timeout_s: float = setting(
         15.0, "Longest time for one reward, in seconds.", minimum=0.001, maximum=WEEK_S
-    )
-    on_failure: str = setting(
-        "drop",
-        "After an error or a timeout: drop the trajectory, or give it reward zero.",
-        choices=("drop", "zero"),
     )
 
 

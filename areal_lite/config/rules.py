@@ -73,7 +73,6 @@ def check_training(config: TrainConfig) -> None:
     check_sampling(config)
     check_buffer(config)
     check_evaluation(config)
-    check_debug(config)
     check_push(config)
 
 
@@ -164,25 +163,6 @@ def check_evaluation(config: TrainConfig) -> None:
         raise ValueError(
             f"eval.servers={kept}: with server.deterministic=true no push changes the weights "
             "during an evaluation, because the trainer waits for it. Set eval.servers=0"
-        )
-
-
-def check_debug(config: TrainConfig) -> None:
-    """Check what half of a run needs and excludes."""
-    debug, replay = config.debug, config.buffer.replay.capacity
-    if (debug == "train_only") != (config.debug_run is not None):
-        raise ValueError(
-            f"debug={debug}, debug_run={config.debug_run}: train_only needs a stored run, "
-            "and nothing else takes one"
-        )
-    if debug == "train_only" and (config.eval.problems or replay):
-        raise ValueError(
-            "debug=train_only has no servers: set eval.problems=0 and buffer.replay.capacity=0"
-        )
-    if debug == "rollout_only" and replay:
-        raise ValueError(
-            "debug=rollout_only stores a number of groups, and "
-            f"buffer.replay.capacity={replay} generates without end: set it to 0"
         )
 
 

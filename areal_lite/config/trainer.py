@@ -162,4 +162,3 @@ class LoggerConfig:
         "offline writes to the run directory and needs no account.",
         choices=("off", "offline", "online"),
     )
-    project: str = setting("areal_lite", "Name of the project in Weights & Biases.")

@@ -167,7 +167,6 @@ class GroupPlayer:
     ):
         config = source.config
         self._group_size = config.rollout.group_size
-        self._drop_unscored = config.reward.on_failure == "drop"
         self._tokenizer = dependencies.tokenizer
         self._rewards = source.rewards
         self._clock = dependencies.clock
@@ -228,10 +227,7 @@ class GroupPlayer:
             try:
                 reward = await self._rewards.score(answer, episode.prompt.answer)
             except RewardError as error:
-                failure = self._failure("reward", episode, f"no reward: {error}")
-                if self._drop_unscored:
-                    return failure
-                reward = 0.0
+                return self._failure("reward", episode, f"no reward: {error}")
             for trace in traces:
                 trace.reward = reward
         return Rollout(traces, texts)

@@ -65,9 +65,8 @@ def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSa
     for name, source in sources.items():
         assert source.prompts is not None
         prompts[name] = source.prompts
-        data = source.config.data
-        size, weight = source.prompts.num_prompts, weight_of(data)
-        orders.append(SourceOrder(size, data.seed, data.shuffle, weight, name))
+        size, config = source.prompts.num_prompts, source.config
+        orders.append(SourceOrder(size, config.seed, weight_of(config.data), name))
     return MixedPrompts(prompts), PromptSampler(*orders)
 
 

@@ -2,8 +2,7 @@
 
 * Sources take turns by their weights: after n draws, a source with the share s of all weights has
   had n s of them, less than one more or less (interleave.py).
-* An epoch is one pass over a source, in a new order if it is shuffled. Every prompt of a source is
-  drawn exactly once in each of its epochs.
+* An epoch is one pass over a source, in a new random order. It draws every prompt exactly once.
 * Draw n depends on n and on the sources (sizes, seeds, weights and their order) only.
 * Prompt i of source k of K has the index K i + k.
 * An index that was put back is served before any new one.
@@ -29,14 +28,13 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class SourceOrder:
-    """The order of the prompts of one source. `num_prompts` is None for one without end.
+    """The order of the prompts of one source.
 
-    One without end is counted through: 0, 1, 2, …
+    `num_prompts` is None for an endless source, which yields 0, 1, 2, …
     """
 
     num_prompts: int | None
     seed: int = 0
-    shuffle: bool = True
     weight: int = 1
     name: str = ""
 
@@ -206,8 +204,6 @@ class PromptSampler:
         if source.num_prompts is None:
             return earlier
         epochs, offsets = np.divmod(earlier, source.num_prompts)
-        if not source.shuffle:
-            return offsets
         found = np.empty_like(earlier)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch

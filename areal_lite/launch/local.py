@@ -137,7 +137,7 @@ def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> 
     if config.debug == "off":
         _train_with_restarts(config, run_dir, placement, on_step)
     else:
-        half = load(DEBUG_MODES, config.debug)
+        half = load(DEBUG_MODES, config.debug_mode)
         half.run(config, run_dir, placement, _step_reporter(run_dir, on_step))
 
 

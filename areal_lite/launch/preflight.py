@@ -33,7 +33,7 @@ from areal_lite.controller.dispatcher import load_filters
 from areal_lite.data.model_folder import check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.extensions import DEBUG_MODES, load
+from areal_lite.extensions import DEBUG_MODES, load, names
 from areal_lite.launch.placement import place_run
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout.episode import load_workflow
@@ -111,8 +111,9 @@ def _training(config: TrainConfig) -> None:
         place_run(config)
         _weight_folder(config)
     if config.debug != "off":
-        if (half := load(DEBUG_MODES, config.debug)) is None:
-            raise ValueError(f"debug={config.debug} is not installed here: pip install areal-lite")
+        if (half := load(DEBUG_MODES, config.debug_mode)) is None:
+            known = ", ".join(["off", *names(DEBUG_MODES)])
+            raise ValueError(f"debug={config.debug}: choose one of {known}")
         half.check(config)
 
 
@@ -264,9 +265,10 @@ def _same_command(config: Any, run_dir: Path) -> None:
 
 def _same_run(config: TrainConfig, stored: DictConfig) -> None:
     """Check that what a run cannot change is as in its stored configuration."""
-    now = {"model": config.model, **_prompts(asdict(config.data))}
+    now = {"model": config.model, "seed": config.seed, **_prompts(asdict(config.data))}
     started: Any = OmegaConf.to_container(stored)
-    before = {"model": started.get("model"), **_prompts(started.get("data") or {})}
+    before = {key: started.get(key) for key in ("model", "seed")}
+    before |= _prompts(started.get("data") or {})
     for key in {**now, **before}:
         if now.get(key) != before.get(key):
             raise ValueError(

@@ -2,8 +2,8 @@
 
 * `areal-lite train debug=rollout_only` starts servers and controller only. They write
   trainer.steps x trainer.batch_groups groups, sampled by the initial model, to the store.
-* `areal-lite train debug=train_only debug_run=RUN_DIR` starts the trainer only. It trains on the
-  batches of a stored run, the same ones each time (stored_run.py).
+* `areal-lite train debug=train_only:RUN_DIR` starts the trainer only. It trains on the batches of a
+  stored run, the same ones each time (stored_run.py).
 """
 
 import time
@@ -86,5 +86,21 @@ class DebugMode(NamedTuple):
     run: Callable[[TrainConfig, Path, Placement, Callable[[], None]], None]
 
 
-ROLLOUT_ONLY = DebugMode(lambda config: None, rollout_only)
-TRAIN_ONLY = DebugMode(check_stored_run, train_only)
+def _check_rollouts(config: TrainConfig) -> None:
+    if replay := config.buffer.replay.capacity:
+        raise ValueError(
+            "debug=rollout_only stores a number of groups, and "
+            f"buffer.replay.capacity={replay} generates without end: set it to 0"
+        )
+
+
+def _check_training(config: TrainConfig) -> None:
+    if config.eval.problems or config.buffer.replay.capacity:
+        raise ValueError(
+            "debug=train_only has no servers: set eval.problems=0 and buffer.replay.capacity=0"
+        )
+    check_stored_run(config)
+
+
+ROLLOUT_ONLY = DebugMode(_check_rollouts, rollout_only)
+TRAIN_ONLY = DebugMode(_check_training, train_only)

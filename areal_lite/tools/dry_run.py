@@ -31,6 +31,7 @@ from areal_lite.system.gpus import gpu_memory, resolve_device
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size, counted, visible
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
+from areal_lite.tools.stored_run import stored_run
 from areal_lite.weights.transport import choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
@@ -114,8 +115,8 @@ def prompt_lines(config: TrainConfig) -> list[str]:
 
     A data set on the hub is not downloaded, so nothing of it is checked.
     """
-    if config.debug == "train_only":  # its batches are stored
-        return [f"stored in {config.debug_run}"]
+    if config.debug_mode == "train_only":  # its batches are stored
+        return [f"stored in {stored_run(config)}"]
     configs = source_configs(config)
     lines = []
     for name, share in shares(configs).items():

@@ -2,7 +2,7 @@
 
 For `debug=train_only`: this process takes the place of the controller, and there are no servers.
 
-* The batch of step k is the one that step k of the run `debug_run` trained on. The same code shards
+* The batch of step k is the one that step k of the stored run trained on. The same code shards
   and masks it, so the trainer gets equal bytes if the settings are equal.
 * The draws of a replay buffer are in the store, too.
 * If that run trained on nothing (`debug=rollout_only`), a batch is the next
@@ -57,7 +57,7 @@ def stored_max_staleness(run_dir: Path) -> int | None:
     """
     if not all(os.path.isfile(run_dir / file) for file in (CONFIG_FILE, STORE_FILE)):
         raise ValueError(
-            f"debug_run={run_dir}: give the directory of a run, with its {CONFIG_FILE} "
+            f"debug=train_only:{run_dir}: give the directory of a run, with its {CONFIG_FILE} "
             f"and {STORE_FILE}"
         )
     config = stored_settings(run_dir)
@@ -65,20 +65,26 @@ def stored_max_staleness(run_dir: Path) -> int | None:
     return None if replays else OmegaConf.select(config, "buffer.max_staleness")
 
 
+def stored_run(config: TrainConfig) -> Path:
+    """Return the folder in `debug=train_only:RUN_DIR`. Raises ValueError if there is none."""
+    if not (run_dir := config.debug.partition(":")[2]):
+        raise ValueError("debug=train_only needs a stored run: write debug=train_only:RUN_DIR")
+    return Path(run_dir)
+
+
 def check_stored_run(config: TrainConfig) -> None:
-    """Check that `debug_run` is a run and still has the tokens that the steps need.
+    """Check that the stored run is one and still has the tokens that the steps need.
 
     Raises ValueError if not.
     """
-    assert config.debug_run is not None
-    run_dir = Path(config.debug_run)
+    run_dir = stored_run(config)
     stored_max_staleness(run_dir)
     store = RunReader(run_dir / STORE_FILE)
     last = store.last_step_without_tokens(config.trainer.steps)
     store.close()
     if last is not None:
         raise ValueError(
-            f"debug_run={run_dir}: {NOT_KEPT} for steps up to {last + 1}, which the "
+            f"debug=train_only:{run_dir}: {NOT_KEPT} for steps up to {last + 1}, which the "
             f"trainer.steps={config.trainer.steps} need: give a run with a larger store.max_gib"
         )
 
@@ -87,9 +93,8 @@ class StoredRunController:
     """Answers a trainer as the controller would."""
 
     def __init__(self, config: TrainConfig):
-        assert config.debug_run is not None
         self._config = config
-        self._run_dir = Path(config.debug_run)
+        self._run_dir = stored_run(config)
         self._store = RunReader(self._run_dir / STORE_FILE)
         self._trained = self._store.counts()[GroupState.USED] > 0
         self._max_staleness = stored_max_staleness(self._run_dir) if self._trained else None
@@ -142,7 +147,7 @@ class StoredRunController:
             groups = list(itertools.islice(self._finished, count))
         if len(groups) != count:
             raise ValueError(
-                f"debug_run={self._run_dir} has {len(groups)} groups for step {step}, "
+                f"debug=train_only:{self._run_dir} has {len(groups)} groups for step {step}, "
                 f"not trainer.batch_groups={count}"
             )
         return groups

@@ -8,6 +8,7 @@ and evals.jsonl have everything.
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class WandbLog:
         import wandb  # it is slow to import, and only needed here
 
         self._run = wandb.init(
-            project=config.project,
+            project=os.environ.get("WANDB_PROJECT", "areal_lite"),
             name=run_dir.name,
             dir=str(run_dir),
             config=to_plain(run_config),

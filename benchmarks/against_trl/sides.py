@@ -78,7 +78,7 @@ def run_areal_lite(
         "train",
         *[f"run_dir={run_dir}", f"model={model}", f"seed={seed}", "algo=quickstart"],
         *["data.source=jsonl", f"data.path={files[0]}", f"data.eval_path={files[1]}"],
-        *["data.chat=false", f"data.seed={seed}", "eval.problems=0"],
+        *["data.chat=false", "eval.problems=0"],
         *OWN.split(),
         f"rollout.group_size={COMMON['group_size']}",
         f"rollout.max_new_tokens={task.max_new_tokens}",

@@ -85,7 +85,6 @@ class Cell:
             f"algo.eps_low={self.eps:g}",
             f"algo.eps_high={self.eps:g}",
             f"seed={self.seed}",
-            f"data.seed={self.seed}",
         ]
 
 

@@ -12,10 +12,12 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.quickstart.prompts import AdditionPrompts
 
 
-def long_sums(config, tokenizer, split, *, max_digits: int) -> AdditionPrompts:
+def long_sums(config, tokenizer, split, *, max_digits: int, seed: int = 1) -> AdditionPrompts:
     """Return the prompts: sums of numbers of exactly `max_digits` digits."""
     weights = [0.0] * (max_digits - 1) + [1.0]
-    return AdditionPrompts(config, tokenizer, split, max_digits=max_digits, weights=weights)
+    return AdditionPrompts(
+        config, tokenizer, split, max_digits=max_digits, seed=seed, weights=weights
+    )
 
 
 # The column that was answered becomes the first one of the next question.

@@ -314,19 +314,6 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason(run) -> None:
     assert "lost all their rollouts" in r.log().splitlines()[-1]
 
 
-def test_failed_rewards_may_count_as_zero(run) -> None:
-    r = run(reward__function="operator:truediv", reward__on_failure="zero")
-    r.start_server()
-    client = r.start_controller()
-    batch, info = client.batch(0, 0, 1)
-    assert (
-        info["reward_mean"] == 0
-        and info["reward_failures"] >= GROUPS * MEMBERS
-        and info["failed_rollouts"] == 0
-    )
-    assert batch.rewards.tolist() == [0.0] * (GROUPS * MEMBERS)
-
-
 def test_active_sampling_replaces_groups_without_variance(run) -> None:
     r = run(
         reward__function="tests.integration.toy_reward:coin",

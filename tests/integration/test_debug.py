@@ -49,6 +49,6 @@ def test_rollout_only_then_train_only_twice(model: Path, tmp_path: Path) -> None
     ]
     assert not (tmp_path / "stored" / "metrics.jsonl").exists()
     for name in ("one", "two"):
-        train(model, tmp_path / name, "debug=train_only", f"debug_run={tmp_path / 'stored'}")
+        train(model, tmp_path / name, f"debug=train_only:{tmp_path / 'stored'}")
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     assert [line[3] for line in losses(tmp_path / "one")] == [0, 1]

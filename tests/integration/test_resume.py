@@ -198,7 +198,6 @@ def test_the_last_evaluation_is_made_again_on_the_same_servers(start) -> None:
 def test_counts_are_those_of_the_whole_run(start) -> None:
     r = start(
         reward__function="tests.integration.toy_reward:sometimes_fails",
-        reward__on_failure="drop",
         max_staleness=ETA,
         trainer__steps=20,
     )

@@ -176,7 +176,7 @@ def test_two_nodes_train_as_one_does_and_two_generate(cluster, model, tmp_path, 
     # The same on one node. The stored batches are dealt again (tools/stored_run.py), weights
     # and optimizer start alike, and two ranks can add in one order only. Only the place of the
     # ranks differs, so every step must have the same result.
-    replay = ["eval.problems=0", "debug=train_only", f"debug_run={folder}", f"trainer.{parallel}=2"]
+    replay = ["eval.problems=0", f"debug=train_only:{folder}", f"trainer.{parallel}=2"]
     done = areal_lite(cluster, "train", model, again, *replay)
     assert done.returncode == 0, done.stderr
     for name in ("loss", "grad_norm"):

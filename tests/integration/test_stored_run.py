@@ -19,7 +19,9 @@ def frames(batch) -> list[bytes]:
 def recorded(run, source, **settings):
     r = run(eval__problems=0, **settings)
     text = (
-        (r.path / "config.yaml").read_text().replace("debug_run: null", f"debug_run: {source.path}")
+        (r.path / "config.yaml")
+        .read_text()
+        .replace("debug: 'off'", f"debug: train_only:{source.path}")
     )
     (r.path / "config.yaml").write_text(text)
     r.start("controller", "-m", "areal_lite.tools.stored_run", str(r.path))

@@ -29,7 +29,7 @@ Settings = dict[str, Any]
 
 _KEYS = ("trainer.batch_groups", "buffer.max_staleness", "buffer.overdue", "buffer.window")
 _KEYS += ("buffer.replay.capacity", "rollout.retire_above", "rollout.rest_unsolved", "sync.every")
-_KEYS += ("eval.problems", "eval.every", "data.seed", "data.shuffle", "data.sources")
+_KEYS += ("eval.problems", "eval.every", "seed", "data.sources")
 # Ids that a line names, at most.
 _SHOWN = 10
 

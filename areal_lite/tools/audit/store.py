@@ -179,7 +179,7 @@ def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
     expected = sampler.indices_at(groups.drawn[fresh] - 1)
     check.none_of(
         groups.ids[fresh][groups.prompt[fresh] != expected].tolist(),
-        f"groups whose prompt is not the next one of data.seed={records.config['data.seed']}",
+        f"groups whose prompt is not the next one of seed={records.config['seed']}",
     )
     left_out = np.setdiff1d(sampler.indices_at(skipped - 1), _asked_less(records, store))
     check.none_of(left_out.tolist(), "skipped prompts that were neither retired nor resting")
@@ -204,9 +204,7 @@ def _orders(settings: Settings, store: RunReader) -> list[SourceOrder]:
     sizes = store.totals()
     orders = []
     for name, own in (settings["data.sources"] or {"": {}}).items():
-        seed = own.get("seed", settings["data.seed"])
-        shuffle = own.get("shuffle", settings["data.shuffle"])
-        order = SourceOrder(None, seed, shuffle, own.get("weight", 1), name)
+        order = SourceOrder(None, settings["seed"], own.get("weight", 1), name)
         orders.append(replace(order, num_prompts=sizes.get(order.total_name)))
     return orders
 

@@ -95,7 +95,7 @@ GUIDE = (
         integrity.lost_seed,
         "A seed does not reach the data",
         "the samples of a group are equal although the policy makes that unlikely; or prompts come "
-        "in the order of their file with `data.shuffle=true`",
+        "in the order of their file",
         "each request is sampled with the same seed, or the shuffling ignores its seed",
         "remove a fixed seed from the requests of `rollout.workflow` and from `server.args`; check "
         "`data.source` if it is your own",
@@ -161,8 +161,7 @@ GUIDE = (
         "Rewards fail",
         "above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
         "the reward function raises an error or takes too long",
-        "mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs; "
-        "`reward.on_failure` says what happens to such trajectories",
+        "mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs; ",
     ),
     Advice(
         operation.workflow_failures,

@@ -213,7 +213,7 @@ def lost_seed(run: History) -> Sign | None:
     sources = source_configs(run.config)
     for number, (name, own) in enumerate(sources.items()):
         fault = unshuffled_prompts(run.columns, number, len(sources))
-        if fault and own.data.shuffle and own.data.source in _FILES:
+        if fault and own.data.source in _FILES:
             return alarm(f"data source {name}: {fault.evidence}" if name else fault.evidence)
     return None
 

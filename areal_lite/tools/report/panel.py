@@ -359,7 +359,7 @@ def train_view(state: RunState) -> View:
     """Lay out what a run has published."""
     steps = state.config.trainer.steps
     times_s = [step["time_s"] for step in state.timed]
-    config, without_servers = state.config, state.config.debug == "train_only"
+    config, without_servers = state.config, state.config.debug_mode == "train_only"
     off_policy = f"{off_policy_label(config.algo)}, staleness up to {config.buffer.max_staleness}"
     generation = {} if without_servers else {"generation": _generation(state)}
     waits = {"trainer": _trainer(state)} | ({} if without_servers else {"servers": _servers(state)})

@@ -40,7 +40,7 @@ def test_cells_are_the_runs_that_they_name(study: str) -> None:
             compose_config("train", ["model=warm", "run_dir=run", *cell.settings])
         )
         assert config.buffer.max_staleness == cell.lag and config.buffer.fixed_lag
-        assert (config.trainer.lr, config.seed, config.data.seed) == (cell.lr, 3, 3)
+        assert (config.trainer.lr, config.seed, config.data.args["seed"]) == (cell.lr, 3, 3)
         assert config.algo.eps_low == config.algo.eps_high == cell.eps
         assert (config.trainer.steps, config.trainer.minibatches) == (cell.steps, cell.minibatches)
 

@@ -140,11 +140,17 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("server.port=70000", "server.port=70000: must be at least 0 and at most 65535"),
         ("trainer.lr", "trainer.lr has no value: write trainer.lr=…"),
         ("debug=some", "debug=some: choose one of off, rollout_only, train_only"),
-        ("debug=train_only", "train_only needs a stored run"),
+        ("debug=train_only", "debug=train_only has no servers: set eval.problems=0"),
     ],
 )
 def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
-    line = complaint(capsys, "train", f"model={model}", f"run_dir={tmp_path / 'run'}", override)
+    line = complaint(
+        capsys,
+        "train",
+        f"model={model}",
+        f"run_dir={tmp_path / 'run'}",
+        override,
+    )
     assert message in line
     assert not (tmp_path / "run").exists()
 
@@ -231,10 +237,10 @@ def test_train_only_names_what_its_stored_run_lacks(model, tmp_path, capsys):
     where = [
         f"model={model}",
         f"run_dir={tmp_path / 'run'}",
-        "debug=train_only",
-        f"debug_run={tmp_path}",
+        f"debug=train_only:{tmp_path}",
         "eval.problems=0",
     ]
+    assert "needs a stored run" in complaint(capsys, "train", *where, "debug=train_only")
     assert "with its config.yaml and trajectories.sqlite" in complaint(capsys, "train", *where)
     (tmp_path / "trajectories.sqlite").touch()
     (tmp_path / "config.yaml").write_text("buffer: {max_staleness: 1}")

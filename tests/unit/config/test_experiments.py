@@ -166,7 +166,10 @@ def test_settings_with_keys_of_the_users_own_take_new_ones_with_and_without_a_pl
             "rollout.filters=a:b: write a list, rollout.filters=[a:b]",
         ),
         (["train", "server.args={a:1"], "cannot read server.args={a:1: check its brackets"),
-        (["train", "debug_run=${nowhere}"], "debug_run: Interpolation key 'nowhere' not found"),
+        (
+            ["train", "data.path=${nowhere}"],
+            "data.path: Interpolation key 'nowhere' not found",
+        ),
         (
             ["slurm", "cluster.container=docker"],
             "cluster.container=docker: choose one of none, pyxis, apptainer",

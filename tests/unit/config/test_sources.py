@@ -35,13 +35,13 @@ def test_a_source_has_the_settings_of_the_run_with_its_own_on_top() -> None:
         files={"source": "jsonl", "path": "x", "weight": 3, "reward": {"timeout_s": 2}},
         talk={"workflow": MULTI_TURN, "workflow_args": {"max_turns": 2}, "max_prompt_tokens": 4},
     )
-    config.data.chat, config.data.seed, config.reward.function = False, 7, "my:reward"
+    config.data.chat, config.data.prompt_key, config.reward.function = False, "q", "my:reward"
     config.rollout.workflow, config.rollout.workflow_args = "my:Own", {"speed": 3}
     files, talk = source_configs(config).values()
     assert (files.data.source, files.data.path, files.data.chat) == ("jsonl", "x", False)
     assert (files.reward.function, files.reward.timeout_s) == ("my:reward", 2)
     assert (files.rollout.workflow, files.rollout.workflow_args) == ("my:Own", {"speed": 3})
-    assert (talk.data.source, talk.data.seed, talk.reward) == ("addition", 7, config.reward)
+    assert (talk.data.source, talk.data.prompt_key, talk.reward) == ("addition", "q", config.reward)
     assert talk.rollout.workflow_args == {"max_turns": 2}, "those of another workflow do not fit"
     assert shares(source_configs(config)) == {"files": 0.75, "talk": 0.25}
     assert longest_sequence(config) == 1024 + config.rollout.max_new_tokens
@@ -117,7 +117,10 @@ def test_the_command_line_says_what_is_wrong_with_a_source(model, tmp_path, caps
         (["data.sources.x.workflow_args.a=1"], "rollout.workflow_args={'a': 1}"),
         (["data.sources.x=3"], "3 is not a set of keys"),
         (["data.sources.x.source=csv"], "data.source=csv: choose one of jsonl, hf, addition, or"),
-        (["data.sources.x.args.digits=3"], "data.args={'digits': 3} do not fit data.source=add"),
+        (
+            ["data.sources.x.args.digits=3"],
+            "data.args={'seed': 1, 'digits': 3} do not fit data.source=add",
+        ),
     ):
         assert (
             main(

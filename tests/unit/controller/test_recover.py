@@ -247,7 +247,6 @@ def test_another_order_of_prompts_is_refused() -> None:
     for other in (
         PromptSampler(SourceOrder(6, 3)),
         PromptSampler(SourceOrder(5, 4)),
-        PromptSampler(SourceOrder(5, 3, shuffle=False)),
         PromptSampler(SourceOrder(None)),
         PromptSampler(FIVE, FIVE),
     ):
@@ -362,7 +361,7 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
     ).read_text()
     for other, complaint in (
         ({"model": tmp_path / "other"}, "model=.*other: the run in .* started with .*model and"),
-        ({"data.seed": 9}, "data.seed=9: the run .* started with 1"),
+        ({"seed": 9}, "seed=9: the run .* started with 1"),
         ({"debug": "rollout_only"}, "debug=rollout_only continues no run"),
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),

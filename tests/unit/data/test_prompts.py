@@ -46,7 +46,7 @@ def jsonl(tmp_path: Path, rows: list[dict], file: str = "data.jsonl", **settings
 
 def test_addition_is_unbounded_and_reproducible_with_held_out_problems(model: Path) -> None:
     def made(seed: int) -> DataConfig:
-        return DataConfig(source="addition", seed=seed)
+        return DataConfig(source="addition", args={"seed": seed})
 
     train = load_prompts(made(3), model, "train")
     assert train.num_prompts is None and train.num_too_long == 0

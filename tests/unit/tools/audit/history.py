@@ -54,7 +54,7 @@ class History:
         self.config = TrainConfig(model="m", run_dir=str(run_dir))
         self.config.trainer.batch_groups, self.config.rollout.group_size = 2, SIZE
         self.config.trainer.steps, self.config.buffer.max_staleness = 1000, 2
-        self.config.data.seed = 3
+        self.config.seed = 3
         for key, value in config.items():
             section, name = key.split("__")
             setattr(getattr(self.config, section), name, value)
@@ -74,7 +74,7 @@ class History:
         sizes = self.num_prompts if isinstance(self.num_prompts, dict) else {"": self.num_prompts}
         self.sampler = PromptSampler(
             *(
-                SourceOrder(sizes[name], own.data.seed, own.data.shuffle, weight_of(own.data), name)
+                SourceOrder(sizes[name], own.seed, weight_of(own.data), name)
                 for name, own in source_configs(self.config).items()
             )
         )

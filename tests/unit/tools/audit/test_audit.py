@@ -19,7 +19,7 @@ from areal_lite.tools.audit.audit import audit, audit_text
 from areal_lite.tools.audit.store import Chunk, fingerprints
 from tests.unit.tools.audit.history import EVENTS, History, lived
 
-SOURCES = {"a": {"weight": 3}, "b": {"shuffle": False}, "c": {"seed": 7}}
+SOURCES = {"a": {"weight": 3}, "b": {}, "c": {}}
 REPLAY = {"buffer__replay": ReplayConfig(capacity=6, recency_probability=0.3)}
 
 

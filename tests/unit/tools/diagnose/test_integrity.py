@@ -196,9 +196,8 @@ def test_prompts_in_the_order_of_their_file(tmp_path: Path) -> None:
     settings = ("data.source=jsonl", "data.path=x.jsonl")
     found = evidence(write_run(tmp_path / "a", batches(), *settings, prompt=ordered), "lost_seed")
     assert "the 120 prompts are numbers 0 to 119 of the data" in found
-    for name, other in (("b", "data.shuffle=false"), ("c", "data.source=addition")):
-        run_dir = write_run(tmp_path / name, batches(), *settings, other, prompt=ordered)
-        assert "lost_seed" not in findings(run_dir)
+    run_dir = write_run(tmp_path / "b", batches(), "data.source=addition", prompt=ordered)
+    assert "lost_seed" not in findings(run_dir)
 
 
 def test_prompts_of_one_source_in_the_order_of_their_file(tmp_path: Path) -> None:
@@ -211,10 +210,6 @@ def test_prompts_of_one_source_in_the_order_of_their_file(tmp_path: Path) -> Non
     settings = [f"data.sources.{name}.path=x.jsonl" for name in "ab"] + ["data.source=jsonl"]
     found = evidence(write_run(tmp_path / "run", batches(), *settings, prompt=mixed), "lost_seed")
     assert "data source a: the 60 prompts are numbers 0 to 59 of the data" in found
-    settings.append("data.sources.a.shuffle=false")
-    assert "lost_seed" not in findings(
-        write_run(tmp_path / "x", batches(), *settings, prompt=mixed)
-    )
 
 
 def test_prompts_that_come_again_and_their_order(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def hostile_run(run_dir: Path) -> Path:
     model.mkdir()
     Tokenizer(WordLevel({HOSTILE: 0, "?": 1}, unk_token="?")).save(str(model / "tokenizer.json"))
     config.model, config.server.api_key = str(model), "sesame-open"
-    config.logger.project = HOSTILE.replace("\x00", "")
+    config.rollout.workflow = HOSTILE.replace("\x00", "")
     save_config(config, run_dir)
     store = Store(run_dir / "trajectories.sqlite")
     bad = trajectory(3, 0, [(1, 30)], T0 + 6, T0 + 9)
