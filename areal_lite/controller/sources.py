@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from areal_lite.config import TrainConfig, naming, source_configs
 from areal_lite.config.data import Sampled, weight_of
-from areal_lite.data.mixture import MixedPrompts
-from areal_lite.data.prompts import PromptSet, load_prompts
+from areal_lite.data.prompts import MixedPrompts, PromptSet, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool

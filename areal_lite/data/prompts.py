@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -268,3 +268,22 @@ def _is_messages(prompt: Any) -> bool:
 
 SOURCES: dict[str, Callable[..., PromptSet]] = {"jsonl": jsonl_prompts, "hf": hf_prompts}
 """The openers that the core brings, by `data.source`."""
+
+
+class MixedPrompts:
+    """Prompt i of source k of K, under the index K i + k, so that sources may be without end.
+
+    A prompt has the name of its source, which is also in front of its `prompt_id`. A single source
+    without a name keeps its prompts as they are.
+    """
+
+    def __init__(self, sources: Mapping[str, PromptSet]) -> None:
+        self._sources = list(sources.items())
+
+    def __getitem__(self, index: int) -> Prompt:
+        place, number = divmod(index, len(self._sources))
+        name, prompts = self._sources[number]
+        prompt = prompts[place]
+        if not name:
+            return prompt
+        return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from areal_lite.data.interleave import interleave
+from areal_lite.data.sampler import interleave
 from tests.integration.controller_run import GROUPS, MEMBERS, Run, assert_store_matches, push
 
 FILES, STEPS = 3, 5

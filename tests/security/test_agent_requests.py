@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from areal_lite.controller.metrics import LoopLag
-from areal_lite.data.text_bound import characters_per_token
+from areal_lite.data.tokenizer import characters_per_token
 from areal_lite.rollout.endpoint import server as connections
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls

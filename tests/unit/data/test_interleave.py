@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.data.interleave import interleave
+from areal_lite.data.sampler import interleave
 
 
 @settings(deadline=None)

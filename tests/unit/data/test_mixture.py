@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import DataConfig
-from areal_lite.data.mixture import MixedPrompts
-from areal_lite.data.prompts import PromptSet, load_prompts
+from areal_lite.data.prompts import MixedPrompts, PromptSet, load_prompts
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 
