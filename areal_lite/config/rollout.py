@@ -10,6 +10,9 @@ WHOLE_VOCABULARY = (
 )
 """Why the settings in TRUNCATED_SAMPLING are refused."""
 
+MAX_PROMPTS = 10_000
+"""Prompts that a replay buffer keeps."""
+
 TRUNCATED_SAMPLING = ("top_p", "top_k", "min_p")
 """Settings of other systems that sample from a part of the vocabulary."""
 
@@ -77,7 +80,6 @@ class ReplayConfig:
     capacity: int = setting(
         0, "Trajectories kept of each prompt. 0: no replay.", minimum=0, maximum=1_000_000
     )
-    max_prompts: int = setting(10_000, "Prompts kept.", minimum=1, maximum=MAX_COUNT)
     recency_probability: float = setting(
         0.5,
         "Probability that a group of the batch is the newest one. Otherwise it is drawn from all.",
@@ -86,10 +88,9 @@ class ReplayConfig:
     )
     by: str = setting(
         "reward",
-        "How it is drawn: with probabilities softmax(reward / temperature), or uniformly.",
+        "How it is drawn: with probabilities softmax(reward), or uniformly.",
         choices=("reward", "uniform"),
     )
-    temperature: float = setting(1.0, "Temperature of that softmax.", minimum=1e-6, maximum=1e6)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from areal_lite.config.algo_rules import check_algo
 from areal_lite.config.commands import SlurmConfig, TrainConfig
 from areal_lite.config.data import DataConfig, Sampled, naming, source_configs
 from areal_lite.config.fields import keys_of
-from areal_lite.config.rollout import WHOLE_VOCABULARY
+from areal_lite.config.rollout import MAX_PROMPTS, WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
 from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
@@ -314,10 +314,10 @@ def _replay(config: TrainConfig) -> None:
             f"{capacity} balances the trajectories of a prompt against each other: "
             "rollout.group_size must be 2 or more"
         )
-    if replay.max_prompts < config.trainer.batch_groups:
+    if config.trainer.batch_groups > MAX_PROMPTS:
         raise ValueError(
-            f"buffer.replay.max_prompts={replay.max_prompts} is less than a batch "
-            f"(trainer.batch_groups={config.trainer.batch_groups})"
+            f"trainer.batch_groups={config.trainer.batch_groups} is more than the {MAX_PROMPTS} "
+            "prompts that a replay buffer keeps"
         )
     conflicts = {
         "buffer.fixed_lag": config.buffer.fixed_lag,

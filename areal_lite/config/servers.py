@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, WEEK_S, setting
+from areal_lite.config.fields import MAX_COUNT, WEEK_S, setting
 
 
 @dataclass
@@ -37,20 +37,11 @@ class ServerConfig:
         above=0,
         maximum=1,
     )
-    max_total_tokens: int | None = setting(
-        None,
-        "Tokens in the KV cache. null: SGLang decides, or 65536 without a GPU.",
-        minimum=1,
-        maximum=MAX_COUNT,
-    )
     max_running_requests: int | None = setting(
         None,
         "Requests that one server runs at a time. null: SGLang decides.",
         minimum=1,
         maximum=1_000_000,
-    )
-    context_length: int | None = setting(
-        None, "Longest sequence, in tokens. null: that of the model.", minimum=1, maximum=MAX_TOKENS
     )
     threads: int = setting(
         1,
@@ -115,7 +106,6 @@ class SyncConfig:
         "distributed, with trainer.lora: push the adapters alone. Each server adds them to the "
         "weights of its checkpoint, which it reads within the pause.",
     )
-    bucket_mb: int = setting(512, "Weights sent at a time, in MiB.", minimum=1, maximum=1_000_000)
     disk_path: str | None = setting(
         None,
         "disk: a folder that the servers see too. null: RUN_DIR/weights.",

@@ -16,7 +16,7 @@ size K:
   nothing to balance.
 * An episode is drawn with all of its traces.
 * The buffer holds distinct episodes of a prompt (the newer of two equal ones), the newest
-  `capacity` of each prompt, and the `max_prompts` prompts that were added to last.
+  `capacity` of each prompt, and the `MAX_PROMPTS` prompts that were added to last.
 * A draw depends only on the seed, the version and the content. The store records it, because the
   content depends on when groups finish.
 * A resumed run fills the buffer again from `Store.finished_groups`. The store keeps the tokens of
@@ -32,6 +32,7 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.config import ReplayConfig
+from areal_lite.config.rollout import MAX_PROMPTS
 from areal_lite.controller.buffer import BatchAssignment, make_shards
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 
@@ -76,7 +77,7 @@ class ReplayBuffer:
         if used:
             self._used.add(group.group_id)
         self._forget(before, after)
-        if len(self._prompts) > self._config.max_prompts:
+        if len(self._prompts) > MAX_PROMPTS:
             self._forget(self._prompts.pop(next(iter(self._prompts))), [])
 
     def _forget(self, before: list[list[Trajectory]], after: list[list[Trajectory]]) -> None:
@@ -134,7 +135,6 @@ class ReplayBuffer:
         logits = np.zeros(len(held))
         if self._config.by == "reward":
             logits = np.array([episode_reward(traces) for traces in held], np.float64)
-            logits /= self._config.temperature
         best = np.argsort(-(logits + rng.gumbel(size=len(held))))[: self._group_size]
         return [held[i] for i in sorted(best.tolist())]
 

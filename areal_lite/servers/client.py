@@ -440,7 +440,7 @@ def _check_end(chunk: GenerationChunk, params: SamplingParams) -> None:
             if count < params.max_new_tokens:
                 raise ValueError(
                     f"length after {count} of {params.max_new_tokens} tokens: if the server's "
-                    "context is too short for prompt and answer, raise server.context_length"
+                    "context is too short for prompt and answer, raise server.args.context_length"
                 )
         case "abort":
             pass

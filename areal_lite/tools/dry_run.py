@@ -32,7 +32,7 @@ from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size, counted, visible
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.tools.stored_run import stored_run
-from areal_lite.weights.transport import choose_transport
+from areal_lite.weights.transport import BUCKET_BYTES, choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6
@@ -285,7 +285,7 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     """Show the size of a push; `itemsize`: bytes of one of the trainer's weights."""
     transport = choose_transport(config)
     chosen = "" if transport == config.sync.transport else f", which is {transport} here"
-    buckets = memory.push_buckets(hf, config.trainer, itemsize, config.sync.bucket_mb * 2**20)
+    buckets = memory.push_buckets(hf, config.trainer, itemsize, BUCKET_BYTES)
     size = byte_size(sum(buckets))
     what = f"{size} in {counted(len(buckets), 'bucket')}, the largest {byte_size(max(buckets))},"
     if config.sync.adapters_only:

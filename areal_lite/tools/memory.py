@@ -312,8 +312,7 @@ def share_gpu(config: TrainConfig, hf: PretrainedConfig, size: int) -> SharedGpu
     weights = num_parameters(hf) * _SERVING_ITEMSIZE
     kv_cache = max(int(server_part * size) - weights, 0)
     tokens = kv_cache // kv_bytes_per_token(hf, _SERVING_ITEMSIZE, 1)
-    if config.server.max_total_tokens:
-        tokens = min(tokens, config.server.max_total_tokens)
+    tokens = min(tokens, config.server.args.get("max_total_tokens", tokens))
     return SharedGpu(
         size=size,
         trainer=trainer_bytes(config, hf),

@@ -26,7 +26,7 @@ from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
 from areal_lite.weights.readback import Readback
 from areal_lite.weights.recipients import Bucket, PauseWindow, PushRecipients, PushReport
-from areal_lite.weights.transport import make_transport
+from areal_lite.weights.transport import BUCKET_BYTES, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class WeightContributor(Pusher):
 
     def __init__(self, weights, config: TrainConfig):
         self._weights = weights
-        self._bucket_bytes = config.sync.bucket_mb * 2**20
+        self._bucket_bytes = BUCKET_BYTES
 
     def contribute(self) -> None:
         for _ in self._weights.buckets(self._bucket_bytes):
@@ -156,7 +156,7 @@ class WeightPusher(Pusher):
     def _transfer(self, recipients: PushRecipients, *, apart: bool = False) -> Readback:
         """Give the weights to the servers, and return the tensors to verify them with."""
         readback = Readback()
-        buckets = self._weights.buckets(self._config.sync.bucket_mb * 2**20)
+        buckets = self._weights.buckets(BUCKET_BYTES)
         buckets = readback.watch(_measured(buckets, recipients.report))
         self._transport.transfer(recipients, buckets, self._pause, apart=apart)
         return readback

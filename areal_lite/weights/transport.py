@@ -24,6 +24,9 @@ from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipien
 
 log = logging.getLogger(__name__)
 
+BUCKET_BYTES = 512 * 2**20
+"""Weights sent at a time."""
+
 
 class Transport(Protocol):
     """How the weights of one trainer get to its servers."""

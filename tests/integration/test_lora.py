@@ -47,7 +47,7 @@ def lines(path: Path) -> list[dict]:
 # What a push brings: whole weights, which are read back, or the adapters alone.
 PUSHES = {
     "whole": ["sync.verify=true"],
-    "alone": ["sync.adapters_only=true", "sync.bucket_mb=1"],
+    "alone": ["sync.adapters_only=true"],
 }
 
 

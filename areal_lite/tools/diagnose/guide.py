@@ -168,7 +168,7 @@ GUIDE = (
         "Rollouts fail",
         "above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
         "the workflow raises an error, for example for a tool or a context that is too long",
-        "mend `rollout.workflow`; `server.context_length` bounds prompt and completion together",
+        "mend `rollout.workflow`; `server.args.context_length` bounds prompt and answer together",
         ("failed_servers",),
     ),
     Advice(

@@ -221,7 +221,7 @@ def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsy
     "override, message",
     [
         ("buffer.fixed_lag=true", "buffer.fixed_lag does not go with buffer.replay.capacity=20"),
-        ("buffer.replay.max_prompts=31", "less than a batch (trainer.batch_groups=32)"),
+        ("trainer.batch_groups=10001", "more than the 10000 prompts that a replay buffer keeps"),
         ("rollout.group_size=21", "buffer.replay.capacity=20 holds less than a group"),
         ("debug=rollout_only", "generates without end"),
     ],

@@ -94,8 +94,9 @@ def test_groups_of_a_replay_buffer_stay_also_before_they_are_in_it(tmp_path: Pat
     assert with_tokens(store) == [3, 7, 40]
 
 
-def test_a_replay_buffer_knows_its_groups() -> None:
-    replay = ReplayBuffer(ReplayConfig(capacity=3, max_prompts=2), 2, 1)
+def test_a_replay_buffer_knows_its_groups(monkeypatch) -> None:
+    monkeypatch.setattr("areal_lite.controller.replay.MAX_PROMPTS", 2)
+    replay = ReplayBuffer(ReplayConfig(capacity=3), 2, 1)
     for number in range(5):
         one = group(number)
         one.prompt_id = f"p{number % 3}"
