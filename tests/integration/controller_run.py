@@ -30,8 +30,9 @@ class Run:
         self.path = path
         config = TrainConfig(model=model, run_dir=str(path))
         config.data.source = "addition"
+        if "data__source" not in other:
+            config.data.args["max_digits"] = 3
         config.reward.function = "areal_lite.quickstart.reward:addition_reward"
-        config.data.args["max_digits"] = 3
         config.rollout.group_size, config.rollout.max_new_tokens, config.rollout.interrupt = (
             MEMBERS,
             BUDGET,

@@ -70,6 +70,7 @@ def steps_of(folder: Path) -> list[int]:
 @pytest.fixture
 def config(tiny_model: str, tmp_path: Path) -> TrainConfig:
     config = TrainConfig(model=tiny_model, run_dir=str(tmp_path / "run"))
+    config.data.source = "addition"
     config.reward.function = "tests.integration.toy_reward:share_of_letters"
     config.rollout.group_size, config.rollout.max_new_tokens = 3, 40
     config.rollout.temperature = 0.9  # fake servers cannot score
