@@ -104,13 +104,13 @@ def load_eval_sets(
     """Load more held-out sets, named by the stem of their path.
 
     A path is a .jsonl file or anything that `data.source=hf` can load. All other settings are taken
-    from `config`.
+    from `config`; `data.args` only if it is for the same kind of source.
     """
-
     sets = {}
     for path in paths:
         source = "jsonl" if path.endswith(".jsonl") else "hf"
-        own = replace(config, source=source, eval_path=path)
+        args = config.args if source == config.source else {}
+        own = replace(config, source=source, args=args, eval_path=path)
         sets[Path(path).stem] = load_prompts(own, model_path, "eval")
     return sets
 

@@ -159,7 +159,9 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
     )  # without a server: the content comes from the store
     store = r.store()
     held: dict[str, set[bytes]] = {}
-    for trajectory in (t for state in ("finished", "used") for t in store.trajectories(state=state)):
+    for trajectory in (
+        t for state in ("finished", "used") for t in store.trajectories(state=state)
+    ):
         held.setdefault(trajectory["prompt_id"], set()).add(trajectory["tokens"].tobytes())
     drawable = [
         distinct for distinct in held.values() if len(distinct) > 1
