@@ -76,7 +76,7 @@ areal_lite_make_venv() {
     echo "setup: no Python 3.11, 3.12 or 3.13: install one, or set PYTHON=/path/to/python3" >&2
     return 1
   fi
-  "$python" "$root/areal_lite/system/machine.py" "$root" || return 1
+  "$python" "$root/areal_lite/tools/machine.py" "$root" || return 1
   echo "setup: making $root/.venv with $("$python" --version)" >&2
   "$python" -m venv "$root/.venv" || {
     rm -rf "$root/.venv"
