@@ -51,7 +51,6 @@ class RolloutConfig:
     adapt_concurrency: bool = setting(
         False, "Keep fewer in flight: as many as the servers report that they can run."
     )
-    record_text: bool = setting(True, "Keep the text of prompts and completions in the store.")
     active_sampling: bool = setting(
         False, "Replace groups whose trajectories all got the same reward, until batches are full."
     )

@@ -464,9 +464,7 @@ class Dispatcher:
             trajectories=[trace for rollout in rollouts for trace in rollout.traces],
             prompt_index=submission.prompt_index,
         )
-        texts: list[tuple[str | None, str | None]] = [(None, None)] * len(group.trajectories)
-        if self._config.rollout.record_text:
-            texts = [text for rollout in rollouts for text in rollout.texts]
+        texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         if reason := first_reason(self._filters, group):
             await self._end(group, texts, reason, GroupState.FILTERED)
@@ -483,7 +481,7 @@ class Dispatcher:
     async def _end(
         self,
         group: Group,
-        texts: list[tuple[str | None, str | None]],
+        texts: list[tuple[str, str]],
         reason: str | None,
         state: GroupState,
     ) -> None:

@@ -6,8 +6,8 @@ computed in one of three ways:
 * In half precision: variable-length attention over the packed tokens, by flash-attn where it is
   installed, else by PyTorch's copy of it, FlashAttention 2. FlashAttention 4 is faster on Hopper
   and Blackwell GPUs, but still a beta, and so is PyTorch's use of it. With
-  AREAL_LITE_FLASH_ATTENTION=4 in the environment, a rank uses it if output and gradients agree with
-  plain attention in float32 on a small example of the model's own shapes.
+  `trainer.flash_attention=4` a rank uses it if output and gradients agree with plain attention in
+  float32 on a small example of the model's own shapes.
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
@@ -20,7 +20,6 @@ and blocks need a mask, because a segment may begin in the middle of its sequenc
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -52,7 +51,6 @@ MIN_FILL = 0.85
 
 log = logging.getLogger(__name__)
 
-ENV = "AREAL_LITE_FLASH_ATTENTION"
 # Relative errors of bfloat16 attention are about 0.005.
 _TOLERANCE = 0.02
 _LENGTHS = (1, 7, 130, 300)
@@ -293,7 +291,7 @@ def use_flash4(device: torch.device, heads: int, groups: int, dim: int) -> bool:
 
     The shapes are those of one rank's queries, keys and heads.
     """
-    if os.environ.get(ENV) != "4":
+    if kernels.flash_attention != 4:
         return False
     return activate_if_right(
         partial(attention.activate_flash_attention_impl, "FA4"),
@@ -317,7 +315,7 @@ def activate_if_right(
             return True
         reason = f"relative error {worst:.4f}, must be below {_TOLERANCE}"
     restore()
-    log.warning("FlashAttention 4 is not used (%s): unset %s", reason, ENV)
+    log.warning("FlashAttention 4 is not used (%s): set trainer.flash_attention=2", reason)
     return False
 
 

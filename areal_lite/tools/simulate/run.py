@@ -186,7 +186,6 @@ def _settings(config: TrainConfig, work: Workload) -> TrainConfig:
     config = deepcopy(config)
     rollout = config.rollout
     rollout.max_new_tokens = -(-rollout.max_new_tokens // work.grain)
-    rollout.record_text = False
     # Generation does not run dry at the end of what is measured.
     ahead = work.warm_up + work.steps + config.buffer.max_staleness + 2 * config.sync.every
     config.trainer.steps = max(config.trainer.steps, ahead)
