@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -231,12 +232,15 @@ def test_the_load_counts_running_requests(sglang_server) -> None:
     async def run() -> tuple[list[ServerLoad], float]:
         client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)
         loads = [await client.load(sglang_server.info)]
-        asked = [
-            asyncio.create_task(
-                client.generate(sglang_server.info, prompt, params, f"busy-{i}", "0")
-            )
-            for i in range(6)
-        ]
+        over = asyncio.Event()
+
+        async def ask(number: int) -> None:
+            again = itertools.count()  # an answer may end soon
+            while not over.is_set():
+                rid = f"busy-{number}-{next(again)}"
+                await client.generate(sglang_server.info, prompt, params, rid, "0")
+
+        asked = [asyncio.create_task(ask(number)) for number in range(6)]
         while loads[-1].running < 6:  # the scheduler reports it from time to time
             await asyncio.sleep(0.05)
             loads.append(await client.load(sglang_server.info))
@@ -244,6 +248,7 @@ def test_the_load_counts_running_requests(sglang_server) -> None:
         for _ in range(20):
             await client.load(sglang_server.info)
         seconds = (time.perf_counter() - began) / 20
+        over.set()
         await client.abort_all(sglang_server.info)
         await asyncio.gather(*asked)
         await client.close()
