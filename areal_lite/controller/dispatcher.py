@@ -479,11 +479,7 @@ class Dispatcher:
         self._deliver(group)
 
     async def _end(
-        self,
-        group: Group,
-        texts: list[tuple[str, str]],
-        reason: str | None,
-        state: GroupState,
+        self, group: Group, texts: list[tuple[str, str]], reason: str | None, state: GroupState
     ) -> None:
         """Commit the end of a group."""
         await self._store.submit(Store.finish, group, texts, reason, self._clock(), state)

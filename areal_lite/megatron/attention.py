@@ -4,10 +4,9 @@
 computed in one of three ways:
 
 * In half precision: variable-length attention over the packed tokens, by flash-attn where it is
-  installed, else by PyTorch's copy of it, FlashAttention 2. FlashAttention 4 is faster on Hopper
-  and Blackwell GPUs, but still a beta, and so is PyTorch's use of it. With
-  `trainer.flash_attention=4` a rank uses it if output and gradients agree with plain attention in
-  float32 on a small example of the model's own shapes.
+  installed, else by PyTorch's copy of it, FlashAttention 2. FlashAttention 4 (a beta, faster on
+  Hopper and Blackwell GPUs) is used with `trainer.flash_attention=4` if output and gradients agree
+  with plain attention in float32 on a small example of the model's own shapes.
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
