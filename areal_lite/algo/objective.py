@@ -108,7 +108,7 @@ class Minibatch:
 
 
 class TokenLoss(NamedTuple):
-    """What a loss of your own may return: more than the losses alone."""
+    """The losses of a loss of your own, with the tokens that it keeps and its metrics."""
 
     losses: Tensor  # float [t], with gradient; algo.reduction weighs and adds them
     kept: Tensor | None = None  # bool [t]; others have no share, but count in the denominator
@@ -122,7 +122,7 @@ class OwnLoss:
     function(tokens, logprobs, algo, **prepared) returns float [t] with gradient, or a `TokenLoss`.
     It sees whole sequences of one microbatch.
 
-        tokens: FlatBatch of t tokens, whose per-sequence tensors [n] are those of the whole batch.
+        tokens: FlatBatch of t tokens; its per-sequence tensors [n] belong to the whole batch.
             Log-probs and advantages are finite and without gradient, also where masked.
         logprobs: float [t], under the weights being trained, with gradient
         algo: the section `algo` of the configuration, such as algo.eps_low

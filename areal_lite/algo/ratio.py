@@ -71,7 +71,7 @@ class PolicyObjective(Objective):
         set_advantages(batch, rewards, self.algo, reduce)
 
     def trains_on(self, batch: FlatBatch) -> Tensor:
-        """Leave out sequences without an advantage, such as those of a group of equal rewards.
+        """Leave out sequences without an advantage, such as sequences of a group of equal rewards.
 
         A KL term in the loss, an entropy term and a critic train on every sequence. Interpolated
         proximal log-probs are only known for a sequence that runs.

@@ -105,7 +105,7 @@ def reduction_weights(
     Args:
         denominator: the global sum of `reduction_count`; 0 is taken as 1
         length: L of `constant`, in tokens; ValueError without it
-        lengths: int [n], n_i of `sequence`; by default those of whole sequences here
+        lengths: int [n], n_i of `sequence`; by default the lengths of the sequences here
     """
     _check(mode)
     weights = mask.to(dtype) / max(denominator, 1)

@@ -120,7 +120,7 @@ class AlgoConfig:
     )
     prox: str = setting(
         "recompute",
-        "Log-probs of the proximal policy. recompute: those of the weights before the step; a "
+        "Log-probs of the proximal policy. recompute: under the weights before the step; a "
         "forward pass computes what the first update does not. loglinear: interpolated between "
         "versions, without a forward pass.",
         choices=("recompute", "loglinear"),

@@ -156,13 +156,13 @@ class ClusterConfig:
         "Folders mounted into the container besides the working directory: FOLDER or FOLDER:WHERE.",
     )
     python: str | None = setting(
-        None, "Python interpreter. null: the one that submits, or python3 in a container."
+        None, "Python interpreter. null: the interpreter that submits, or python3 in a container."
     )
 
 
 @dataclass
 class SlurmConfig(TrainConfig):
-    """A training run on a Slurm cluster: all settings of `train`, and those of the job."""
+    """A training run on a Slurm cluster: the settings of `train`, and of the job."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -198,7 +198,7 @@ CORE = {
 
 
 def command_names() -> list[str]:
-    """List the core's commands and those of the installed extensions."""
+    """List the commands of the core and of the installed extensions."""
     return [*CORE, *extensions.names(extensions.COMMANDS)]
 
 

@@ -127,7 +127,7 @@ C = TypeVar("C", bound=Sampled)
 
 @dataclass
 class SourceConfig(DataConfig):
-    """The settings of one source: those of `data`, and what it has of its own."""
+    """The settings of one source: the settings of `data`, and its own."""
 
     weight: int = setting(1, "Relative frequency of its prompts.", minimum=1, maximum=_MAX_WEIGHT)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -188,7 +188,7 @@ def naming(source: str) -> Iterator[None]:
 
 
 def _source(config: Sampled, own: Any) -> SourceConfig:
-    """Put the settings of a source on those of the run. Raises ValueError."""
+    """Override the settings of the run with a source's own. Raises ValueError."""
     if not isinstance(own, Mapping):
         raise ValueError(f"{own} is not a set of keys and values")
     if "sources" in own:

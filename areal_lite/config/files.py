@@ -35,7 +35,7 @@ def save_config(config: Any, run_dir: Path) -> Path:
 def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
     """Read what `save_config` wrote, as an instance of `schema`.
 
-    Settings that `schema` does not have are left out: those of another version. Raises ValueError
+    Settings of another version, which `schema` does not have, are left out. Raises ValueError
     when the file is missing or does not fit the schema.
     """
     stored: Any = OmegaConf.to_container(stored_settings(run_dir))

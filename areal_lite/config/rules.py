@@ -344,7 +344,7 @@ class Tolerance(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a run should know beforehand: a caution, or a line of its plan."""
+    """A caution about a run, or a line of its plan, printed before it starts."""
 
     level: Literal["caution", "plan"]
     text: str
