@@ -77,6 +77,7 @@ MODELS = (
     "models/Qwen2.5-1.5B-Instruct",
     "models/Qwen2.5-7B",
     "models/Qwen3-0.6B",
+    "models/Qwen3-8B",
 )
 TINY = "num_layers=2 hidden_size=64 num_heads=4 num_kv_heads=2 head_dim=16 mlp_size=128"
 FOLLOWS_S = 20
@@ -109,7 +110,7 @@ def runnable(command: str, before: str, small: bool) -> str:
         before: the page's earlier training command, for `…`.
         small: whether to append small settings.
     """
-    command = command.replace("=…", "=models/tiny").replace("…", before or REST)
+    command = command.replace("…", before or REST)
     starts = re.search(r"areal-lite train (?!--(?!prepare))", command)
     if starts and small:
         settings = " ".join(SMALL)
@@ -131,7 +132,7 @@ def run_page(page: Path, folder: Path) -> int:
         print(f"{page.relative_to(ROOT)}: {line}", file=sys.stderr, flush=True)
         shell(line, folder)
         count += 1
-        if command.startswith("areal-lite train") and "…" not in command:
+        if command.startswith("areal-lite train") and not re.search("…|--help", command):
             before = line.removeprefix("areal-lite train ").replace("--dry-run ", "")
     return count
 
