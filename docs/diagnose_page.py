@@ -52,7 +52,6 @@ _PAGE = """\
 
 ```
 areal-lite diagnose runs/NAME
-areal-lite diagnose --demo
 ```
 
 `diagnose` reads the run directory of a run that ended, was killed, or is still going, and changes

@@ -23,6 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.unit.tools.report.recorded_run import unpack  # noqa: E402
+
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -147,7 +151,8 @@ def prepare(page: Path, folder: Path) -> None:
         common.mkdir(parents=True)
         write_python_files(ROOT / "docs" / "first-run.md", common)
         shell(f"python -m areal_lite.quickstart.make_model out=tiny {TINY}", common)
-        shell("python my_data.py && areal-lite report --demo && ln -s demo runs/NAME", common)
+        shell("python my_data.py", common)
+        unpack("async", common / "runs").rename(common / "runs" / "NAME")
     shutil.copytree(common, folder, symlinks=True)
     (folder / "models").mkdir()
     if "python -m areal_lite.quickstart.make_model out=models/tiny" not in commands(page):

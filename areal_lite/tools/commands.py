@@ -9,7 +9,6 @@ from areal_lite.config.commands import MODEL_HELP, RUN_DIR_HELP, SEED_HELP, Comm
 from areal_lite.config.fields import MAX_COUNT, MAX_SEED, MAX_TOKENS, WEEK_S, setting
 
 _RUN = "Run directory of a run that has ended or is still running."
-_DEMO = "Show a small run that is part of the package. It is unpacked to runs/demo."
 GPUS = ("a100", "h100", "h800", "h200", "b200")
 SHAPES = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b", "olmo3-7b")
 COMPARISONS = ("servers", "staleness", "pushes", "schedules", "loss", "scale")
@@ -57,7 +56,7 @@ class ChatConfig:
 class ExportConfig:
     """A run's checkpoint as a Hugging Face folder, written without servers and without a GPU."""
 
-    run_dir: str = setting(MISSING, "Run directory of a run that has ended or is still running.")
+    run_dir: str = setting(MISSING, _RUN)
     step: int | None = setting(
         None,
         "Step of the checkpoint. null: the newest whole one.",
@@ -91,11 +90,6 @@ class ReportConfig:
     runs: list[str] = setting(
         [],
         "Run directories. Several are compared with the first, on one page: runs=[runs/a,runs/b].",
-    )
-    demo: bool = setting(
-        False,
-        "Show a small run that is part of the package. It is unpacked to runs/demo, and another "
-        "one to compare it with to runs/demo-sync.",
     )
     out: str | None = setting(
         None,
@@ -133,16 +127,14 @@ class ReportConfig:
 class DiagnoseConfig:
     """Find problems of a run: alarms, hints, and the settings to change."""
 
-    run_dir: str | None = setting(None, _RUN)
-    demo: bool = setting(False, _DEMO)
+    run_dir: str = setting(MISSING, _RUN)
 
 
 @dataclass
 class AuditConfig:
     """Prove from the files of a run that nothing was lost and nothing was used twice."""
 
-    run_dir: str | None = setting(None, _RUN)
-    demo: bool = setting(False, _DEMO)
+    run_dir: str = setting(MISSING, _RUN)
     tokens: bool = setting(
         False, "Also read every token of the store: checksums, log-probs and versions."
     )

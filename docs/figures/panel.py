@@ -1,4 +1,4 @@
-"""Draw the panel of the demo run as it was in the middle: python docs/figures/panel.py
+"""Draw the panel of a recorded run as it was in the middle: python docs/figures/panel.py
 
 It writes panel.svg beside this file. The numbers are those of the run. Its controller's status was
 not kept: it is made from the metrics of the step.
@@ -7,10 +7,13 @@ not kept: it is made from the metrics of the step.
 import io
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
@@ -22,9 +25,9 @@ from areal_lite.run_dir.paths import SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir
 from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history
-from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.panel import RECENT_STEPS, RunState, View, ViewPanel, train_view
 from areal_lite.tools.report.run_watch import finding_notices
+from tests.unit.tools.report.recorded_run import unpack
 
 STEP = 15
 COLUMNS = 84
@@ -51,10 +54,9 @@ def status(step: Mapping[str, Any], batch_groups: int) -> ControllerStatus:
     )
 
 
-def view_of_demo() -> tuple[View, float]:
-    """Return the view of the demo run after STEP, and the seconds since its first step began."""
-    unpack("demo", Path("runs"))
-    run_dir = Path("runs", "demo")
+def view_of_run() -> tuple[View, float]:
+    """Return the view of the run after STEP, and the seconds since its first step began."""
+    run_dir = unpack("async", Path("runs"))
     (run_dir / SUMMARY_FILE).unlink()
     forget_after(run_dir, STEP)
     steps = read_metrics(run_dir)
@@ -77,7 +79,7 @@ def main() -> None:
     picture = Path(__file__).resolve().with_name("panel.svg")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        view, elapsed_s = view_of_demo()
+        view, elapsed_s = view_of_run()
         os.chdir("/")
     console = Console(
         record=True, file=io.StringIO(), width=COLUMNS, height=40, force_terminal=True

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.tools.report.recorded_run import unpack
+
 ROOT = Path(__file__).parents[2]
 Command = Callable[..., str]
 
@@ -45,5 +47,6 @@ def test_a_run_is_planned(installed: Command, tmp_path: Path):
     assert job.startswith("#!/bin/bash")
 
 
-def test_a_stored_run_is_shown(installed: Command):
-    assert "report.html" in installed("-m", "areal_lite", "report", "demo=true")
+def test_a_stored_run_is_shown(installed: Command, tmp_path: Path):
+    run_dir = unpack("async", tmp_path)
+    assert "report.html" in installed("-m", "areal_lite", "report", str(run_dir))

@@ -46,7 +46,7 @@ from areal_lite.tools.audit.store import (
 )
 from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.report.command import chosen_run
+from areal_lite.tools.report.command import existing_run
 
 
 def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
@@ -107,7 +107,7 @@ def audit_text(run_dir: Path, checks: list[Check]) -> str:
 
 def run(config: AuditConfig) -> int:
     """Print the checks of a run; return 1 if one of them is off."""
-    run_dir = chosen_run(config.run_dir, config.demo)
+    run_dir = existing_run(config.run_dir)
     checks = audit(run_dir, config.tokens)
     print(audit_text(run_dir, checks))
     return int(any(check.wrong for check in checks))

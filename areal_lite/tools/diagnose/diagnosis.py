@@ -12,7 +12,7 @@ from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig
 from areal_lite.tools.diagnose.guide import GUIDE, Advice
 from areal_lite.tools.diagnose.history import History, Severity, Sign, limit, read_history
-from areal_lite.tools.report.command import chosen_run
+from areal_lite.tools.report.command import existing_run
 
 
 class Finding(NamedTuple):
@@ -75,7 +75,7 @@ def alarm_line(run_dir: Path) -> str | None:
 
 def run(config: DiagnoseConfig) -> int:
     """Print the findings about a run, wrapped to the width of a terminal."""
-    text = diagnosis_text(read_history(chosen_run(config.run_dir, config.demo)))
+    text = diagnosis_text(read_history(existing_run(config.run_dir)))
     print(wrapped(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
     return 0
 

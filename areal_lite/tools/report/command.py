@@ -24,7 +24,6 @@ from areal_lite.run_dir.paths import (
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
 from areal_lite.tools.commands import ReportConfig
-from areal_lite.tools.report import demo
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import show_matching
 from areal_lite.tools.report.timeline import write_trace
@@ -45,7 +44,8 @@ _HEADERS = {
 def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
     if len(config.runs) > 1:
-        return _compare([existing(run) for run in config.runs], Path(config.out or "compare.html"))
+        run_dirs = [existing_run(run) for run in config.runs]
+        return _compare(run_dirs, Path(config.out or "compare.html"))
     from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
 
     run_dir = _only_run(config)
@@ -92,23 +92,12 @@ def follow(config: ReportConfig) -> int:
 
 def _only_run(config: ReportConfig) -> Path:
     """Return the run directory. Raises ValueError unless there is one."""
-    if len(config.runs) > 1:
-        raise ValueError(f"runs: this takes one run directory, not {len(config.runs)}")
-    if config.demo:
-        demo.unpack("demo-sync")
-    return chosen_run(config.runs[0] if config.runs else None, config.demo)
+    if len(config.runs) != 1:
+        raise ValueError(f"runs: name one run directory, not {len(config.runs)}")
+    return existing_run(config.runs[0])
 
 
-def chosen_run(run_dir: str | None, of_demo: bool) -> Path:
-    """Return a run directory, or the demo's. Raises ValueError for neither."""
-    if of_demo:
-        return demo.unpack()
-    if run_dir is None:
-        raise ValueError("no run is named: name a run directory, or add --demo for a small run")
-    return existing(run_dir)
-
-
-def existing(run_dir: str) -> Path:
+def existing_run(run_dir: str) -> Path:
     """Return the directory of a run. Raises ValueError if it is none."""
     check_run_dir(Path(run_dir))
     return Path(run_dir)

@@ -20,10 +20,10 @@ def test_a_word_is_the_run_directory(command, folder):
 
 
 def test_words_options_and_settings_mix():
-    flags, overrides = parse("report", ["--follow", "runs/a", "port=8000", "--demo", "--help"])
+    flags, overrides = parse("report", ["--follow", "runs/a", "port=8000", "--help"])
     config = compose_config("report", overrides)
-    assert (config.runs, config.demo, config.port) == (["runs/a"], True, 8000)
-    assert flags == {"--demo", "--follow", "--help"}
+    assert (config.runs, config.port) == (["runs/a"], 8000)
+    assert flags == {"--follow", "--help"}
     _, overrides = parse("report", [*FOLDERS, "out=x.html"])
     assert compose_config("report", overrides).runs == FOLDERS
 
@@ -38,7 +38,7 @@ def test_any_text_survives_quoting(text):
 
 
 def test_every_switch_of_a_command_is_one_of_its_settings():
-    assert switches("audit") == {"--demo": "demo=true", "--tokens": "tokens=true"}
+    assert switches("audit") == {"--tokens": "tokens=true"}
     for command in command_names():
         compose_config(command, [override for override in switches(command).values()])
 
@@ -55,7 +55,7 @@ def test_mistakes_are_one_line(capsys, tmp_path):
         assert f"{tmp_path} is not a run directory" in run(capsys, command, str(tmp_path))
         assert "nowhere: there is no such folder" in run(capsys, command, "nowhere")
     assert "takes one folder, not 2: runs/b" in run(capsys, "audit", "runs/a", "runs/b")
-    assert "takes one run directory, not 2" in run(capsys, "report", "--trace", "runs/a", "runs/b")
+    assert "name one run directory, not 2" in run(capsys, "report", "--trace", "runs/a", "runs/b")
     assert "nowhere: there is no such folder" in run(capsys, "report", "nowhere", str(tmp_path))
     assert "unknown option --folow; did you mean --follow?" in run(capsys, "report", "--folow")
     assert "unknown option --follow" in run(capsys, "audit", "--follow")

@@ -16,8 +16,8 @@ from areal_lite.run_dir.store import Store
 from areal_lite.system.files import write_json
 from areal_lite.tools.diagnose.diagnosis import Finding, alarm_line, diagnose, wrapped
 from areal_lite.tools.diagnose.history import Severity, read_history
-from areal_lite.tools.report import demo
 from areal_lite.trajectory import Group
+from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, trajectory, write_group
 
 STEPS = 30
@@ -228,16 +228,16 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFix
     assert "ended, step 30 of 30" in out and "No findings: no check found anything wrong." in out
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-sync"])
-def test_the_demo_runs_have_no_alarm_and_the_hints_that_are_true(tmp_path: Path, name: str) -> None:
-    found = findings(demo.unpack(name, tmp_path))
+@pytest.mark.parametrize("name", ["async", "sync"])
+def test_recorded_runs_have_no_alarm_and_the_hints_that_are_true(tmp_path: Path, name: str) -> None:
+    found = findings(unpack(name, tmp_path))
     # They solve most problems and make one update a batch. A step lasts less than a second, and an
     # evaluation several steps.
     expected = {"too_easy": HINT, "idle_clip": HINT}
-    if name == "demo":
+    if name == "async":
         expected |= {"long_pauses": HINT, "mixed_evaluations": HINT}
     assert {key: finding.severity for key, finding in found.items()} == expected
-    assert "53 at the top, 2 at the bottom" in found["too_easy"].evidence or name != "demo"
+    assert "53 at the top, 2 at the bottom" in found["too_easy"].evidence or name != "async"
 
 
 def test_a_trainer_that_must_wait_for_its_own_pushes_is_no_finding(tmp_path: Path) -> None:

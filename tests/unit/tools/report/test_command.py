@@ -1,4 +1,4 @@
-"""The other ways to see a run: following it, comparing, the terminal, a trace, the demo."""
+"""The other ways to see a run: following it, comparing, the terminal, a trace."""
 
 import http.client
 import io
@@ -15,15 +15,14 @@ from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.tools.audit.audit import audit
 from areal_lite.tools.commands import ReportConfig
-from areal_lite.tools.report import demo
 from areal_lite.tools.report.command import LivePage, is_loopback, page_server
-from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.page import compare_page, config_differences, run_names
 from areal_lite.tools.report.rollouts import reader_filters, show_matching
 from areal_lite.tools.report.run_data import read_run
 from areal_lite.tools.report.summary import FACTS, count_facts
 from areal_lite.tools.report.timeline import trace_events, write_trace
 from tests.unit.tools.report.browser import BROWSER, Session, browse
+from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, step_record
 from tests.unit.tools.report.test_page import Page, hostile_run
 
@@ -204,25 +203,26 @@ def test_a_trace_has_every_request_step_and_push(tmp_path: Path) -> None:
     assert write_trace(tmp_path, path) == len(json.loads(path.read_text())["traceEvents"])
 
 
-def test_the_demo_works_in_every_form(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_run_is_shown_in_every_form(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert sum(file.stat().st_size for file in demo.FOLDER.iterdir()) < 300_000
-    for words in ("--demo", "--demo --inspect", "--demo --trace", "runs/demo runs/demo-sync"):
-        assert main(["report", *words.split()]) == 0, capsys.readouterr().err
+    for name in ("async", "sync"):
+        unpack(name, Path("runs"))
+    for words in ("", "--inspect", "--trace", "runs/sync"):
+        assert main(["report", "runs/async", *words.split()]) == 0, capsys.readouterr().err
     for file in ("report.html", "report.png", "trace.json"):
-        assert (tmp_path / "runs/demo" / file).stat().st_size > 10_000
-    assert "demo-sync" in (tmp_path / "compare.html").read_text()
+        assert (tmp_path / "runs/async" / file).stat().st_size > 10_000
+    assert "async and sync" in (tmp_path / "compare.html").read_text()
     assert "trajectories match; the first 3 follow" in capsys.readouterr().out
 
 
 def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert main(["report"]) == 1
-    assert "no run is named: name a run directory, or add --demo" in capsys.readouterr().err
+    assert "runs: name one run directory, not 0" in capsys.readouterr().err
     assert main(["report", "nowhere", "--trace"]) == 1
     assert "nowhere: there is no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-sync"])
+@pytest.mark.parametrize("name", ["async", "sync"])
 def test_the_books_of_an_unpacked_run_are_right(name: str, tmp_path: Path) -> None:
     """Its settings are those of today: an audit reads them all."""
     checks = audit(unpack(name, tmp_path), tokens=True)

@@ -16,11 +16,11 @@ from tokenizers.models import WordLevel
 from areal_lite.config import load_config, save_config
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.store import Store
-from areal_lite.tools.report import demo
 from areal_lite.tools.report.page import compare_page, run_page, write_page
 from areal_lite.tools.report.rollouts import token_decoder, token_texts
 from areal_lite.trajectory import Group
 from tests.unit.tools.report.browser import BROWSER, Session, browse, load
+from tests.unit.tools.report.recorded_run import unpack
 from tests.unit.tools.report.synthetic_run import T0, hand_made, simulate, trajectory, write_group
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- \u2028 & \x00"
@@ -218,10 +218,10 @@ def test_a_browser_draws_hostile_data_without_running_it(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")
-def test_a_phone_in_the_dark_shows_the_demo_within_its_width(tmp_path: Path) -> None:
+def test_a_phone_in_the_dark_shows_a_run_within_its_width(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
-    page = write_page(demo.unpack(parent=tmp_path))
+    page = write_page(unpack("async", tmp_path))
     picture = tmp_path / "page.png"
     dark = "--blink-settings=preferredColorScheme=0"
     shown = load(
@@ -239,7 +239,7 @@ TIP = "document.getElementById('tip').hidden ? '' : document.getElementById('tip
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")
 def test_the_keyboard_reads_every_kind_of_chart(tmp_path: Path) -> None:
-    page = write_page(demo.unpack(parent=tmp_path))
+    page = write_page(unpack("async", tmp_path))
 
     async def use(session: Session) -> None:
         async def read(selector: str, *keys: str) -> str:
@@ -270,7 +270,7 @@ def test_the_keyboard_reads_every_kind_of_chart(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")
 def test_the_labels_of_an_axis_have_one_notation(tmp_path: Path) -> None:
-    run = demo.unpack(parent=tmp_path)
+    run = unpack("async", tmp_path)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for number, step in enumerate(steps):
         step["entropy"] = 0.0016 * number / len(steps)

@@ -8,10 +8,10 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.controller_status import write_status
 from areal_lite.run_dir.metrics import STEP_KEYS, append_event
 from areal_lite.tools.report import run_watch
-from areal_lite.tools.report.demo import unpack
 from areal_lite.tools.report.panel import Notice
 from areal_lite.tools.report.run_watch import RunWatch
 from tests.unit.run_dir.sample_status import STATUS
+from tests.unit.tools.report.recorded_run import unpack
 
 LINE = "2026-01-02 03:04:05,678 {} {}: {}\n"
 
@@ -92,8 +92,8 @@ def test_a_flood_of_warnings_is_not_read_whole(run_dir):
 
 def test_findings_come_from_a_diagnosis_that_is_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(run_watch, "_DIAGNOSIS_INTERVAL_S", 0.0)
-    folder = unpack("demo", tmp_path)
-    run = RunWatch(TrainConfig(model="model", run_dir="runs/demo"), folder)
+    folder = unpack("async", tmp_path)
+    run = RunWatch(TrainConfig(model="model", run_dir="runs/async"), folder)
     deadline = time.monotonic() + 30
     while not (notices := run.view().notices):
         assert time.monotonic() < deadline
