@@ -35,7 +35,7 @@ class Device(Protocol):
         """Return the options of an SGLang server, by the names of its ServerArgs."""
         ...
 
-    def server_environment(self, threads: int) -> dict[str, str]:
+    def server_environment(self) -> dict[str, str]:
         """Return the environment of an SGLang server."""
         ...
 

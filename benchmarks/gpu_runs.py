@@ -55,13 +55,10 @@ TRAIN = [
 
 
 @contextlib.contextmanager
-def serving(
-    model: Path, log: Path, dtype: str = "bfloat16", **settings: Any
-) -> Iterator[ServerInfo]:
-    """Run one server; `settings` are fields of ServerConfig."""
-    settings["args"] = {**SERVER_ARGS, **settings.get("args", {})}
+def serving(model: Path, log: Path, dtype: str = "bfloat16", **args: Any) -> Iterator[ServerInfo]:
+    """Run one server; `args` are options of SGLang."""
     server = ServerProcess(
-        ServerConfig(dtype=dtype, **settings),
+        ServerConfig(args={**SERVER_ARGS, "dtype": dtype, **args}),
         str(model),
         name="server",
         port=free_port(),
@@ -99,9 +96,9 @@ def tags(tiny: bool) -> Result:
     """
     folder = Path(tempfile.mkdtemp())
     models = seams.save_models(folder, head_dim=64 if CUDA else 16)
-    settings: dict[str, Any] = {"args": {"disable_overlap_schedule": False}, "dtype": "float32"}
+    settings: dict[str, Any] = {"disable_overlap_schedule": False, "dtype": "float32"}
     if CUDA:
-        settings = {"mem_fraction": 0.3, "dtype": "bfloat16"}
+        settings = {"mem_fraction_static": 0.3}
     versions = range(1, (2 if tiny else seams.PUSHES) + 1)
     with serving(models[0], folder / "server.log", **settings) as server:
         answers = seams.generate_across_pushes(server, models, seams.push_disk, versions)
@@ -122,8 +119,8 @@ def agree(tiny: bool) -> Result:
         name = "float32 head" if fp32 else "bfloat16 head"
         args = {"enable_fp32_lm_head": True} if fp32 else {}
         start = time.perf_counter()
-        fraction = {"mem_fraction": 0.3} if CUDA else {}
-        with serving(model, folder / f"{name}.log", args=args, **fraction) as server:
+        fraction = {"mem_fraction_static": 0.3} if CUDA else {}
+        with serving(model, folder / f"{name}.log", **args, **fraction) as server:
             numbers[f"{name}: start_s"] = round(time.perf_counter() - start)
             generate(server, count, 16, vocab)
             start = time.perf_counter()
@@ -161,7 +158,7 @@ def order(tiny: bool) -> Result:
             held.append(torch.empty(int(share * memory.total), dtype=torch.uint8, device="cuda"))
             memory = gpu_memory(visible_gpus()[0]) or memory
         log = folder / f"{name}.log"
-        with serving(model, log, mem_fraction=fraction_of_free(0.2, memory)):
+        with serving(model, log, mem_fraction_static=fraction_of_free(0.2, memory)):
             found = re.findall(r"max_total_num_tokens=(\d+)", log.read_text(errors="replace"))
         numbers[f"KV tokens beside an {name} GPU"] = int(found[-1]) if found else 0
         numbers[f"GiB free, {name}"] = round(memory.free / GIB, 1)

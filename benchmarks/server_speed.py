@@ -168,11 +168,18 @@ def summary(taken: list[tuple[float, float]], stock: list[tuple[float, float]]) 
 def server_process(name: str, model: str, folder: Path) -> ServerProcess:
     config = ServerConfig(
         device="cpu",
-        threads=2 if name == "ours_threads" else 1,
         args={"schedule_policy": "fcfs"} if name == "in_order" else {},
     )
     log = folder / f"{name}.log"
-    server = ServerProcess(config, model, name=name, port=free_port(), seed=1, log_path=log)
+    server = ServerProcess(
+        config,
+        model,
+        name=name,
+        port=free_port(),
+        seed=1,
+        log_path=log,
+        environment={"OMP_NUM_THREADS": "2" if name == "ours_threads" else "1"},
+    )
     if name == "stock":
         flags = server.argv[server.argv.index("--model-path") :]
         server.argv = [sys.executable, os.path.abspath(__file__), STOCK, *flags]

@@ -59,6 +59,13 @@ def check_server(server: ServerConfig) -> None:
             f"server.host={server.host} is reachable from outside: "
             "set server.api_key, or use 127.0.0.1"
         )
+    share, running = server.mem_fraction, server.max_running_requests
+    if share is not None and not (isinstance(share, float | int) and 0 < share <= 1):
+        raise ValueError(
+            f"server.args.mem_fraction_static={share}: must be more than 0 and at most 1"
+        )
+    if running is not None and not (isinstance(running, int) and running >= 1):
+        raise ValueError(f"server.args.max_running_requests={running}: must be an integer from 1")
 
 
 def check_training(config: TrainConfig) -> None:

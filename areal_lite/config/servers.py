@@ -17,11 +17,6 @@ class ServerConfig:
         choices=("auto", "cpu", "cuda"),
     )
     tensor_parallel: int = setting(1, "GPUs of each server.", minimum=1, maximum=1024)
-    dtype: str = setting(
-        "auto",
-        "Type of the weights. auto is bfloat16 on a GPU and float32 without one.",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
     host: str = setting(
         "127.0.0.1",
         "Address to listen on. `node` is this machine's own address, which the controller then "
@@ -31,24 +26,6 @@ class ServerConfig:
         0, "Port of the first server. 0 picks free ports.", minimum=0, maximum=65535
     )
     api_key: str | None = setting(None, "Required unless server.host is a loopback address.")
-    mem_fraction: float | None = setting(
-        None,
-        "Share of the GPU's memory for weights and KV cache. null: SGLang decides.",
-        above=0,
-        maximum=1,
-    )
-    max_running_requests: int | None = setting(
-        None,
-        "Requests that one server runs at a time. null: SGLang decides.",
-        minimum=1,
-        maximum=1_000_000,
-    )
-    threads: int = setting(
-        1,
-        "CPU threads of a server without a GPU. A second one pays from a few million parameters.",
-        minimum=1,
-        maximum=1024,
-    )
     deterministic: bool = setting(
         False,
         "Give a request the same tokens whatever else the server runs, and on every server: "
@@ -61,27 +38,22 @@ class ServerConfig:
         minimum=0.001,
         maximum=WEEK_S,
     )
-    max_restarts: int = setting(
-        5,
-        "Restarts of each failed server. After these the run continues without it. The count "
-        "begins again when the server was ready for an hour.",
-        minimum=0,
-        maximum=1_000_000,
-    )
-    health_interval_s: float = setting(
-        10.0, "Seconds between two health checks.", minimum=0.01, maximum=WEEK_S
-    )
-    health_timeout_s: float = setting(
-        60.0,
-        "A server that does not answer for this many seconds has failed. One without a GPU may "
-        "compute for many seconds before it answers.",
-        minimum=0.001,
-        maximum=WEEK_S,
-    )
     args: dict[str, Any] = setting(
         {},
-        "More options of SGLang: {chunked_prefill_size: 2048} is --chunked-prefill-size 2048.",
+        "Options of SGLang: {chunked_prefill_size: 2048} is --chunked-prefill-size 2048. dtype is "
+        "bfloat16 on a GPU and float32 without one; max_running_requests, on a GPU, a server's "
+        "share of rollout.max_concurrent and a quarter more.",
     )
+
+    @property
+    def mem_fraction(self) -> float | None:
+        """Return the share of a GPU's memory for weights and KV cache; None: SGLang decides."""
+        return self.args.get("mem_fraction_static")
+
+    @property
+    def max_running_requests(self) -> int | None:
+        """Return the requests that a server runs at a time; None: not set."""
+        return self.args.get("max_running_requests")
 
 
 @dataclass
@@ -115,28 +87,34 @@ class SyncConfig:
     )
     timeout_s: float = setting(
         120.0,
-        "Longest time for an answer of a server or the controller, in seconds.",
+        "Longest time for an answer of a server or the controller, in seconds. A server that "
+        "is silent for half of it outside a push has failed. One without a GPU may compute for "
+        "many seconds before it answers.",
         minimum=0.001,
         maximum=WEEK_S,
     )
 
+    @property
+    def health_timeout_s(self) -> float:
+        """Return the seconds of silence after which a server has failed."""
+        return self.timeout_s / 2
+
+    @property
+    def health_interval_s(self) -> float:
+        """Return the seconds between two health checks of a server."""
+        return self.timeout_s / 12
+
 
 @dataclass
 class RestartConfig:
-    """Restarts of controller and trainer during `areal-lite train`, after a failure or a hang."""
+    """Restarts of servers, controller and trainer during a run, after a failure or a hang."""
 
     max: int = setting(
-        3,
-        "Restarts within restart.window_s. After these the run ends, and resume=auto continues "
-        "it. 0: the first failure ends the run.",
+        5,
+        "Restarts within an hour. After these the run continues without the server, or ends, and "
+        "resume=auto continues it. 0: nothing is started again.",
         minimum=0,
         maximum=1_000_000,
-    )
-    window_s: float = setting(
-        3600.0,
-        "Failures older than this many seconds do not count.",
-        minimum=1,
-        maximum=WEEK_S,
     )
     hang_timeout_s: float = setting(
         1800.0,

@@ -143,7 +143,7 @@ class Controller:
             announced,
             self._notify,
             mark_unhealthy,
-            config.server.health_interval_s,
+            config.sync.health_interval_s,
             config.seed,
         )
         self.dispatcher = Dispatcher(config, dependencies, self.fleet, self._deliver, self._notify)

@@ -448,7 +448,7 @@ class Evaluator:
             return
         self._no_server_since = self._no_server_since or now
         server = self._config.server
-        none_returns = self._fleet.gate.last_failure and not server.max_restarts
+        none_returns = self._fleet.gate.last_failure and not self._config.restart.max
         patience_s = 0.0 if none_returns else server.start_timeout_s + back_off.LONGEST_S
         if now - self._no_server_since >= patience_s:
             raise RuntimeError(self._lost(version))

@@ -54,7 +54,7 @@ async def _control(
     """Run the controller with these data sources."""
     store = Store(run_dir / STORE_FILE)
     store_thread = StoreThread(store)
-    client = SGLangClient(config.server.health_timeout_s)
+    client = SGLangClient(config.sync.health_timeout_s)
     dependencies = Dependencies(
         sources=sources,
         tokenizer=Tokenizer(config.model),

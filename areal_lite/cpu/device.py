@@ -5,6 +5,7 @@ Nothing here imports torch before it must: the supervisor of a run asks for the 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,13 +57,17 @@ def server_flags() -> dict[str, Any]:
     }
 
 
-def server_environment(threads: int) -> dict[str, str]:
-    """Return the environment of an SGLang server with this number of threads."""
+def server_environment() -> dict[str, str]:
+    """Return the environment of an SGLang server: one thread, unless OMP_NUM_THREADS is set.
+
+    Two threads help only above a few million parameters.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
     return {
         "SGLANG_PLATFORM": PLATFORM,
         "CUDA_VISIBLE_DEVICES": "",  # `server.device=cpu` holds on a machine with GPUs too
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
         # With more threads than free cores, waiting threads would spin and take cores away from
         # working ones. A few turns, some microseconds, bridge the time between two operators.
         "OMP_WAIT_POLICY": "passive",

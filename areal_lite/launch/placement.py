@@ -98,6 +98,6 @@ def place(
 def _check_shares(trainer: float | None, server: float | None) -> None:
     if trainer is None or server is None or trainer + server > _MOST_SHARED:
         raise ValueError(
-            f"trainer.gpu_memory_fraction={trainer}, server.mem_fraction={server} on one GPU: set "
-            f"both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
+            f"trainer.gpu_memory_fraction={trainer}, server.args.mem_fraction_static={server} on "
+            f"one GPU: set both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
         )

@@ -24,6 +24,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from areal_lite.config import RestartConfig, TrainConfig
@@ -41,6 +42,8 @@ from areal_lite.system import heartbeat
 from areal_lite.system.clock import back_off_s
 from areal_lite.system.files import append_log
 
+# Failures older than this do not count.
+_WINDOW_S = 3600.0
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)', re.MULTILINE)
 
 
@@ -76,9 +79,12 @@ class GiveUp:
 
 
 def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
-    """Decide between a restart and the end, given all `failures` of this run, oldest first."""
+    """Decide between a restart and the end, given all `failures` of this run, oldest first.
+
+    The wait before a restart grows with each start that made no progress.
+    """
     last = failures[-1]
-    recent = [one for one in failures if last.at_s - one.at_s <= limits.window_s]
+    recent = [one for one in failures if last.at_s - one.at_s <= _WINDOW_S]
     if limits.max == 0:
         return GiveUp("restart.max=0: nothing is started again")
     if last.error is not None and not last.progressed:
@@ -89,10 +95,9 @@ def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
     if last.error is not None and last.error in (one.error for one in recent[:-1]):
         return GiveUp("the same error came twice: another start would fail like this one")
     if len(recent) > limits.max:
-        return GiveUp(
-            f"there were {limits.max} restarts within {limits.window_s:g} s (restart.max)"
-        )
-    return Restart(back_off_s(len(recent)), len(recent))
+        return GiveUp(f"there were {limits.max} restarts within an hour (restart.max)")
+    in_vain = len(list(takewhile(lambda one: not one.progressed, reversed(recent))))
+    return Restart(back_off_s(max(in_vain, 1)), len(recent))
 
 
 def error_identity(log: str) -> str:
@@ -310,7 +315,7 @@ class Restarts:
         limits = self._config.restart
         self._log(
             f"{failed}\n{what} in {restart.delay_s:g} s (restart {restart.number} of {limits.max} "
-            f"within {limits.window_s:g} s): {failed.what}"
+            f"within an hour): {failed.what}"
         )
         time.sleep(restart.delay_s)
 

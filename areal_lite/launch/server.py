@@ -51,18 +51,13 @@ def server_command(
     `config.args` take precedence.
     """
     device = resolve_device(config.device)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
     flags: dict[str, Any] = {
         "model_path": model,
         "host": config.host,
         "port": port,
         "random_seed": seed,
         "tensor_parallel_size": config.tensor_parallel,
-        "dtype": dtype,
-        "mem_fraction_static": config.mem_fraction,
-        "max_running_requests": config.max_running_requests,
+        "dtype": "bfloat16" if device == "cuda" else "float32",
         "weight_version": "0",
         "skip_tokenizer_init": True,
         "log_level_http": "warning",
@@ -78,9 +73,8 @@ def server_command(
     if config.api_key:
         environment[ENV_API_KEY] = config.api_key
     if device == "cpu":
-        given = {name: value for name, value in flags.items() if value is not None}
-        flags = cpu_device().server_flags() | given
-        environment |= cpu_device().server_environment(config.threads) | {ENV_DEVICE: device}
+        flags |= cpu_device().server_flags()
+        environment |= cpu_device().server_environment() | {ENV_DEVICE: device}
     else:
         flags |= _gpu_flags(config)
         environment |= nccl_environment()

@@ -2,9 +2,9 @@
 
 * A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
   unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
-* A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to
-  `server.max_restarts` times. After that the run continues without it. The count begins again when
-  the server was ready for an hour.
+* A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to `restart.max`
+  times. After that the run continues without it. The count begins again when the server was ready
+  for an hour.
 * A server that never came up ends the whole pool: a restart would not mend its configuration.
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from areal_lite.config import ServerConfig, TrainConfig, load_config
+from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.launch.roles import RoleFailed, interruptible
 from areal_lite.launch.server import ServerProcess
 from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
@@ -210,6 +210,7 @@ def server_pool(
     gpus: Mapping[int, list[str]],
     environment: Mapping[str, str] | None = None,
     shared: bool = False,
+    max_restarts: int = RestartConfig.max,
 ) -> ServerPool:
     """Make a pool of SGLang servers.
 
@@ -221,6 +222,7 @@ def server_pool(
         gpus: the GPUs of each server, by its number. An empty list: all that this process sees.
         environment: variables to add to the environment of the servers.
         shared: whether a trainer rank uses the same GPU.
+        max_restarts: restarts of each server.
     """
     config = replace(config, host=listen_address(config.host))
     extra = {"GLOO_SOCKET_IFNAME": "lo"} if config.host in LOOPBACK else {}
@@ -239,7 +241,7 @@ def server_pool(
 
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
     makers = {f"server-{number}": lambda number=number: make(number) for number in gpus}
-    return ServerPool(run_dir, makers, config.max_restarts)
+    return ServerPool(run_dir, makers, max_restarts)
 
 
 def _beside_trainer(config: ServerConfig, gpus: list[str]) -> ServerConfig:
@@ -247,7 +249,8 @@ def _beside_trainer(config: ServerConfig, gpus: list[str]) -> ServerConfig:
     memory = gpu_memory(gpus[0]) if gpus else None
     if memory is None or config.mem_fraction is None:
         return config
-    return replace(config, mem_fraction=fraction_of_free(config.mem_fraction, memory))
+    share = fraction_of_free(config.mem_fraction, memory)
+    return replace(config, args=config.args | {"mem_fraction_static": share})
 
 
 def fraction_of_free(fraction: float, memory: GpuMemory) -> float:
@@ -262,19 +265,21 @@ def fraction_of_free(fraction: float, memory: GpuMemory) -> float:
 def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]) -> ServerPool:
     """Make the pool of a training run; `gpus` are the GPUs of each server by its number."""
     head = {"enable_fp32_lm_head": True} if config.trainer.fp32_head else {}
-    running = config.server.max_running_requests
-    if running is None and resolve_device(config.server.device) == "cuda":
-        running = running_requests(config.rollout.max_concurrent, config.server.count)
+    running = {}
+    if resolve_device(config.server.device) == "cuda":
+        most = running_requests(config.rollout.max_concurrent, config.server.count)
+        running = {"max_running_requests": most}
     routes = {"enable_return_routed_experts": True} if config.algo.routing_replay else {}
-    args = {**head, **routes, **config.server.args}
+    args = {**head, **routes, **running, **config.server.args}
     return server_pool(
-        replace(config.server, args=args, max_running_requests=running),
+        replace(config.server, args=args),
         model=config.model,
         seed=config.seed,
         run_dir=run_dir,
         gpus=gpus,
         environment={ENV_READBACK: "1"} if config.sync.verify else {},
         shared=config.trainer.gpu_memory_fraction is not None,
+        max_restarts=config.restart.max,
     )
 
 

@@ -111,7 +111,7 @@ def _has_template(tokenizer: Tokenizer) -> bool:
 
 async def _turn(config: ChatConfig, run_dir: Path, conversation: Conversation, line: str) -> None:
     """Print the answer to a line while it is written."""
-    async with open_fleet(config.server, run_dir, config.seed) as fleet:
+    async with open_fleet(run_dir, config.seed) as fleet:
         try:
             answer = await _answer(fleet, conversation, conversation.prompt(line))
         except ServerRefused as error:  # the conversation is longer than the model's context

@@ -36,7 +36,7 @@ from areal_lite.weights.transport import BUCKET_BYTES, choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEMSIZE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _SHOWN = 200  # characters of a prompt and of an answer
 _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
 
@@ -50,7 +50,7 @@ def run(config: TrainConfig) -> int:
     dtype = select_dtype(trainer, select_device(trainer))
     name = str(dtype).removeprefix("torch.")
     default = 2 if resolve_device(config.server.device) == "cuda" else 4
-    serving = default if config.server.dtype == "auto" else _ITEMSIZE[config.server.dtype]
+    serving = _ITEMSIZE.get(config.server.args.get("dtype"), default)
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
     trains_on_gpu = select_device(trainer).type == "cuda"
     sections = {

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_lite.config import ServerConfig, save_config
+from areal_lite.config import ServerConfig, SyncConfig, save_config
 from areal_lite.config.rules import check_sources as check_source_rules
 from areal_lite.controller.evaluation import Interval, Scores, pooled, score_problems
 from areal_lite.controller.sources import Dependencies, open_sources
@@ -95,7 +95,7 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     scores: dict[str, Scores] = {}
     async with (
         open_sources(config) as sources,
-        open_fleet(config.server, run_dir, config.seed) as fleet,
+        open_fleet(run_dir, config.seed) as fleet,
     ):
         dependencies = Dependencies(
             sources=sources, tokenizer=Tokenizer(config.model), store=None, clock=time.time
@@ -136,15 +136,15 @@ def _row(name: str, value: float, interval: Interval | None) -> str:
 
 
 @asynccontextmanager
-async def open_fleet(server: ServerConfig, run_dir: Path, seed: int) -> AsyncIterator[Fleet]:
+async def open_fleet(run_dir: Path, seed: int) -> AsyncIterator[Fleet]:
     """Watch the announced servers as long as the block runs."""
-    client = SGLangClient(server.health_timeout_s)
+    client = SGLangClient(SyncConfig().health_timeout_s)
     fleet = Fleet(
         client,
         lambda: announced_servers(run_dir),
         lambda: None,
         partial(mark_unhealthy, run_dir),
-        server.health_interval_s,
+        SyncConfig().health_interval_s,
         seed,
     )
     watching = asyncio.create_task(fleet.watch())

@@ -15,9 +15,9 @@ Activations are estimates of the tensors that autograd keeps (in the manner of K
 libraries' own memory.
 
 `share_gpu` adds these for a GPU that a server and a trainer rank share. The trainer rank may use
-`trainer.gpu_memory_fraction` of it, and the server's weights and KV cache `server.mem_fraction`.
-The rest is for what neither setting covers: the CUDA contexts of both processes, the server's CUDA
-graphs, and what it computes with.
+`trainer.gpu_memory_fraction` of it, and the server's weights and KV cache
+`server.args.mem_fraction_static`. The rest is for what neither setting covers: the CUDA contexts of
+both processes, the server's CUDA graphs, and what it computes with.
 
 Symbols: hf is a Hugging Face configuration, itemsize the bytes of a parameter (2 or 4), stage a
 pipeline stage.

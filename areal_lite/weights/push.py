@@ -164,7 +164,7 @@ class WeightPusher(Pusher):
     def _pause(self, recipients: PushRecipients, *, between_steps: bool = False) -> PauseWindow:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
         # others for as long as a transfer may take.
-        timeout_s = min(self._timeout_s, self._config.server.health_timeout_s)
+        timeout_s = self._config.sync.health_timeout_s
         interrupt = self._config.rollout.interrupt
         return PauseWindow(recipients, interrupt, timeout_s, between_steps)
 

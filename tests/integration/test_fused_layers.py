@@ -85,9 +85,17 @@ async def completions(server: ServerProcess) -> list[GenerationChunk]:
 )
 def test_logprobs_are_those_of_transformers(tmp_path, name, dtype, threads, whose, tolerance):
     model = make_model(name, tmp_path / "model")
-    config = ServerConfig(device="cpu", dtype=dtype, threads=threads)
+    config = ServerConfig(device="cpu", args={"dtype": dtype})
     log = tmp_path / "server.log"
-    server = ServerProcess(config, model, name="s", port=free_port(), seed=1, log_path=log)
+    server = ServerProcess(
+        config,
+        model,
+        name="s",
+        port=free_port(),
+        seed=1,
+        log_path=log,
+        environment={"OMP_NUM_THREADS": str(threads)},
+    )
     try:
         server.start()
         chunks = asyncio.run(completions(server))

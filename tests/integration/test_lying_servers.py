@@ -34,7 +34,7 @@ def push(client: ControllerClient, version: int) -> list[str]:
 
 
 def test_a_run_with_lying_servers_loses_nothing_and_names_them(run) -> None:
-    settings = {"server__health_interval_s": 0.2, "server__health_timeout_s": 5.0}
+    settings = {"sync__timeout_s": 10.0}
     r = run(max_staleness=2, trainer__steps=10_000, **settings)
     r.start("liars", "-m", "tests.lying_sglang", str(r.path))
     for name in HONEST:

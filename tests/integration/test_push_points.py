@@ -99,7 +99,7 @@ def pusher(
     config = TrainConfig(model=str(folder))
     (folder / "config.json").write_text("{}")
     config.sync.transport, config.rollout.interrupt = transport, interrupt
-    config.sync.timeout_s = config.server.health_timeout_s = TIMEOUT_S
+    config.sync.timeout_s = TIMEOUT_S
     made = WeightPusher(Weights(), torch.device("cpu"), controller, config, folder)
     try:
         yield made

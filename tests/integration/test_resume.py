@@ -175,7 +175,7 @@ def test_a_replay_buffer_is_filled_again(start) -> None:
 
 def test_the_last_evaluation_is_made_again_on_the_same_servers(start) -> None:
     """The server has the last weights, but the new controller does not trust it."""
-    r = start(max_staleness=ETA, trainer__steps=1, server__max_restarts=0)
+    r = start(max_staleness=ETA, trainer__steps=1, restart__max=0)
     r.start_server(delay=0.003)
     client = r.start_controller()
     client.batch(0, 0, 1)

@@ -141,7 +141,7 @@ def test_a_server_that_never_comes_up_ends_the_pool_at_once(tmp_path) -> None:
         pool.wait_ready()
 
 
-SETTINGS = {"server__health_interval_s": 0.2, "server__health_timeout_s": 1.0}
+SETTINGS = {"sync__timeout_s": 2.0}
 
 
 def test_servers_that_die_or_hang_come_back_at_the_trainers_version(run) -> None:
@@ -210,7 +210,7 @@ def kill_soon(victims: list[ServerInfo]) -> None:
 
 def test_an_evaluation_after_the_last_step_that_lost_its_servers_ends_at_once(run) -> None:
     """No server comes back. One is enough to go on."""
-    r = run(trainer__steps=1, server__max_restarts=0, **SETTINGS)
+    r = run(trainer__steps=1, restart__max=0, **SETTINGS)
     with fake_pool(r.path, "s0", "s1", max_restarts=0) as pool:
         pool.wait_ready()
         client = r.start_controller()

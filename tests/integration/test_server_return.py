@@ -23,8 +23,7 @@ def test_killed_and_hung_servers_come_back_at_the_trainers_version(model, tmp_pa
     faults = [
         "server.count=2",
         "server.api_key=${oc.env:SERVERS_KEY}",
-        "server.health_interval_s=1",
-        "server.health_timeout_s=10",
+        "sync.timeout_s=20",
         "buffer.max_staleness=1",
         f"trainer.steps={STEPS}",
     ]

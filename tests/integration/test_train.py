@@ -320,7 +320,7 @@ def test_servers_lost_after_the_last_step_cost_only_the_evaluation(model, tmp_pa
         "trainer.steps=1",
         "eval.problems=32",
         "eval.samples=0",
-        "server.max_restarts=0",
+        "restart.max=0",
     ]
     command = [
         sys.executable,

@@ -170,5 +170,5 @@ def _numpy(cache: torch.Tensor) -> np.ndarray:
         return cache.numpy()
     raise ValueError(
         f"a KV cache of {cache.dtype} is not supported without a GPU:"
-        " set server.dtype to float32 or bfloat16"
+        " set server.args.dtype to float32 or bfloat16"
     )

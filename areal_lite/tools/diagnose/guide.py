@@ -35,8 +35,8 @@ GUIDE = (
         "The run makes no progress",
         "no step for {stall_s:g} s and {stall_factor:g} usual steps, while the run is active",
         "a role hangs, and the others wait for it",
-        "read the log that is named; `reward.timeout_s`, `server.health_timeout_s` and "
-        "`sync.timeout_s` bound how long a hang lasts",
+        "read the log that is named; `reward.timeout_s` and `sync.timeout_s` bound how long a hang "
+        "lasts",
     ),
     Advice(
         operation.ended_early,
@@ -51,8 +51,9 @@ GUIDE = (
         "Servers failed",
         "a server was restarted or left out of a push; alarm: {restarts:g} restarts, or given up",
         "a server ran out of memory, crashed or did not answer in time",
-        "read logs/server-N.log; lower `server.mem_fraction` or `server.max_running_requests` "
-        "against lack of memory, raise `server.health_timeout_s` for a slow machine",
+        "read logs/server-N.log; lower `server.args.mem_fraction_static` or "
+        "`server.args.max_running_requests` against lack of memory, raise `sync.timeout_s` for a "
+        "slow machine",
     ),
     Advice(
         operation.restarted,
@@ -106,7 +107,7 @@ GUIDE = (
         "above {logprob_diff:g} nats, or {logprob_growth:g} times what it was at first",
         "servers have other weights, another precision or other kernels than the trainer",
         "set `sync.verify=true` to check the pushes; `trainer.fp32_head=true`, and the same "
-        "`trainer.dtype` and `server.dtype`; remove quantization from `server.args`; with a "
+        "`trainer.dtype` and `server.args.dtype`; remove quantization from `server.args`; with a "
         "mixture of experts set `algo.routing_replay=true`",
     ),
     Advice(
@@ -256,7 +257,7 @@ GUIDE = (
         "the weights moved far since the tokens were sampled, or server and trainer compute with "
         "different precision",
         "lower `trainer.lr` or `buffer.max_staleness` if the share has grown; otherwise use the "
-        "same `trainer.dtype` and `server.dtype`, and remove quantization from `server.args`",
+        "same `trainer.dtype` and `server.args.dtype`, and remove quantization from `server.args`",
         ("logprob_mismatch",),
     ),
     Advice(

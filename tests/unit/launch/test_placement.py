@@ -26,7 +26,10 @@ def test_without_gpus_all_lists_are_empty():
 
 
 def test_one_gpu_is_shared_if_weights_travel_through_a_folder():
-    trainer, server = TrainerConfig(gpu_memory_fraction=0.6), ServerConfig(mem_fraction=0.25)
+    trainer, server = (
+        TrainerConfig(gpu_memory_fraction=0.6),
+        ServerConfig(args={"mem_fraction_static": 0.25}),
+    )
     assert place(["3"], trainer, server, "disk").shared
     with pytest.raises(ValueError, match="one_gpu"):
         place(["3"], trainer, server, "distributed")
@@ -35,12 +38,12 @@ def test_one_gpu_is_shared_if_weights_travel_through_a_folder():
 @pytest.mark.parametrize("trainer, server", [(None, 0.25), (0.6, None), (0.6, 0.35)])
 def test_both_shares_of_a_gpu_are_needed_and_leave_room(trainer, server):
     with pytest.raises(
-        ValueError, match=f"{trainer}, server.mem_fraction={server} .* 0.9.*one_gpu"
+        ValueError, match=f"{trainer}, server.args.mem_fraction_static={server} .* 0.9.*one_gpu"
     ):
         place(
             ["3"],
             TrainerConfig(gpu_memory_fraction=trainer),
-            ServerConfig(mem_fraction=server),
+            ServerConfig(args={"mem_fraction_static": server}),
             "disk",
         )
 

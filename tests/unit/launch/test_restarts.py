@@ -72,7 +72,7 @@ def test_the_next_start_finds_the_servers_and_nothing_of_the_last_one(tmp_path, 
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert {"servers/server-0.json", "lock"} <= left
     assert not left & {"controller.json", "heartbeats/trainer"}
-    assert "start again from step 4 in 1 s (restart 1 of 3" in (tmp_path / "logs" / LOG).read_text()
+    assert "start again from step 4 in 1 s (restart 1 of 5" in (tmp_path / "logs" / LOG).read_text()
 
 
 def test_the_first_error_is_the_one_that_the_user_sees(tmp_path, slept) -> None:
@@ -119,9 +119,9 @@ def test_a_killed_controller_starts_again_alone(tmp_path, slept) -> None:
     restarts.prepare_controller(failed)
     assert slept == [1.0]
     assert [(tmp_path / name).exists() for name in (*gone, *stay)] == [False] * 2 + [True] * 3
-    for _ in range(2):
+    for _ in range(4):
         restarts.prepare_controller(failed)
-    with pytest.raises(RoleFailed, match="3 restarts within"):
+    with pytest.raises(RoleFailed, match="5 restarts within"):
         restarts.prepare_controller(failed)
 
 

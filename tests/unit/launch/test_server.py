@@ -43,8 +43,9 @@ def test_a_server_whose_scheduler_or_detokenizer_died_does_not_wait_for_dumps(de
     assert [environment[name] for name in dumps] == ["false", "false"]
 
 
-def test_the_cpu_command():
-    argv, environment = server_command(ServerConfig(device="cpu", threads=3), "model", 1234, 7)
+def test_the_cpu_command(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    argv, environment = server_command(ServerConfig(device="cpu"), "model", 1234, 7)
     got = flags(argv)
     assert argv[:3] == [sys.executable, "-m", "areal_lite.launch.serve"]
     expected = {
@@ -68,7 +69,10 @@ def test_the_cpu_command():
 
 def test_a_gpu_gets_stock_sglang():
     argv, environment = server_command(
-        ServerConfig(device="cuda", mem_fraction=0.4, tensor_parallel=2), "model", 1234, 7
+        ServerConfig(device="cuda", args={"mem_fraction_static": 0.4}, tensor_parallel=2),
+        "model",
+        1234,
+        7,
     )
     got = flags(argv)
     assert (
@@ -82,13 +86,13 @@ def test_a_gpu_gets_stock_sglang():
 
 @pytest.mark.parametrize("running, graphs", [(None, None), (320, "320"), (2000, "512")])
 def test_cuda_graphs_cover_all_requests_that_run(running, graphs):
-    def command(**settings) -> dict[str, str | bool]:
-        config = ServerConfig(max_running_requests=running, **settings)
+    def command(device: str, **args) -> dict[str, str | bool]:
+        config = ServerConfig(device=device, args={"max_running_requests": running, **args})
         return flags(server_command(config, "model", 1, 1)[0])
 
-    assert command(device="cuda").get("cuda-graph-max-bs-decode") == graphs
-    assert "cuda-graph-max-bs-decode" not in command(device="cpu")
-    own = command(device="cuda", args={"cuda_graph_max_bs_decode": 7})
+    assert command("cuda").get("cuda-graph-max-bs-decode") == graphs
+    assert "cuda-graph-max-bs-decode" not in command("cpu")
+    own = command("cuda", cuda_graph_max_bs_decode=7)
     assert own["cuda-graph-max-bs-decode"] == "7"
 
 

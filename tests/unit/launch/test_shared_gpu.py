@@ -91,7 +91,7 @@ def test_each_start_of_a_server_looks_at_the_free_memory(tmp_path, monkeypatch):
     fake_gpu(tmp_path, monkeypatch, total=80000, free=79000)
     config = TrainConfig(
         model="m",
-        server=ServerConfig(device="cuda", mem_fraction=0.25),
+        server=ServerConfig(device="cuda", args={"mem_fraction_static": 0.25}),
         trainer=TrainerConfig(gpu_memory_fraction=0.6),
     )
     make = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]
@@ -173,7 +173,8 @@ def test_a_server_runs_its_share_and_a_quarter_more(concurrent, servers, expecte
 def test_the_requests_of_a_training_run_have_cuda_graphs(device, own, expected, tmp_path):
     config = TrainConfig(model="m")
     config.rollout.max_concurrent = 1536
-    config.server = ServerConfig(count=6, device=device, max_running_requests=own)
+    args = {} if own is None else {"max_running_requests": own}
+    config.server = ServerConfig(count=6, device=device, args=args)
     argv = train_pool(config, tmp_path, {0: ["0"]})._make["server-0"]().argv
     for flag in ("--max-running-requests", "--cuda-graph-max-bs-decode"):
         assert argv[argv.index(flag) + 1] == str(expected)

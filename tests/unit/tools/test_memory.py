@@ -415,7 +415,7 @@ def test_what_fits_into_one_gpu(hf, fits, tmp_path, monkeypatch):
 
 
 def test_a_cache_without_room_for_a_sequence_does_not_fit():
-    server = ServerConfig(mem_fraction=0.2, args={"max_total_tokens": 1000})
+    server = ServerConfig(args={"mem_fraction_static": 0.2, "max_total_tokens": 1000})
     config = TrainConfig(model="m", server=server, trainer=TrainerConfig(gpu_memory_fraction=0.6))
     assert share_gpu(config, QWEN3_0_6B, 140 * GIB).missing == ["one sequence in the KV cache"]
 

@@ -182,7 +182,7 @@ def test_a_failure_is_the_only_finding(
 def test_restarts_of_the_controller_and_the_trainer_are_found(tmp_path: Path) -> None:
     again = (
         "2026-01-01 00:00:00 the trainer exited with status 9:\n  its last lines\n"
-        "controller and trainer start again from step 4 in 1 s (restart 1 of 5 within 3600 s): "
+        "controller and trainer start again from step 4 in 1 s (restart 1 of 5 within an hour): "
         "the trainer exited with status 9\n"
     )
     run_dir = make_run(tmp_path / "a", logs={"restarts.log": again})

@@ -113,7 +113,7 @@ def test_an_abort_sends_requests_again_and_loses_no_token() -> None:
 def test_lost_servers_lose_no_group_and_return_with_the_trainers_version() -> None:
     config = run_config()
     config.server.count = 4
-    config.server.health_interval_s = 1.0
+    config.sync.timeout_s = 12.0
     # Generation is the bottleneck.
     work = replace(WORK, trainer=TrainerSpeed(fixed_s=0.01, per_token_s=0, pause_s=0.01), steps=60)
     whole = simulate(config, work)
@@ -142,7 +142,7 @@ def test_rewards_take_their_time() -> None:
 
 def test_a_batch_that_never_comes_is_an_error() -> None:
     config = run_config()
-    config.server.health_interval_s = 600.0
+    config.sync.timeout_s = 7200.0
     with pytest.raises(RuntimeError, match="gets no batch within a day"):
         simulate(config, replace(WORK, loss=Loss(servers=2, after_s=1)))
 

@@ -102,7 +102,7 @@ def test_a_step_reads_the_weights_and_the_cache() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     config = checked_config("simulate", ["simulate.shape=qwen2.5-32b", "simulate.gpu=a100"])
     assert server_speed(config).kv_tokens > 0
-    config.server.mem_fraction = 0.5
+    config.server.args["mem_fraction_static"] = 0.5
     with pytest.raises(ValueError, match="66 GB of weights do not fit 1 x a100"):
         server_speed(config)
 
