@@ -24,8 +24,8 @@ STEPS, BATCH = 40, 32
 ARMS = {
     "all prompts alike": "",
     "unsolved ones rest": "rollout.rest_unsolved=8",
-    "active sampling": "rollout.active_sampling=true",
-    "both": "rollout.active_sampling=true rollout.rest_unsolved=8",
+    "active sampling": "rollout.filters=[zero_variance]",
+    "both": "rollout.filters=[zero_variance] rollout.rest_unsolved=8",
 }
 FILES = {"path": "train", "eval_path": "test"}
 MODEL = ["num_layers=3", "mlp_size=256"]

@@ -43,8 +43,7 @@ TRAIN = (
 )
 TB = "algo=tba algo.tb_beta=0.05 algo.tb_beta_end=null"
 ARMS = {
-    "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.temperature=0.2"
-    " buffer.replay.recency_probability=0.5",
+    "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.recency_probability=0.5",
     "TB": TB,
     "GRPO": "algo=quickstart",
 }

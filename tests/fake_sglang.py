@@ -76,7 +76,6 @@ class FakeSGLang:
         weight_version: the version at the start.
         die_at: the path of the request that kills the process.
         vary: completions of one prompt differ, by the request's id up to its last dash.
-        places: the number of requests that run at once; the others wait.
     """
 
     def __init__(
@@ -85,11 +84,9 @@ class FakeSGLang:
         weight_version: str = "0",
         die_at: str | None = None,
         vary: bool = False,
-        places: int = 10**6,
     ):
         self.delay_s, self.weight_version, self.die_at = delay_s, weight_version, die_at
         self.vary = vary
-        self._places, self._waiting = asyncio.Semaphore(places), 0
         self.abort_mode = False
         self.requests: list[dict] = []
         self.running: list[_Running] = []
@@ -100,7 +97,6 @@ class FakeSGLang:
         app.router.add_get("/health", self._health)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
@@ -129,14 +125,6 @@ class FakeSGLang:
             os._exit(1)
         return await handler(request)
 
-    async def _loads(self, _: web.Request) -> web.Response:
-        load = {
-            "num_running_reqs": len(self.running),
-            "num_waiting_reqs": self._waiting,
-            "token_usage": 0.5,
-        }
-        return web.json_response({"version": "0.5.21", "loads": [{"dp_rank": 0, **load}]})
-
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
@@ -153,9 +141,6 @@ class FakeSGLang:
         self.requests.append(body)
         self._transports.add(request.transport)
         await self._go.wait()
-        self._waiting += 1
-        await self._places.acquire()
-        self._waiting -= 1
         run = _Running(routed=body.get("return_routed_experts", False))
         self.running.append(run)
         try:
@@ -164,7 +149,6 @@ class FakeSGLang:
             )
         finally:
             self.running.remove(run)
-            self._places.release()
         answer = self._answer(body["rid"], run, finish)
         if run.routed and run.tokens:
             routes = run.routes[body["routed_experts_start_len"] :]
@@ -268,9 +252,6 @@ async def _main() -> None:
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--die-at", help="the path of the request that kills it")
-    parser.add_argument(
-        "--places", type=int, default=10**6, help="requests that may run; the others wait"
-    )
     parser.add_argument("--vary", action="store_true", help="completions of the same prompt differ")
     arguments = parser.parse_args()
     server = FakeSGLang(
@@ -278,7 +259,6 @@ async def _main() -> None:
         arguments.weight_version,
         arguments.die_at,
         arguments.vary,
-        arguments.places,
     )
     url = await server.start(arguments.port)
     if not arguments.port:

@@ -20,10 +20,10 @@ def check_algo(config: TrainConfig) -> None:
             "rollout.group_size=1: a group of one has nothing to be compared with; use 2 or more, "
             "or algo.advantage.estimator=reinforce_pp or gae"
         )
-    if advantage.estimator == "off" and config.rollout.active_sampling:
+    if advantage.estimator == "off" and "zero_variance" in config.rollout.filters:
         raise ValueError(
-            "rollout.active_sampling=true leaves out groups of equal rewards, which "
-            "algo.advantage.estimator=off learns from, too: set it to false"
+            "rollout.filters=[zero_variance] leaves out groups of equal rewards, which "
+            "algo.advantage.estimator=off learns from, too: leave it out"
         )
 
 

@@ -96,13 +96,6 @@ class EvalConfig:
         [],
         "More sets of held-out problems: .jsonl files, or names and folders as in data.path.",
     )
-    servers: int = setting(
-        0,
-        "Servers that an evaluation during training has to itself. They keep its version until it "
-        "has ended. 0: it shares all servers, and pushes change the weights meanwhile.",
-        minimum=0,
-        maximum=1023,
-    )
 
 
 # A name is a part of the names of metrics and of the ids of prompts.

@@ -48,15 +48,10 @@ class RolloutConfig:
     max_concurrent: int = setting(
         256, "Trajectories in flight, over all servers.", minimum=1, maximum=1_000_000
     )
-    adapt_concurrency: bool = setting(
-        False, "Keep fewer in flight: as many as the servers report that they can run."
-    )
-    active_sampling: bool = setting(
-        False, "Replace groups whose trajectories all got the same reward, until batches are full."
-    )
     filters: list[str] = setting(
         [],
-        "module:function, called as f(group): None keeps the group, a short reason leaves it out.",
+        "Groups to replace, until batches are full. zero_variance: those whose trajectories all "
+        "got the same reward. module:function: f(group) is None, or a short reason to replace it.",
     )
     retire_above: float | None = setting(
         None,
@@ -85,11 +80,6 @@ class ReplayConfig:
         minimum=0,
         maximum=1,
     )
-    by: str = setting(
-        "reward",
-        "How it is drawn: with probabilities softmax(reward), or uniformly.",
-        choices=("reward", "uniform"),
-    )
 
 
 @dataclass
@@ -117,11 +107,6 @@ class BufferConfig:
         maximum=MAX_COUNT,
     )
     replay: ReplayConfig = field(default_factory=ReplayConfig)
-    fixed_lag: bool = setting(
-        False,
-        "For experiments: train only when all that max_staleness admits is generated, so that "
-        "every token is exactly that stale.",
-    )
 
 
 @dataclass

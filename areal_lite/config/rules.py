@@ -139,9 +139,9 @@ def _schedule(trainer: TrainerConfig, key: str) -> None:
 
 def check_sampling(config: TrainConfig) -> None:
     rollout = config.rollout
-    if rollout.active_sampling and rollout.group_size == 1:
+    if "zero_variance" in rollout.filters and rollout.group_size == 1:
         raise ValueError(
-            "rollout.active_sampling=true would filter every group of rollout.group_size=1: "
+            "rollout.filters=[zero_variance] would filter every group of rollout.group_size=1: "
             "one reward has no variance"
         )
 
@@ -159,17 +159,6 @@ def check_evaluation(config: TrainConfig) -> None:
     if sets and config.data.sources:
         raise ValueError(
             f"eval.sets={sets} are for a single source: set data.sources.NAME.eval_path instead"
-        )
-    kept, count = config.eval.servers, config.server.count
-    if kept and kept >= count:
-        raise ValueError(
-            f"eval.servers={kept} of server.count={count} leaves none for rollouts: "
-            "use more servers, or fewer for the evaluations"
-        )
-    if kept and config.server.deterministic:
-        raise ValueError(
-            f"eval.servers={kept}: with server.deterministic=true no push changes the weights "
-            "during an evaluation, because the trainer waits for it. Set eval.servers=0"
         )
 
 
@@ -299,11 +288,6 @@ def _window(config: TrainConfig) -> None:
     window = f"buffer.window={config.buffer.window}"
     if config.buffer.replay.capacity:
         raise ValueError(f"{window} is for batches in order, and replay draws them: unset one")
-    if config.buffer.fixed_lag:
-        raise ValueError(
-            f"{window} does not go with buffer.fixed_lag, with which no group runs when a batch is "
-            "taken: unset one"
-        )
 
 
 def _replay(config: TrainConfig) -> None:
@@ -326,15 +310,11 @@ def _replay(config: TrainConfig) -> None:
             f"trainer.batch_groups={config.trainer.batch_groups} is more than the {MAX_PROMPTS} "
             "prompts that a replay buffer keeps"
         )
-    conflicts = {
-        "buffer.fixed_lag": config.buffer.fixed_lag,
-        "rollout.retire_above": config.rollout.retire_above is not None,
-    }
-    for key, is_set in conflicts.items():
-        if is_set:
-            raise ValueError(
-                f"{key} does not go with {capacity}, for which generation never stops: unset one"
-            )
+    if config.rollout.retire_above is not None:
+        raise ValueError(
+            f"rollout.retire_above does not go with {capacity}, for which generation never stops: "
+            "unset one"
+        )
 
 
 CLIPPED_LOSSES = ("ppo", "gspo", "cispo")

@@ -256,9 +256,8 @@ class Batches:
 
         A resumed run may have a whole batch while no server is ready. It is not taken then if an
         evaluation needs a server before the next push: with `server.deterministic`, and at step 0
-        after a restart. With a fixed lag a batch is only taken when nothing more can be generated
-        before the step, and with a window when it passes few enough groups that still run. A batch
-        that an earlier controller has assigned stays as it is.
+        after a restart. With a window, a batch is taken when it passes few enough groups that still
+        run. A batch that an earlier controller has assigned stays as it is.
         """
         if self._inherited and isinstance(self.queue, GroupQueue):
             inherited = self.queue.deal(self._inherited, step, world)
@@ -269,8 +268,6 @@ class Batches:
             return None
         for group in self.queue.drop_overdue(step):
             await self._dispatcher.drop(group, f"overdue at step {step}")
-        if self._config.buffer.fixed_lag and not self._dispatcher.admission.drained:
-            return None
         count = self._config.trainer.batch_groups
         if len(self.queue) < count:
             return None  # before the scan of what runs: this is called for each delivered group

@@ -193,8 +193,6 @@ class Controller:
             tasks.create_task(self.fleet.watch())
             tasks.create_task(self.batches.lag.watch())
             tasks.create_task(self.retention.run())
-            if self.config.rollout.adapt_concurrency:
-                tasks.create_task(self.dispatcher.adapt())
 
     async def handle(self, request: Request) -> Answer:
         """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
@@ -235,7 +233,7 @@ class Controller:
         if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.gate.drain()
             self.drained += drained
-        servers = router.takes_pushes if is_new else router.stale
+        servers = list(router.servers.values()) if is_new else router.stale
         await record_handover(self._store, pushing=1)
         self.fleet.begin_push(version, servers)
         self._pushing = True

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.buffer import AdmissionGate, Concurrency
+from areal_lite.controller.buffer import AdmissionGate
 from areal_lite.controller.sources import Dependencies, Source, drawn_prompts
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
@@ -110,14 +110,14 @@ Filter = Callable[[Group], str | None]
 
 
 def zero_variance(group: Group) -> str | None:
-    """Filter a group whose rewards are all equal. `rollout.active_sampling` puts this first."""
+    """Filter a group whose rewards are all equal: `rollout.filters=[zero_variance]`."""
     return "zero_variance" if len({t.reward for t in group.trajectories}) == 1 else None
 
 
-def load_filters(names: Sequence[str], active_sampling: bool) -> list[Filter]:
+def load_filters(names: Sequence[str]) -> list[Filter]:
     """Import the filters. Raises ValueError that says which one cannot be used and why."""
-    filters: list[Filter] = [zero_variance] if active_sampling else []
-    return filters + [load_object("rollout.filters", name) for name in names]
+    own = {"zero_variance": zero_variance}
+    return [own.get(name) or load_object("rollout.filters", name) for name in names]
 
 
 def first_reason(filters: Sequence[Filter], group: Group) -> str | None:
@@ -251,9 +251,6 @@ class GroupPlayer:
         return RolloutFailure(reason, detail)
 
 
-# Between two questions for the servers' loads.
-_LOAD_INTERVAL_S = 1.0
-
 # Groups that start in one turn of the event loop. A new version may admit hundreds.
 _STARTS_AT_ONCE = 4
 
@@ -311,18 +308,18 @@ class Dispatcher:
         self.workflows = _workflows(dependencies)
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
+        self.max_concurrent = rollout.max_concurrent
         self.in_flight = 0
         self.running: set[int] = set()
         self._players = self._make_players(dependencies, fleet)
         self._prompts, self.sampler = drawn_prompts(self._sources)
-        self._filters = load_filters(rollout.filters, rollout.active_sampling)
+        self._filters = load_filters(rollout.filters)
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
         self._batch_groups = config.trainer.batch_groups
         bound = None if config.buffer.replay.capacity else config.max_lead
         self.admission = AdmissionGate(
             max_staleness=bound, batch_groups=self._batch_groups, steps=config.trainer.steps
         )
-        self.concurrency = Concurrency(rollout.max_concurrent, rollout.group_size)
         self._again: deque[_Submission] = deque()
         self._consecutive_empty = 0
         self._consecutive_filtered = 0
@@ -382,15 +379,6 @@ class Dispatcher:
                 self._wake.clear()
                 await self._wake.wait()
 
-    async def adapt(self) -> None:
-        """Adjust the concurrency limit to the servers' loads. Runs until cancelled."""
-        while True:
-            await asyncio.sleep(_LOAD_INTERVAL_S)
-            # Nothing changes while a server is silent.
-            if (loads := await self._fleet.loads()) is not None:
-                self.concurrency.observe(loads, self.in_flight)
-                self._wake.set()
-
     def on_step(self, step: int) -> None:
         """Record that `step` steps are complete, while the servers keep their version."""
         self.admission.on_step(step)
@@ -409,7 +397,7 @@ class Dispatcher:
 
     def _may_submit(self) -> bool:
         group_size = self._config.rollout.group_size
-        fits = self.in_flight == 0 or self.in_flight + group_size <= self.concurrency.limit
+        fits = self.in_flight == 0 or self.in_flight + group_size <= self.max_concurrent
         left = bool(self._again) or not self.sampler.exhausted
         return fits and self.admission.can_admit() and left
 

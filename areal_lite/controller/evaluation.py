@@ -1,17 +1,12 @@
 """Evaluation on held-out problems: greedy accuracy, sampled accuracy and pass@k, with intervals.
 
-With `eval.servers`, an evaluation gets that many servers to itself, which keep their version until
-it has ended. Without, and where no other server would be left, it shares all servers with rollouts,
-and a push in its middle changes the weights. After the last step nothing changes them: that
-evaluation always has all servers.
-
-After the last step no push follows. The trainer then waits for the evaluation and pushes its
-weights again whenever servers come back (`Resync`). Without any server, the evaluation fails.
+An evaluation shares the servers with rollouts, and a push in its middle changes the weights. After
+the last step no push follows. The trainer then waits for the evaluation and pushes its weights
+again whenever servers come back (`Resync`). Without any server, the evaluation fails.
 """
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import comb, sqrt
@@ -153,13 +148,11 @@ class EvalRecord(EvalScores):
     """One line of evals.jsonl.
 
     `version` is the trainer's version when it asked; `versions` are those that sampled tokens.
-    `servers` counts the servers that kept their version until the end.
     `sets` holds the scores of each of `data.sources` or `eval.sets`, if there are any.
     """
 
     name: str
     version: int
-    servers: NotRequired[int]
     sets: NotRequired[dict[str, EvalScores]]
     seconds: float
 
@@ -313,17 +306,7 @@ class _Scorer:
             self._fleet.close_session(session)
 
 
-log = logging.getLogger(__name__)
 _CHECK_INTERVAL_S = 0.5
-
-
-class _ServersLost(Exception):
-    """An evaluation has lost all servers that it had to itself."""
-
-
-async def _check_kept(fleet: Fleet) -> None:
-    if not fleet.router.servers:
-        raise _ServersLost
 
 
 class Evaluator:
@@ -372,57 +355,28 @@ class Evaluator:
         steps = self._config.trainer.steps
         self.running.add(version)
         try:
-            kept = await self._evaluate_on_kept_servers(version)
-            return kept or await self._run(
-                self._fleet, version, lambda: self._check_all_servers(version)
-            )
+            return await self._run(version)
         finally:
             self.running.discard(version)
             if version == steps:
                 await record_handover(self._store, evaluated=1)
                 self._last_ended.set()
 
-    async def _evaluate_on_kept_servers(self, version: int) -> EvalRecord | None:
-        """Evaluate on servers that keep their version. None if there are none or all of them fail.
-
-        Until the next evaluation is due, it waits for servers that start, that come back, or that
-        the evaluation before has. Their version is then newer than `version`.
-        """
-        count, steps = self._config.eval.servers, self._config.trainer.steps
-        if not count or version == steps:
-            return None
-        due = min(version + max(self._config.eval.every, 1), steps)
-        while len(self._fleet.router.ready) <= count and self._batches.step < due:
-            await asyncio.sleep(_CHECK_INTERVAL_S)
-        async with self._fleet.lend(count) as kept:
-            if kept is None:
-                log.warning("the evaluation of version %d has no server of its own", version)
-                return None
-            try:
-                record = await self._run(kept, version, lambda: _check_kept(kept))
-                record["servers"] = count
-                return record
-            except _ServersLost:
-                log.warning("the evaluation of version %d lost its servers: once more", version)
-        return None
-
-    async def _run(
-        self, fleet: Fleet, version: int, check: Callable[[], Awaitable[None]]
-    ) -> EvalRecord:
-        """Evaluate on `fleet`. An error of `check`, called meanwhile, ends the evaluation."""
+    async def _run(self, version: int) -> EvalRecord:
+        """Evaluate, and check meanwhile that servers are left."""
         evaluation = asyncio.ensure_future(
-            evaluate(self._config, self._dependencies, fleet, self._workflows, version)
+            evaluate(self._config, self._dependencies, self._fleet, self._workflows, version)
         )
         try:
             while not evaluation.done():
                 await asyncio.wait([evaluation], timeout=_CHECK_INTERVAL_S)
                 if not evaluation.done():
-                    await check()
+                    await self._check_servers(version)
             return evaluation.result()
         finally:
             evaluation.cancel()
 
-    async def _check_all_servers(self, version: int) -> None:
+    async def _check_servers(self, version: int) -> None:
         """After the last step, ask for the weights of servers that return, and wait for them."""
         steps = self._config.trainer.steps
         if self._batches.step < steps:

@@ -132,9 +132,7 @@ class ReplayBuffer:
         held = self._prompts[prompt_id]
         if recent:
             return held[-self._group_size :]
-        logits = np.zeros(len(held))
-        if self._config.by == "reward":
-            logits = np.array([episode_reward(traces) for traces in held], np.float64)
+        logits = np.array([episode_reward(traces) for traces in held], np.float64)
         best = np.argsort(-(logits + rng.gumbel(size=len(held))))[: self._group_size]
         return [held[i] for i in sorted(best.tolist())]
 

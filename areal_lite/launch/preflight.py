@@ -102,7 +102,7 @@ def _training(config: TrainConfig) -> None:
             key = f"data.sources.{source}.reference" if source else "algo.reference"
             check_model(key, folder)
             _same_tokens(config.model, key, folder)
-    load_filters(config.rollout.filters, config.rollout.active_sampling)
+    load_filters(config.rollout.filters)
     _prompts_come_again(config)
     for path in config.eval.sets:
         if path.endswith(".jsonl") and not os.path.isfile(path):

@@ -47,14 +47,6 @@ _Logprob = Annotated[float, msgspec.Meta(ge=-3.4028235e38, le=1e-4)]
 _Version = Annotated[str, msgspec.Meta(max_length=20)]
 
 
-class ServerLoad(msgspec.Struct, frozen=True):
-    """Running requests, waiting requests, and the used share of the KV cache of a server."""
-
-    running: _Int32 = msgspec.field(name="num_running_reqs")
-    waiting: _Int32 = msgspec.field(name="num_waiting_reqs")
-    cache_used: Annotated[float, msgspec.Meta(ge=0, le=2)] = msgspec.field(name="token_usage")
-
-
 class _Span(msgspec.Struct):
     version: _Version
     start: _Int32
@@ -78,16 +70,11 @@ class _Generation(msgspec.Struct):
     meta_info: _Meta
 
 
-class _Loads(msgspec.Struct):
-    loads: list[ServerLoad]
-
-
 class _ModelInfo(msgspec.Struct):
     weight_version: _Version
 
 
 _GENERATION = msgspec.json.Decoder(_Generation)
-_LOADS = msgspec.json.Decoder(_Loads)
 _MODEL_INFO = msgspec.json.Decoder(_ModelInfo)
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -155,8 +142,6 @@ class Client(Protocol):
     async def check_health(self, server: ServerInfo) -> None:
         """Check that every part of the server works, busy or idle. Raises ServerError in time."""
         ...
-
-    async def load(self, server: ServerInfo) -> ServerLoad: ...
 
     async def abort_all(self, server: ServerInfo) -> None:
         """End all requests of the server."""
@@ -247,10 +232,6 @@ class SGLangClient:
         # only call without side effects that the scheduler answers between any two steps.
         raw = await self._get(server, "/server_info")
         _parsed(server, "/server_info", raw, parse_server_info)
-
-    async def load(self, server: ServerInfo) -> ServerLoad:
-        raw = await self._get(server, "/v1/loads?include=core")
-        return _parsed(server, "/v1/loads", raw, parse_load)
 
     async def abort_all(self, server: ServerInfo) -> None:
         await self.post(server, "/abort_request", {"abort_all": True})
@@ -497,12 +478,6 @@ def check_versions(chunk: GenerationChunk, oldest: int, newest: int) -> None:
 def parse_model_info(raw: bytes) -> int:
     """Return the weight version in the answer to GET /model_info."""
     return _parse_version(_MODEL_INFO.decode(raw).weight_version)
-
-
-def parse_load(raw: bytes) -> ServerLoad:
-    """Decode the answer to GET /v1/loads of a server with one data-parallel rank."""
-    (load,) = _LOADS.decode(raw).loads
-    return load
 
 
 def parse_server_info(raw: bytes) -> None:

@@ -27,8 +27,8 @@ import asyncio
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -38,7 +38,6 @@ from areal_lite.servers.client import (
     ConnectionLost,
     ServerError,
     ServerFailed,
-    ServerLoad,
     ServerNotReady,
     ServerRefused,
     ServerUnreachable,
@@ -52,8 +51,6 @@ from areal_lite.servers.completion import (
     request_seed,
 )
 from areal_lite.servers.registry import UNTRUSTED, Router, ServerInfo
-
-_ABORT_AGAIN_S = 1.0
 
 
 class RequestGate:
@@ -175,17 +172,6 @@ class RequestGate:
             self._calls[server].discard(call)
             if not self._calls[server]:
                 del self._calls[server]
-
-    async def vacate(self, server: ServerInfo) -> None:
-        """Abort all requests on `server`, which must not be ready. They continue elsewhere.
-
-        If the server fails meanwhile, its health check finds out.
-        """
-        with suppress(ServerError):
-            # Again and again: a request may reach the server after an abort.
-            while calls := self._calls.get(server):
-                await self._client.abort_all(server)
-                await asyncio.wait(calls, timeout=_ABORT_AGAIN_S)
 
     def in_flight_on(self, server: ServerInfo) -> int:
         return len(self._calls.get(server, ()))
@@ -490,59 +476,9 @@ class Fleet:
             self._ready.set()
         self.gate.open()
 
-    @asynccontextmanager
-    async def lend(self, count: int) -> AsyncIterator["Fleet | None"]:
-        """Lend the `count` least loaded ready servers, as a fleet that no push reaches.
-
-        Their requests move to the other servers and continue there. The fleet is None if no other
-        server would be left, or during a push. A server that comes back with older weights is
-        stale.
-        """
-        lent = [] if self._pushing else self.router.lend(count)
-        if not lent:
-            yield None
-            return
-        fleet = Fleet(
-            self._client,
-            lambda: [server for server in lent if server in self.router.lent],
-            lambda: None,
-            self._mark_unhealthy,
-            self._health_interval_s,
-            self._seed,
-        )
-        fleet.router.version = self.router.lent[lent[0]]
-        log.info("lent at version %d: %s", fleet.router.version, ", ".join(s.name for s in lent))
-        watching = asyncio.create_task(fleet.watch())
-        try:
-            await asyncio.gather(*map(self.gate.vacate, lent))
-            yield fleet
-        finally:
-            watching.cancel()
-            for server in lent:
-                self.router.take_back(server)
-            self.counts.update(fleet.counts)
-            if self.router.ready:
-                self._ready.set()
-            self._on_change()
-
     async def abort_all(self) -> None:
         """End all requests on the servers, of which some may be gone."""
         calls = (self._client.abort_all(server) for server in self.router.servers.values())
         for error in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(error, BaseException) and not isinstance(error, ServerError):
                 raise error
-
-    async def loads(self) -> list[ServerLoad] | None:
-        """Ask every ready server for its load; None if one of them gives none now."""
-        servers = filter(self.router.is_ready, self.router.servers.values())
-        loads = []
-        for load in await asyncio.gather(*map(self._client.load, servers), return_exceptions=True):
-            if isinstance(load, ServerFailed) and not isinstance(load, ServerUnreachable):
-                self._fail(load)  # silence is for the health check to judge
-            if not isinstance(load, BaseException):
-                loads.append(load)
-            elif not isinstance(load, ServerError):
-                raise load
-            else:
-                return None
-        return loads

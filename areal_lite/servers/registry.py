@@ -12,7 +12,6 @@ The router chooses the least loaded server that has the trainer's weights:
   the trainer's version.
 * A server that failed is left out until another process is announced under its name.
 * A server whose announcement is withdrawn gets no new requests.
-* A lent server keeps its version: it gets no requests here and no pushes until it is back.
 """
 
 import json
@@ -136,7 +135,6 @@ class Router:
 
     `version` is the trainer's, `pushing` the last whose push has begun. `servers` and `load`
     (trajectories in flight) are keyed by name, `ready` holds names, `stale` is sorted by name.
-    `lent` has the versions of the servers that are lent, which are among `servers`, too.
     """
 
     def __init__(self) -> None:
@@ -147,7 +145,6 @@ class Router:
         # Only of servers that reported their version or took a push.
         self._versions: dict[ServerInfo, int] = {}
         self._failed: set[ServerInfo] = set()
-        self.lent: dict[ServerInfo, int] = {}
 
     def update_servers(self, announced: Iterable[ServerInfo]) -> list[ServerInfo]:
         """Take over the announced servers, without processes that failed. Return the new ones."""
@@ -156,7 +153,6 @@ class Router:
         self.servers = current
         announced_now = set(current.values())
         self._versions = {s: v for s, v in self._versions.items() if s in announced_now}
-        self.lent = {s: v for s, v in self.lent.items() if s in announced_now}
         return new
 
     def record_version(self, server: ServerInfo, version: int) -> None:
@@ -175,26 +171,7 @@ class Router:
             return False
         del self.servers[server.name]
         self._versions.pop(server, None)
-        self.lent.pop(server, None)
         return True
-
-    def lend(self, count: int) -> list[ServerInfo]:
-        """Lend the `count` least loaded ready servers. None if no other would be left."""
-        ready = [server for server in self._versions if self.is_ready(server)]
-        if len(ready) <= count:
-            return []
-        lent = []
-        for _ in range(count):
-            server = least_loaded(filter(self.is_ready, self._versions), self.load)
-            assert server is not None
-            self.lent[server] = self._versions.pop(server)
-            lent.append(server)
-        return lent
-
-    def take_back(self, server: ServerInfo) -> None:
-        """Take a lent server back, unless it is gone. It is stale after a push in the meantime."""
-        if server in self.lent:
-            self._versions[server] = self.lent.pop(server)
 
     @property
     def newest_version(self) -> int:
@@ -204,11 +181,6 @@ class Router:
     @property
     def ready(self) -> set[str]:
         return {s.name for s, version in self._versions.items() if version == self.version}
-
-    @property
-    def takes_pushes(self) -> list[ServerInfo]:
-        """Return the servers that a push of a new version goes to."""
-        return [server for server in self.servers.values() if server not in self.lent]
 
     @property
     def stale(self) -> list[ServerInfo]:

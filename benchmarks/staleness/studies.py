@@ -2,8 +2,9 @@
 
 The task is sums of three digits, and the teacher of the warm-up forgot 88 % of the carries. So the
 carry is what the model has to learn, from a probability near 0.1. A step has 16 groups of 16
-trajectories in four minibatches, at a constant learning rate. `buffer.fixed_lag` makes every token
-exactly `lag` versions old after the first steps, at any speed of the machine.
+trajectories in four minibatches, at a constant learning rate. Groups are used in order, a push
+waits for all requests in flight, and nothing else limits these. So every token is exactly `lag`
+versions old after the first steps, at any speed of the machine.
 """
 
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ WARM_UP = (
 )
 COMMON = (
     "+task=addition data.args.max_digits=3 algo=quickstart algo.prox=recompute"
-    " rollout.group_size=16 rollout.max_new_tokens=64 rollout.max_concurrent=256"
+    " rollout.group_size=16 rollout.max_new_tokens=64 rollout.max_concurrent=32768"
     f" trainer.batch_groups={GROUPS} trainer.lr_schedule=constant"
     " trainer.lr_warmup_steps=0 trainer.adam_eps=1e-5 trainer.save_every=0"
-    " buffer.fixed_lag=true eval.problems=512"
+    " rollout.interrupt=none buffer.window=0 eval.problems=512"
 )
 _DECOUPLED = "algo.decoupled=true algo.correction.mode=cap"
 _BEHAVIOR = "algo.decoupled=false algo.correction.mode=cap"

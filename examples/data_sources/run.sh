@@ -6,11 +6,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # shellcheck source=examples/warm_model.sh
 . ../warm_model.sh
 
-# Three of four prompts are from the first source. Of the two servers, each evaluation has one to
-# itself, so that its accuracy is that of one version of the weights.
+# Three of four prompts are from the first source.
 areal-lite train "model=$warm" +task=addition algo=quickstart \
   data.sources.short.args.max_digits=2 data.sources.short.weight=3 \
   data.sources.long.args.max_digits=3 \
-  server.count=2 eval.every=8 eval.servers=1 \
+  server.count=2 eval.every=8 \
   rollout.group_size=8 rollout.max_new_tokens=64 \
   trainer.batch_groups=16 trainer.minibatches=4 trainer.lr=1.5e-4 trainer.steps=24 "$@"

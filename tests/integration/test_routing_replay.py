@@ -126,7 +126,10 @@ async def interrupted(
             asyncio.create_task(finished(gate, server.info, prompt, params, f"{mode}{i}"))
             for i, prompt in enumerate(prompts)
         ]
-        while (await client.load(server.info)).running < len(prompts) // 2:
+        running = 0
+        while running < len(prompts) // 2:
+            (load,) = json.loads(await client._get(server.info, "/v1/loads?include=core"))["loads"]
+            running = load["num_running_reqs"]
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.5)
         await push("pushed", first + 1, mode)

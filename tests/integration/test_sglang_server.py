@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from areal_lite.servers.client import ServerLoad, SGLangClient
+from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.system.network import free_port
 from tests.processes import running
@@ -224,40 +223,6 @@ def test_a_prefix_cached_under_older_weights_serves_no_newer_version(
     # `trap` has the same weights as `after`, over the older cache: this is the danger.
     for chunk in (before, trap):
         assert (torch.from_numpy(chunk.logprobs) - expected(chunk)).abs().max() > 1e-2
-
-
-def test_the_load_counts_running_requests(sglang_server) -> None:
-    params = SamplingParams(LONG, 1.0, (1,))
-
-    async def run() -> tuple[list[ServerLoad], float]:
-        client, prompt = SGLangClient(60), np.arange(2, 66, dtype=np.int32)
-        loads = [await client.load(sglang_server.info)]
-        over = asyncio.Event()
-
-        async def ask(number: int) -> None:
-            again = itertools.count()  # an answer may end soon
-            while not over.is_set():
-                rid = f"busy-{number}-{next(again)}"
-                await client.generate(sglang_server.info, prompt, params, rid, "0")
-
-        asked = [asyncio.create_task(ask(number)) for number in range(6)]
-        while loads[-1].running < 6:  # the scheduler reports it from time to time
-            await asyncio.sleep(0.05)
-            loads.append(await client.load(sglang_server.info))
-        began = time.perf_counter()
-        for _ in range(20):
-            await client.load(sglang_server.info)
-        seconds = (time.perf_counter() - began) / 20
-        over.set()
-        await client.abort_all(sglang_server.info)
-        await asyncio.gather(*asked)
-        await client.close()
-        return loads, seconds
-
-    loads, seconds = asyncio.run(run())
-    print(f"asking takes {1000 * seconds:.1f} ms")
-    assert (loads[0].running, loads[0].waiting) == (0, 0)
-    assert loads[-1].cache_used > loads[0].cache_used
 
 
 PARENT = """

@@ -280,13 +280,6 @@ FLEET_LIES = [
     {"/generate": body(b"{}", 400)},
     {"/generate": body(b"{}", 429)},
     *({"/generate": as_json(LIES[case])} for case in ("null", "a version that was never pushed")),
-    {"/v1/loads": body(b'{"loads": []}')},
-    {"/v1/loads": as_json({"loads": [{"num_running_reqs": -1}]})},
-    {
-        "/v1/loads": as_json(
-            {"loads": [{"num_running_reqs": 2**70, "num_waiting_reqs": 0, "token_usage": 0}]}
-        )
-    },
 ]
 
 
@@ -312,7 +305,6 @@ def test_the_fleet_leaves_the_liar_out_and_goes_on(lies: dict) -> None:
                     server = await fleet.reserve(1)
                     done = await fleet.complete(Session(str(number), server), PROMPT, PARAMS)
                     assert done.finish_reason in ("stop", "length")
-                    await fleet.loads()
                 while not unhealthy:
                     await asyncio.sleep(0.01)
             assert unhealthy == ["a-liar"] and fleet.router.ready == {"honest"}
@@ -354,7 +346,6 @@ def fuzz(cases: int, seed: int) -> None:
     """Each mutated answer is a ServerFailed, or a chunk that keeps every promise."""
     from areal_lite.servers import client
     from areal_lite.servers.client import (
-        parse_load,
         parse_model_info,
         parse_reply,
         parse_server_info,
@@ -363,10 +354,8 @@ def fuzz(cases: int, seed: int) -> None:
     rng = random.Random(seed)
     server = ServerInfo(name="s", url="u", api_key=None, tensor_parallel=1, pid=1)
     honest = [json.dumps(answer).encode() for answer in HONEST.values()]
-    load = {"num_running_reqs": 3, "num_waiting_reqs": 0, "token_usage": 0.5}
     others = [
         (parse_model_info, b'{"weight_version": "12", "model": "x"}'),
-        (parse_load, json.dumps({"loads": [load]}).encode()),
         (parse_server_info, b'{"version": "0.5.21", "internal": [{"a": 1}]}'),
         (parse_reply, b'{"success": true, "message": ""}'),
     ]

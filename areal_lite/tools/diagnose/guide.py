@@ -186,8 +186,8 @@ GUIDE = (
         "uniform_groups_share above {uniform_share:.0%}, mostly successes; alarm: "
         "{uniform_alarm:.0%}",
         "the policy has solved these prompts; equal rewards give no advantage",
-        "set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` where prompts repeat; "
-        "use harder prompts",
+        "set `rollout.filters=[zero_variance]`, or `rollout.retire_above=0.9` where prompts "
+        "repeat; use harder prompts",
     ),
     Advice(
         learning.too_hard,
@@ -196,8 +196,8 @@ GUIDE = (
         "{uniform_alarm:.0%}",
         "the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
         "read trajectories (`areal-lite report --inspect`) and `reward.function`; raise "
-        "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.active_sampling=true`, or "
-        "`rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
+        "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.filters=[zero_variance]`, "
+        "or `rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
         ("truncated", "reward_collapse"),
     ),
     Advice(
@@ -231,8 +231,8 @@ GUIDE = (
         "Evaluations mix the weights of many steps",
         "versions further apart than {mixed_share:.0%} of `eval.every` answered one of them",
         "an evaluation takes long, and pushes change the servers' weights meanwhile",
-        "set `eval.servers=1` with one more server, which then keeps the version; or lower "
-        "`eval.problems` or `eval.samples`, or raise `eval.every`",
+        "lower `eval.problems` or `eval.samples`, raise `eval.every`, or evaluate the saved "
+        "checkpoints instead (`areal-lite eval`)",
     ),
     Advice(
         learning.faint_adapters,
@@ -287,7 +287,7 @@ GUIDE = (
         "its groups are filtered out, its prompts are retired or rest, or its rollouts fail",
         "look at `uniform_groups_share/NAME` and the counts of filtered groups; give the source "
         "other prompts or another `weight`, or change `rollout.retire_above`, "
-        "`rollout.rest_unsolved`, `rollout.active_sampling` or `rollout.filters`",
+        "`rollout.rest_unsolved` or `rollout.filters`",
         ("workflow_failures", "reward_failures"),
     ),
     Advice(
@@ -295,8 +295,8 @@ GUIDE = (
         "A data source has no signal",
         "equal rewards in {uniform_alarm:.0%} of the groups of one source",
         "its prompts are solved, or too hard, or its reward function does not tell answers apart",
-        "lower its `weight`; set `rollout.active_sampling=true`, or `rollout.retire_above=0.9` and "
-        "`rollout.rest_unsolved=8` where prompts repeat; read its trajectories "
+        "lower its `weight`; set `rollout.filters=[zero_variance]`, or `rollout.retire_above=0.9` "
+        "and `rollout.rest_unsolved=8` where prompts repeat; read its trajectories "
         "(`areal-lite report --inspect`)",
         ("too_easy", "too_hard"),
     ),

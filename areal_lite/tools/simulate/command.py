@@ -321,8 +321,7 @@ def advise(config: SimulateConfig, summary: Summary) -> list[str]:
     if summary.preempted:
         advice.append(
             f"{summary.preempted} requests lost their KV cache because it was full: lower "
-            "rollout.max_concurrent, set rollout.adapt_concurrency=true, or raise "
-            "server.tensor_parallel."
+            "rollout.max_concurrent, or raise server.tensor_parallel."
         )
     return advice
 

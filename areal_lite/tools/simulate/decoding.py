@@ -190,11 +190,6 @@ class DecodingServer:
         self._push_versions.append(version)
         self._start()
 
-    @property
-    def cache_used(self) -> float:
-        """Return the used share of the KV cache."""
-        return self.context / self.speed.kv_tokens
-
     def _prefill(self, seconds: float) -> None:
         self._prefill_s -= seconds
         self.usage.prefill_s += seconds

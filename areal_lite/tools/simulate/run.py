@@ -404,5 +404,5 @@ def littles_law(config: TrainConfig, work: Workload) -> float:
     admitted = (config.max_lead + 1) * batch * mean / held
     in_flight = min(rollout.max_concurrent, admitted)
     running = min(in_flight, config.server.count * server.kv_tokens / context)
-    kept = 1 - (work.uniform_share if rollout.active_sampling else 0)
+    kept = 1 - (work.uniform_share if "zero_variance" in rollout.filters else 0)
     return min(kept * running / token_s(in_flight), batch * mean / step_s)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from areal_lite.servers.client import ServerLoad, ServerUnreachable
+from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
@@ -140,14 +140,6 @@ class SimulatedServers:
 
     async def check_health(self, server: ServerInfo) -> None:
         self._slot(server)
-
-    async def load(self, server: ServerInfo) -> ServerLoad:
-        slot = self._slot(server)
-        self._advance(slot)
-        model = slot.model
-        return ServerLoad(
-            running=len(model.running), waiting=len(model.waiting), cache_used=model.cache_used
-        )
 
     async def reset(self, server: ServerInfo) -> None:
         await self.abort_all(server)

@@ -39,7 +39,8 @@ def test_cells_are_the_runs_that_they_name(study: str) -> None:
         config = to_dataclass(
             compose_config("train", ["model=warm", "run_dir=run", *cell.settings])
         )
-        assert config.buffer.max_staleness == cell.lag and config.buffer.fixed_lag
+        assert config.buffer.max_staleness == cell.lag and config.buffer.window == 0
+        assert config.rollout.interrupt == "none"
         assert (config.trainer.lr, config.seed, config.data.args["seed"]) == (cell.lr, 3, 3)
         assert config.algo.eps_low == config.algo.eps_high == cell.eps
         assert (config.trainer.steps, config.trainer.minibatches) == (cell.steps, cell.minibatches)

@@ -49,8 +49,6 @@ def test_a_window_that_the_bound_has_no_room_for_is_refused() -> None:
         check_buffer(config)
 
 
-def test_a_window_does_not_go_with_other_orders() -> None:
+def test_a_window_does_not_go_with_replay() -> None:
     with pytest.raises(ValueError, match="buffer.window=1 is for batches in order, and replay"):
         check_buffer(windowed(1, replay=ReplayConfig(capacity=20)))
-    with pytest.raises(ValueError, match="buffer.window=1 does not go with buffer.fixed_lag"):
-        check_buffer(windowed(1, fixed_lag=True))

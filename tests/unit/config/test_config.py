@@ -126,7 +126,6 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("rollout.retire_above=0.9", "data.source=addition always makes new ones"),
         ("rollout.rest_unsolved=4", "rollout.rest_unsolved=4 needs prompts that come again"),
         ("buffer.replay.capacity=100", "algo.loss=ppo cannot: set algo.loss=tb"),
-        ("buffer.replay.by=age", "buffer.replay.by=age: choose one of reward, uniform"),
         (
             "buffer.replay.recency_probability=2",
             "buffer.replay.recency_probability=2.0: must be at least 0 and at most 1",
@@ -162,7 +161,7 @@ def test_a_mistake_is_one_line(model, tmp_path, capsys, override, message):
         (["algo.kl.coef=0"], "algo.advantage.estimator=off leaves nothing to learn from"),
         (["algo.kl.estimator=k3"], "set algo.kl.estimator=k1"),
         (["algo.prox=loglinear"], "algo.kl.into=advantage needs the log-probs before the update"),
-        (["rollout.active_sampling=true"], "algo.advantage.estimator=off learns from, too"),
+        (["rollout.filters=[zero_variance]"], "algo.advantage.estimator=off learns from, too"),
     ],
 )
 def test_a_teacher_must_teach(model, capsys, overrides, message):
@@ -220,7 +219,6 @@ def test_a_mistake_in_a_stage_of_the_quickstart_has_its_full_key(tmp_path, capsy
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("buffer.fixed_lag=true", "buffer.fixed_lag does not go with buffer.replay.capacity=20"),
         ("trainer.batch_groups=10001", "more than the 10000 prompts that a replay buffer keeps"),
         ("rollout.group_size=21", "buffer.replay.capacity=20 holds less than a group"),
         ("debug=rollout_only", "generates without end"),

@@ -77,8 +77,8 @@ def test_sections_of_sections_are_checked_and_named():
     with pytest.raises(ValueError, match="^architecture=gpt2: choose one of qwen3, qwen2"):
         check_fields(MakeModelConfig(architecture="gpt2"))
     config = TrainConfig()
-    config.buffer.replay.by = "age"
-    with pytest.raises(ValueError, match="buffer.replay.by=age: choose one of reward, uniform"):
+    config.buffer.replay.recency_probability = 2.0
+    with pytest.raises(ValueError, match="buffer.replay.recency_probability=2.0: must be "):
         check_fields(config)
 
 

@@ -101,7 +101,7 @@ async def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> RunRead
     monkeypatch.setattr(dispatcher_module, "load_workflow", lambda config: FakeWorkflow(rng))
     config = TrainConfig(model="m", run_dir="r")
     config.rollout.group_size = SIZE
-    config.rollout.active_sampling = True
+    config.rollout.filters = ["zero_variance"]
     config.trainer.batch_groups, config.trainer.steps = BATCH, STEPS
     config.buffer.max_staleness = ETA
     store = Store(path)

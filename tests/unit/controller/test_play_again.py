@@ -66,7 +66,7 @@ class World:
         config = TrainConfig(model="m", run_dir="r")
         config.rollout.group_size = SIZE
         config.rollout.max_concurrent = 2 * SIZE
-        config.rollout.active_sampling = True
+        config.rollout.filters = ["zero_variance"]
         config.rollout.workflow = f"{__name__}:play"
         config.trainer.batch_groups, config.trainer.steps = BATCH, STEPS
         config.buffer.max_staleness = 0

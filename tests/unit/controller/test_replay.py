@@ -122,7 +122,7 @@ def test_a_recent_draw_has_the_newest_trajectories_of_the_last_prompts() -> None
 
 
 def test_a_draw_mixes_groups_and_versions_and_names_no_prompt_twice() -> None:
-    replay = buffer(size=4, recency_probability=0.5, by="uniform")
+    replay = buffer(size=4, recency_probability=0.5)
     for number in range(8):
         prompt = "abcd"[number % 4]
         replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 1)))
@@ -140,24 +140,23 @@ def test_forgotten_groups_cost_no_memory() -> None:
     assert replay._used == {48, 49}
 
 
-@pytest.mark.parametrize("by", ["reward", "uniform"])
-def test_trajectories_are_drawn_by_the_softmax_of_their_rewards(by: str) -> None:
+def test_trajectories_are_drawn_by_the_softmax_of_their_rewards() -> None:
     """With K = 1 it is exactly the softmax: chi-squared, 3 degrees of freedom, 99.9 % point."""
     rewards = np.array([0.0, 1.0, 0.5, -1.0])
-    replay = buffer(size=1, recency_probability=0.0, by=by)
+    replay = buffer(size=1, recency_probability=0.0)
     replay.put(group(0, "a", *enumerate(rewards)))
     draws = 4000
     counts = Counter(
         int(replay.take(1, version, 1).groups[0].trajectories[0].tokens[-1])
         for version in range(draws)
     )
-    weights = np.exp(rewards) if by == "reward" else np.ones(4)
+    weights = np.exp(rewards)
     expected = draws * weights / weights.sum()
     assert sum((counts[i] - expected[i]) ** 2 / expected[i] for i in range(4)) < 16.3
 
 
 def test_how_often_groups_are_recent() -> None:
-    replay = buffer(recency_probability=0.3, by="uniform")
+    replay = buffer(recency_probability=0.3)
     for number in range(100):
         replay.put(group(number, f"p{number}", (1, 0), (2, 0)))
     newest = sum(replay.take(1, version, 1).groups[0].prompt_id == "p99" for version in range(2000))

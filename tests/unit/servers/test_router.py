@@ -77,27 +77,3 @@ def test_a_server_that_holds_the_prefix_is_preferred_while_it_is_ready() -> None
     assert router.choose() == c and router.choose([a, b]) == a
     router.mark_failed(a)
     assert router.choose([a, b]) == b and router.choose([a]) == c
-
-
-def test_a_lent_server_gets_no_request_and_no_push_until_it_is_back() -> None:
-    router = with_ready(*"abc")
-    a, b, c = (info(name) for name in "abc")
-    router.load.update(a=5, b=7, c=1)
-    assert router.lend(3) == [] and router.lend(2) == [c, a]
-    assert router.choose([a, c]) == b and router.takes_pushes == [b]
-    assert router.ready == {"b"} and router.stale == [] and set(router.servers) == {"a", "b", "c"}
-    router.version = 1
-    router.record_push(b)
-    router.mark_failed(c)
-    router.take_back(a), router.take_back(c)
-    assert router.stale == [a] and router.ready == {"b"} and router.takes_pushes == [a, b]
-    assert router.lent == {}
-
-
-def test_a_lent_server_that_is_replaced_does_not_come_back() -> None:
-    router = with_ready(*"ab")
-    assert router.lend(1) == [info("a")]
-    router.update_servers([info("a", pid=2), info("b")])
-    router.take_back(info("a"))
-    assert router.ready == {"b"} and router.stale == []
-    assert router.takes_pushes == [info("a", pid=2), info("b")]

@@ -127,7 +127,7 @@ def test_lost_servers_lose_no_group_and_return_with_the_trainers_version() -> No
 
 def test_filtered_groups_are_replaced() -> None:
     config = run_config()
-    config.rollout.active_sampling = True
+    config.rollout.filters = ["zero_variance"]
     outcome = simulate(config, replace(WORK, uniform_share=0.5, steps=20))
     filtered, used = outcome.groups["filtered"], outcome.groups["used"]
     assert 0.35 < filtered / (filtered + used) < 0.65
@@ -167,7 +167,7 @@ def test_no_group_is_lost_and_no_token_is_staler_than_the_bound(
         config.buffer.max_staleness += every - 1 - config.max_lead
     config.seed = seed
     config.server.count = 3
-    config.rollout.active_sampling = uniform > 0
+    config.rollout.filters = ["zero_variance"] if uniform else []
     work = replace(
         WORK,
         lengths=LogNormalLengths(mean=60, spread=spread, longest=256, shared=0.3),
