@@ -24,17 +24,23 @@ reads the columns of the store in chunks.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.audit.files import (
-    StepSums,
-    check_checkpoints,
-    check_counts,
-    check_evaluations,
-    check_metrics,
-    check_trained,
+import numpy as np
+
+from areal_lite.run_dir.manifest import damage
+from areal_lite.run_dir.paths import (
+    CHECKPOINTS_DIR,
+    HF_DIR,
+    PROXIMAL_FILE,
+    SUMMARY_FILE,
+    TOTALS_FILE,
 )
+from areal_lite.run_dir.reader import Chunk, Groups, RunReader
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
     COLUMNS,
@@ -47,6 +53,299 @@ from areal_lite.tools.audit.store import (
 from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.formatting import counted
 from areal_lite.tools.report.command import existing_run
+from areal_lite.trajectory import GroupState
+
+# A sum of float64 in another order.
+_TOLERANCE = 1e-9
+_PROXIMAL = re.compile(rb'\{"step": (\d+), "group_id": (\d+),')
+
+
+class StepSums:
+    """Adds up the trajectories that each step was trained on.
+
+    With a bound on staleness, older tokens are overdue: they were masked. The bound may differ
+    between the starts of a run, so each of `bounds` has sums of its own.
+    """
+
+    def __init__(self, records: Records, steps: int):
+        """Take `steps`, the number of completed steps."""
+        starts = records.starts
+        no_bound = 2**30
+        self.bounds = sorted(
+            {no_bound if records.replays else s["buffer.max_staleness"] for s in starts}
+        )
+        # Whether a token that is overdue can be in a batch, where it is masked.
+        self._may_mask = any(
+            s["buffer.overdue"] == "mask" and s["buffer.window"] is None for s in starts
+        )
+        self._newest_allowed = _versions_of_servers(records.metrics)
+        self.trajectories = np.zeros(0, np.int64)
+        self.episodes = np.zeros(0)
+        self.tokens = np.zeros(0, np.int64)
+        self.rewards = np.zeros(0)
+        # By bound.
+        self.within = np.zeros((len(self.bounds), 0), np.int64)
+        self.staleness = np.zeros((len(self.bounds), 0), np.int64)
+        self.stalest = np.zeros((len(self.bounds), 0), np.int64)
+        self._overdue: set[int] = set()
+        self._too_new: set[int] = set()
+        self._grow(steps)
+
+    def add(self, chunk: Chunk) -> None:
+        """Add the trajectories of `chunk` that were trained on."""
+        used = chunk["step"] >= 0
+        if not used.any():
+            return
+        self._grow(int(chunk["step"].max()) + 1)
+        n = len(self.tokens)
+        step = chunk["step"][used]
+        self.trajectories += np.bincount(step, minlength=n)
+        share = 1 / chunk["traces"][used]
+        self.episodes += np.bincount(step, share, n)
+        rewards = np.nan_to_num(chunk["reward"][used])
+        self.rewards += np.bincount(step, share * rewards, n)
+        of_used = used[chunk.owner]
+        owner, version = chunk.owner[of_used], chunk.version[of_used]
+        length = (chunk.end - chunk.start)[of_used]
+        step = chunk["step"][owner]
+        self.tokens += np.bincount(step, length, n).astype(np.int64)
+        staleness = step - version
+        for i, bound in enumerate(self.bounds):
+            good = staleness <= bound
+            tokens = np.where(good, length, 0)
+            self.within[i] += np.bincount(step, tokens, n).astype(np.int64)
+            self.staleness[i] += np.bincount(step, tokens * staleness, n).astype(np.int64)
+            np.maximum.at(self.stalest[i], step[good], staleness[good])
+        if not self._may_mask:
+            self._overdue.update(chunk["group"][owner[staleness > self.bounds[-1]]].tolist())
+        self._too_new.update(chunk["group"][owner[version > self._allowed(step)]].tolist())
+
+    def _grow(self, steps: int) -> None:
+        sums = ("trajectories", "episodes", "tokens", "rewards", "within", "staleness", "stalest")
+        for name in sums:
+            old = getattr(self, name)
+            if (missing := steps - old.shape[-1]) > 0:
+                widths = [(0, 0)] * (old.ndim - 1) + [(0, missing)]
+                setattr(self, name, np.pad(old, widths))
+
+    def _allowed(self, step: np.ndarray) -> np.ndarray:
+        """Return the newest version that the servers can have had at each of `step`, int64."""
+        known = self._newest_allowed
+        allowed = step.copy()
+        inside = step < len(known)
+        allowed[inside] = known[step[inside]]
+        return allowed
+
+    def check(self, records: Records) -> Check:
+        """Return what is wrong with the versions of the tokens that were trained on."""
+        bound = self.bounds[-1]
+        total = f"{int(self.tokens.sum()):,} tokens that were trained on"
+        if records.replays:
+            check = Check(name="staleness", looked_at=f"{total}: of any age (replay), none newer")
+        else:
+            masked = int(self.tokens.sum() - self.within[-1].sum())
+            stalest = int(self.stalest[-1].max(initial=0))
+            check = Check(
+                name="staleness",
+                looked_at=f"{total}: at most {stalest} steps old, buffer.max_staleness={bound}; "
+                f"{masked:,} older ones were masked",
+            )
+        what = f"groups with tokens more than {bound} steps old, in a run that masks none"
+        check.none_of(sorted(self._overdue), what)
+        check.none_of(
+            sorted(self._too_new), "groups with a version that no server had before their step"
+        )
+        return check
+
+
+def _versions_of_servers(metrics: list[dict[str, Any]]) -> np.ndarray:
+    """Return by step, from 0, the version of the servers when its batch was taken, int64."""
+    rows = {m["step"]: m for m in metrics if isinstance(m.get("step"), int)}
+    steps = range(max(rows, default=0))
+    return np.array(
+        [step - rows.get(step + 1, {}).get("server_lag", 0) for step in steps], np.int64
+    )
+
+
+def check_metrics(records: Records, sums: StepSums | None) -> Check:
+    """Check that metrics.jsonl has each step once, and that the store gives the same numbers."""
+    rows = records.metrics
+    numbers = [row.get("step", 0) for row in rows]
+    times = Counter(numbers)
+    check = Check(name="metrics", looked_at=f"{counted(len(rows), 'row')}: each step once")
+    check.none_of([step for step in times if times[step] > 1], "steps with more than one row")
+    check.none_of(
+        sorted(set(range(1, max(numbers, default=0))) - set(times)), "steps without a row"
+    )
+    check.expect(numbers == sorted(numbers), "rows out of order")
+    _check_versions(check, records)
+    if sums is None:
+        return check
+    check.looked_at += ", and tokens, rewards and staleness as in the store"
+    for row in rows:
+        step = row.get("step", 0) - 1
+        if 0 <= step < len(sums.tokens) and (wrong := _differences(row, step, sums)):
+            check.wrong.append(f"step {step + 1}: {'; '.join(wrong)}")
+    return check
+
+
+def _check_versions(check: Check, records: Records) -> None:
+    """Check the versions of the servers after each step."""
+    rows = records.metrics
+    every = [start["sync.every"] for start in records.starts]
+    versions = [row["version"] for row in rows if "version" in row]
+    check.expect(
+        all(a <= b for a, b in zip(versions, versions[1:])), "the version of the servers went back"
+    )
+    late = [
+        row["step"]
+        for row in rows
+        if {"version", "step"} <= row.keys()
+        and not (
+            max(row["step"] - max(every) + 1, 0) <= row["version"] <= row["step"]
+            and (row["version"] == row["step"] or any(row["step"] % n for n in every))
+        )
+    ]
+    check.none_of(late, f"steps without their push (sync.every={max(every)})")
+
+
+def _differences(row: dict[str, Any], step: int, sums: StepSums) -> list[str]:
+    """Say where a row of metrics.jsonl differs from the store, for the bound that fits best."""
+    found = []
+    for i in range(len(sums.bounds)):
+        tokens, within = int(sums.tokens[step]), int(sums.within[i][step])
+        episodes = max(1.0, sums.episodes[step])
+        made: dict[str, float] = {
+            "trajectories": int(sums.trajectories[step]),
+            "tokens": tokens,
+            "traces_mean": sums.trajectories[step] / episodes,
+            "reward_mean": sums.rewards[step] / episodes,
+            "staleness_mean": sums.staleness[i][step] / within if within else 0.0,
+            "staleness_max": int(sums.stalest[i][step]),
+        }
+        # A token without a finite log-prob is not counted as masked.
+        if not row.get("nonfinite_tokens"):
+            made["masked_tokens"] = tokens - within
+        found.append(
+            [
+                f"{key} is {row[key]}, the store gives {value:.6g}"
+                for key, value in made.items()
+                if row.get(key) is not None
+                and not math.isclose(row[key], value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+            ]
+        )
+    return min(found, key=len)
+
+
+def check_checkpoints(records: Records) -> Check:
+    """Check every file of every checkpoint by its checksum."""
+    folder = records.run_dir / CHECKPOINTS_DIR
+    paths = [folder / f"step-{step}" for step in records.checkpoints]
+    if (folder / HF_DIR).is_dir():
+        paths.append(folder / HF_DIR)
+    aside = len(list(folder.glob("step-*.damaged")))
+    check = Check(
+        name="checkpoints",
+        looked_at=f"{', '.join(path.name for path in paths) or 'none'}: every file has its checksum"
+        + (f"; {aside} set aside as damaged" if aside else ""),
+    )
+    for path in paths:
+        reason = damage(path)
+        # A running run removes old ones.
+        if reason and path.exists():
+            check.wrong.append(f"{path.name}: {reason}")
+    return check
+
+
+def check_evaluations(records: Records) -> Check:
+    """Check that each evaluation was logged once, in order, and that none is missing."""
+    versions = [record["version"] for record in records.evals]
+    check = Check(name="evaluations", looked_at=f"{len(versions):,}, each once and in order")
+    check.expect(
+        all(a < b for a, b in zip(versions, versions[1:])), f"their versions are {versions}"
+    )
+    older = [
+        record["version"]
+        for record in records.evals
+        if any(version < record["version"] for version in record.get("versions", []))
+    ]
+    check.none_of(older, "evaluations with answers of older weights")
+    config = records.config
+    if config["eval.problems"] and config["eval.every"] and len(records.starts) == 1 and versions:
+        due = _due(records)
+        check.none_of(sorted(due - set(versions)), "versions that were due and are missing")
+    return check
+
+
+def _due(records: Records) -> set[int]:
+    """Return the versions before the newest evaluation that had to be evaluated."""
+    every = records.config["eval.every"]
+    pushed = [row["version"] for row in records.metrics if row.get("version") == row.get("step")]
+    newest = max(record["version"] for record in records.evals)
+    before = [0, *pushed]
+    return {
+        version
+        for last, version in zip(before, pushed)
+        if version // every > last // every and version < newest
+    }
+
+
+def check_trained(groups: Groups, records: Records) -> Check:
+    """Check that the trainer trained on what the store says, by its record of one group a step."""
+    path = records.run_dir / PROXIMAL_FILE
+    trained: dict[int, int] = {}
+    if path.exists():
+        with open(path, "rb") as file:
+            for line in file:
+                if found := _PROXIMAL.match(line):
+                    trained[int(found[1])] = int(found[2])  # a step that was lost is there twice
+    used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
+    steps = int(groups.step.max(initial=-1)) + 1
+    known = {step: group for step, group in trained.items() if step < steps}
+    check = Check(
+        name="trained",
+        looked_at=f"{counted(len(known), 'step')}: the trainer names a group of that step",
+    )
+    if not records.replays:
+        wrong = [
+            f"{step + 1} ({group})" for step, group in known.items() if used.get(group) != step
+        ]
+        check.none_of(wrong, "steps that were trained on a group of another step")
+    return check
+
+
+def check_counts(groups: Groups, sums: StepSums, store: RunReader, records: Records) -> Check:
+    """Check the counts of the run at its end against the store."""
+    check = Check(name="counts", looked_at="none: they are written when the run ends")
+    if records.totals or records.summary:
+        check.looked_at = "groups, failures and tokens of the whole run, as in the store"
+    totals: dict[str, Any] = {
+        "trajectories_lost": 0,
+        "groups": {state.value: groups.number(state) for state in GroupState},
+        "filtered": dict(store.filtered()),
+        **store.failures(),
+    }
+    for file, found, made in (
+        (TOTALS_FILE, records.totals, totals),
+        (SUMMARY_FILE, records.summary, _of_summary(records, sums)),
+    ):
+        for name, value in made.items():
+            if found.get(name, value) != value:
+                check.wrong.append(f"{file}: {name} is {found[name]}, the store gives {value}")
+    return check
+
+
+def _of_summary(records: Records, sums: StepSums) -> dict[str, int]:
+    """Return the counts of summary.json that the store shows; none for a run with replay."""
+    if records.replays:
+        return {}
+    return {
+        "steps": len(records.metrics),
+        "trajectories_lost": 0,
+        "trajectories": int(sums.trajectories.sum()),
+        "tokens": int(sums.tokens.sum()),
+        "max_staleness": int(sums.stalest[-1].max(initial=0)),
+    }
 
 
 def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
