@@ -1,7 +1,6 @@
 """The page docs/diagnose.md: `python docs/diagnose_page.py > docs/diagnose.md`.
 
-Its tables are the findings (diagnose/guide.py), the thresholds (diagnose/history.py) and
-the metrics (run_dir/metric_table.py).
+Its tables are the findings (tools/diagnose/guide.py) and the metrics (tools/metric_table.py).
 """
 
 from areal_lite.tools.diagnose.guide import GUIDE
@@ -60,8 +59,9 @@ An *alarm* says that the run is broken or learns nothing. A *hint* says that it 
 better. Alarms come first, and a finding that another one explains is left out. A run whose records
 show an alarm says so when it ends.
 
-This page is made from the code: `python docs/diagnose_page.py`. Most findings look at
-the newest {recent_steps:g} steps, and need {least_steps:g} of them.
+This page is made from the code: `python docs/diagnose_page.py`. Most findings look at the newest
+{recent_steps:g} steps, and need {least_steps:g} of them. `tools/diagnose/history.py` gives a reason for
+each threshold.
 
 ## Findings
 
@@ -81,12 +81,6 @@ In [wandb](operations.md#wandb) the name of a metric begins with its group, as i
 | metric | group | meaning | healthy | findings |
 |---|---|---|---|---|
 {metrics}
-
-## Thresholds
-
-| threshold | value | reason |
-|---|---|---|
-{limits}
 """
 
 
@@ -103,14 +97,9 @@ def page() -> str:
         f"| {_found_by(key)} |"
         for key, meaning in MEANINGS.items()
     ]
-    limits = [
-        f"| {name.replace('_', ' ')} | {limit.value:g} | {table_cell(limit.reason)} |"
-        for name, limit in LIMITS.items()
-    ]
     return _PAGE.format(
         findings="\n".join(findings),
         metrics="\n".join(metrics),
-        limits="\n".join(limits),
         **values,
     )
 
