@@ -115,7 +115,6 @@ def make_pushers(
         config.sync.disk_path = "/dev/shm/areal_lite-push-pause"
         pushed = weights
         if transport == "adapters":
-            config.sync.transport, config.sync.adapters_only = "distributed", True
             config.trainer.lora.rank = RANK
             pushed = adapters(weights)
         stream = SimpleNamespace(buckets=partial(buckets, pushed))

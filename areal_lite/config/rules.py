@@ -186,8 +186,8 @@ def check_push(config: TrainConfig) -> None:
             f"server.tensor_parallel={server.tensor_parallel}: sync.transport=memory is for "
             "servers of one process; use sync.transport=distributed"
         )
-    if sync.adapters_only:
-        check_adapters_only(config)
+    if sync.transport == "adapters":
+        check_adapters(config)
     if server.args.get("enable_symm_mem"):
         raise ValueError(
             "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
@@ -201,28 +201,22 @@ def check_push(config: TrainConfig) -> None:
         )
 
 
-def check_adapters_only(config: TrainConfig) -> None:
+def check_adapters(config: TrainConfig) -> None:
     """Check the settings of a run that pushes adapters alone."""
-    sync = config.sync
     if not config.trainer.lora.rank:
         raise ValueError(
-            "sync.adapters_only=true needs adapters: set trainer.lora.rank, or leave it out"
+            "sync.transport=adapters needs adapters: set trainer.lora.rank, or use distributed"
         )
-    if sync.transport not in ("auto", "distributed"):
+    if config.sync.verify:
         raise ValueError(
-            f"sync.transport={sync.transport} pushes whole weights: use "
-            "sync.transport=distributed with sync.adapters_only=true, or leave that out"
-        )
-    if sync.verify:
-        raise ValueError(
-            "sync.verify=true with sync.adapters_only=true: it compares whole weights bit by bit, "
+            "sync.verify=true with sync.transport=adapters: it compares whole weights bit by bit, "
             "and servers that add adapters by themselves may round otherwise: leave one out"
         )
 
 
 def check_devices(trainer: str, server: str, transport: str) -> None:
     """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
-    if transport in ("auto", "distributed") and {trainer, server} == {"cpu", "cuda"}:
+    if transport in ("auto", "distributed", "adapters") and {trainer, server} == {"cpu", "cuda"}:
         raise ValueError(
             f"sync.transport={transport} cannot connect trainer.device={trainer} to "
             f"server.device={server} (auto is cuda on a machine with a GPU): use "

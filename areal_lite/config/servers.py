@@ -68,15 +68,12 @@ class SyncConfig:
     )
     transport: str = setting(
         "auto",
-        "distributed: an NCCL or Gloo broadcast. memory: memory that the trainer shares with "
-        "servers, or a copy of it on their machine; without GPUs. disk: files in a folder. auto: "
-        "memory without GPUs, else distributed.",
-        choices=("auto", "distributed", "memory", "disk"),
-    )
-    adapters_only: bool = setting(
-        False,
-        "distributed, with trainer.lora: push the adapters alone. Each server adds them to the "
-        "weights of its checkpoint, which it reads within the pause.",
+        "distributed: an NCCL or Gloo broadcast. adapters: a broadcast of the adapters of "
+        "trainer.lora alone, which each server adds to the weights of its checkpoint; it reads "
+        "them within the pause. memory: memory that the trainer shares with servers, or a copy of "
+        "it on their machine; without GPUs. disk: files in a folder. auto: memory without GPUs, "
+        "else distributed.",
+        choices=("auto", "distributed", "adapters", "memory", "disk"),
     )
     disk_path: str | None = setting(
         None,

@@ -288,7 +288,7 @@ def push_lines(config: TrainConfig, hf: PretrainedConfig, itemsize: int) -> list
     buckets = memory.push_buckets(hf, config.trainer, itemsize, BUCKET_BYTES)
     size = byte_size(sum(buckets))
     what = f"{size} in {counted(len(buckets), 'bucket')}, the largest {byte_size(max(buckets))},"
-    if config.sync.adapters_only:
+    if transport == "adapters":
         adapters = memory.pushed_adapter_parameters(hf, config.trainer.lora) * itemsize
         what = f"{byte_size(adapters)} of adapters, in place of {size} of weights,"
     shared = f"{size} of the trainer's memory, and as much for each server that does not share it"

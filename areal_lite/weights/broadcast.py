@@ -80,7 +80,7 @@ class Broadcast:
 
     def __init__(self, config: TrainConfig, backend: str):
         self._bucket_format = "flattened_bucket"
-        if config.sync.adapters_only:
+        if config.sync.transport == "adapters":
             lora = config.trainer.lora
             self._bucket_format = f"{ADAPTERS}:{lora.alpha / lora.rank}"
         self._make_group = partial(BroadcastGroup, backend, config.sync.timeout_s)

@@ -68,7 +68,7 @@ def make_pusher(
         controller: the ControllerClient on rank 0, None on other ranks.
         servers_stale: whether the trainer resumes at a later version than the servers start with.
     """
-    weights = policy.adapters if config.sync.adapters_only else policy.weights
+    weights = policy.adapters if config.sync.transport == "adapters" else policy.weights
     if not weights.takes_part:
         return NullPusher()
     if controller is None:

@@ -1,6 +1,7 @@
 """The ways of the weights to the servers: `sync.transport`.
 
 distributed   buckets over a process group (broadcast.py)
+adapters      the same, of adapters alone
 disk          a checkpoint in a folder that the servers can read
 memory        where an installed package has it (extensions.py): without GPUs
 """
@@ -60,7 +61,7 @@ def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> 
     chosen = choose_transport(config)
     log.info("the servers get weights by %s", chosen)
     match chosen:
-        case "distributed":
+        case "distributed" | "adapters":
             return Broadcast(config, "nccl" if device.type == "cuda" else "gloo")
         case "disk":
             return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))

@@ -37,7 +37,7 @@ def areal_lite(*arguments: str) -> str:
 
 def alone(run: Path) -> bool:
     """Return whether the run pushed adapters alone."""
-    return "adapters_only: true" in (run / "config.yaml").read_text()
+    return "transport: adapters" in (run / "config.yaml").read_text()
 
 
 def lines(path: Path) -> list[dict]:
@@ -47,7 +47,7 @@ def lines(path: Path) -> list[dict]:
 # What a push brings: whole weights, which are read back, or the adapters alone.
 PUSHES = {
     "whole": ["sync.verify=true"],
-    "alone": ["sync.adapters_only=true"],
+    "alone": ["sync.transport=adapters"],
 }
 
 

@@ -141,8 +141,7 @@ class MemoryTransport:
         is the trainer's or a copy.
         """
         devices = {resolve_device(config.trainer.device), resolve_device(config.server.device)}
-        whole = not config.sync.adapters_only and config.server.tensor_parallel == 1
-        return devices == {"cpu"} and whole and can_share_memory()
+        return devices == {"cpu"} and config.server.tensor_parallel == 1 and can_share_memory()
 
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool

@@ -40,16 +40,12 @@ WITH_ADAPTERS = TrainerConfig(lora=LoraConfig(rank=4))
             "server.args.preferred_sampling_params=.*top_p.* the whole vocabulary.* so remove it",
         ),
         (
-            dict(sync=SyncConfig(adapters_only=True)),
-            "sync.adapters_only=true needs adapters: set trainer.lora.rank",
+            dict(sync=SyncConfig(transport="adapters")),
+            "sync.transport=adapters needs adapters: set trainer.lora.rank",
         ),
         (
-            dict(sync=SyncConfig(adapters_only=True, transport="disk"), trainer=WITH_ADAPTERS),
-            "sync.transport=disk pushes whole weights: use sync.transport=distributed",
-        ),
-        (
-            dict(sync=SyncConfig(adapters_only=True, verify=True), trainer=WITH_ADAPTERS),
-            "sync.verify=true with sync.adapters_only=true: it compares .* leave one out",
+            dict(sync=SyncConfig(transport="adapters", verify=True), trainer=WITH_ADAPTERS),
+            "sync.verify=true with sync.transport=adapters: it compares .* leave one out",
         ),
         (
             dict(sync=SyncConfig(timeout_s=300)),
@@ -71,7 +67,7 @@ def test_refused(settings, message):
 
 def test_accepted():
     check_push(TrainConfig(model="m"))
-    alone = SyncConfig(adapters_only=True)
+    alone = SyncConfig(transport="adapters")
     check_push(TrainConfig(model="m", sync=alone, trainer=WITH_ADAPTERS))
     cpu_servers = dict(server=ServerConfig(device="cpu"), trainer=TrainerConfig(device="cuda"))
     check_push(TrainConfig(model="m", sync=SyncConfig(transport="disk"), **cpu_servers))

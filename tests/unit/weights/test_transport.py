@@ -29,7 +29,6 @@ def test_servers_without_gpus_take_weights_from_memory(server):
         dict(trainer=TrainerConfig(device="cuda")),
         dict(server=ServerConfig(device="cuda")),
         dict(server=ServerConfig(tensor_parallel=2)),
-        dict(sync=SyncConfig(adapters_only=True)),
     ],
 )
 def test_other_servers_take_part_in_a_broadcast(settings):
@@ -47,7 +46,7 @@ def test_a_sandbox_that_hides_memory_of_other_processes_broadcasts(monkeypatch):
     assert not can_share_memory() and choose_transport(config()) == "distributed"
 
 
-@pytest.mark.parametrize("chosen", ["distributed", "memory", "disk"])
+@pytest.mark.parametrize("chosen", ["distributed", "adapters", "memory", "disk"])
 def test_what_is_set_is_used(chosen):
     assert choose_transport(config(sync=SyncConfig(transport=chosen))) == chosen
 
