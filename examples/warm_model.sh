@@ -20,10 +20,11 @@ if [ ! -d "$warm" ]; then
   rm -rf "$warm-random" "$warm-sft" # of a start that was interrupted
   python -m areal_lite.quickstart.make_model "out=$warm-random" \
     num_layers=2 hidden_size=96 mlp_size=192 >&2
-  python -m areal_lite.quickstart.sft "model=$warm-random" "out=$warm" "run_dir=$warm-sft" \
+  OMP_NUM_THREADS=2 \
+    python -m areal_lite.quickstart.sft "model=$warm-random" "out=$warm" "run_dir=$warm-sft" \
     max_digits=3 batch_size=32 forget_carry=0.65 \
     trainer.steps="${WARM_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
-    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
+    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2
 fi
 
 echo "this example runs in $PWD: what it names as runs/… is there" >&2

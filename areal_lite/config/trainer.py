@@ -114,20 +114,11 @@ class TrainerConfig:
     clip_grad: float = setting(
         1.0, "Largest norm of the gradient. 0: not clipped.", minimum=0, maximum=1e6
     )
-    threads: int = setting(1, "CPU threads of a rank without a GPU.", minimum=1, maximum=1024)
     save_every: int = setting(
         0,
-        "Steps between checkpoints. 0: only those of save_interval_s, and the last one.",
+        "Steps between checkpoints. 0: one every half hour. The last step always has one.",
         minimum=0,
         maximum=MAX_COUNT,
-    )
-    save_interval_s: float = setting(
-        1800.0,
-        "Longest time without a checkpoint, in seconds: the step that exceeds it is followed by "
-        "one. A restart loses at most that time and a step. 0: only those of save_every, and the "
-        "last one.",
-        minimum=0,
-        maximum=WEEK_S,
     )
     keep_checkpoints: int = setting(
         2, "Newest checkpoints to keep. 0: all.", minimum=0, maximum=1_000_000

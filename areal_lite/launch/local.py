@@ -110,8 +110,7 @@ def how_to_continue(config: TrainConfig) -> str:
         )
     return (
         "the run ended early, without a checkpoint to continue from: trainer.save_every=N writes "
-        f"one every N steps (it is {config.trainer.save_every}), and trainer.save_interval_s by "
-        f"time (it is {config.trainer.save_interval_s:g})"
+        f"one every N steps (it is {config.trainer.save_every}; 0 is one every half hour)"
     )
 
 

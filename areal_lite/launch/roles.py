@@ -130,7 +130,7 @@ class Roles:
         # Gloo uses loopback in a world of one, too: rank 0 also connects to the servers.
         common = {
             "GLOO_SOCKET_IFNAME": "lo",
-            **rank_environment(config.threads, on_gpu=bool(gpus)),
+            **rank_environment(on_gpu=bool(gpus)),
             **gpu_environment(gpus),
         }
         world = config.world_size
@@ -201,15 +201,16 @@ class Roles:
         self.roles.clear()
 
 
-def rank_environment(threads: int, *, on_gpu: bool) -> dict[str, str]:
-    """Return the environment of every trainer rank, on any machine.
+def rank_environment(*, on_gpu: bool) -> dict[str, str]:
+    """Return the environment of every trainer rank, on any machine; one thread, unless it is set.
 
     Megatron-core overlaps its collectives with computation only if kernels start in the order of
     their launch, so a GPU gets one connection.
     """
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if on_gpu:
-        return {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return {"OMP_NUM_THREADS": str(threads), **cpu_device().rank_environment()}
+        return threads | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return threads | cpu_device().rank_environment()
 
 
 def signal_group(role: Role, number: int) -> None:

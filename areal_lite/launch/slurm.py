@@ -202,9 +202,7 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "python": shlex.quote(python),
         "run_dir": run_dir,
         "work_dir": work_dir,
-        "rank_environment": _assignments(
-            rank_environment(config.trainer.threads, on_gpu=cluster.gpus_per_node > 0)
-        ),
+        "rank_environment": _assignments(rank_environment(on_gpu=cluster.gpus_per_node > 0)),
         "checkpoints": CHECKPOINTS_DIR,
         "marker": CHECKPOINT_MARKER,
         "complete_status": COMPLETE,

@@ -84,7 +84,7 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
         if config.gpu_memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     else:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     timeout = timedelta(seconds=max(_MIN_TIMEOUT_S, 2 * config.batch_timeout_s))
     _init_process_group("nccl" if device.type == "cuda" else "gloo", timeout)
     virtual = config.virtual_pipeline

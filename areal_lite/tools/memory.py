@@ -243,7 +243,7 @@ def layer_activations(
     queries, keys = hf.num_attention_heads * dim, hf.num_key_value_heads * dim
     # A norm keeps its input. Without a GPU and without the kernel (areal_lite/cpu/kernels), it
     # keeps its input and the normalized input, both in float32.
-    norm = b if gpu or (trainer.threads == 1 and b == 4) else 8
+    norm = b if gpu or b == 4 else 8
     norms = 2 * (norm + b) * hidden  # and outputs
     has_head_norms = "self_attention.q_layernorm.weight" in names
     head_norms = norm * (queries + keys) if has_head_norms else 0

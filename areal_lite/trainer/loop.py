@@ -39,6 +39,8 @@ from areal_lite.weights.recipients import PushReport
 
 log = logging.getLogger(__name__)
 
+_SAVE_INTERVAL_S = 1800.0  # without trainer.save_every, a restart loses at most that and a step
+
 
 def train(config: TrainConfig, run_dir: Path) -> None:
     """Run the steps that are left, on this rank. Every rank calls it."""
@@ -126,12 +128,10 @@ class TrainingRun:
         return stop
 
     def _save_due(self) -> bool:
-        """Return whether a checkpoint is due, by steps or by time, on every rank."""
-        trainer = self.config.trainer
-        if trainer.save_every and self.done % trainer.save_every == 0:
-            return True
-        age_s = time.monotonic() - self.saved_at
-        return trainer.save_interval_s > 0 and on_every_rank(age_s >= trainer.save_interval_s)
+        """Return whether a checkpoint is due, by steps or else by time, on every rank."""
+        if every := self.config.trainer.save_every:
+            return self.done % every == 0
+        return on_every_rank(time.monotonic() - self.saved_at >= _SAVE_INTERVAL_S)
 
     def finish(self) -> None:
         """Save what was learned, if all steps are done, and end the run.

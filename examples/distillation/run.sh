@@ -15,10 +15,11 @@ if [ ! -d "$teacher" ]; then
   rm -rf "$teacher-random" "$teacher-sft" # of a start that was interrupted
   python -m areal_lite.quickstart.make_model "out=$teacher-random" \
     num_layers=3 hidden_size=128 mlp_size=256 >&2
-  python -m areal_lite.quickstart.sft "model=$teacher-random" "out=$teacher" \
+  OMP_NUM_THREADS=2 \
+    python -m areal_lite.quickstart.sft "model=$teacher-random" "out=$teacher" \
     "run_dir=$teacher-sft" max_digits=3 batch_size=32 forget_carry=0.05 \
     trainer.steps="${TEACHER_STEPS:-300}" trainer.lr=4e-3 trainer.min_lr=8e-5 \
-    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 trainer.threads=2 >&2
+    trainer.lr_schedule=cosine trainer.lr_warmup_steps=20 >&2
 fi
 
 areal-lite train "model=$warm" algo=distill "algo.reference=$teacher" \

@@ -61,8 +61,8 @@ GUIDE = (
         "a restart in logs/restarts.log; alarm: {restarts:g} of them",
         "one of them failed, was killed or hung; the steps after the newest checkpoint were "
         "trained again",
-        "read logs/restarts.log for the cause of each; `trainer.save_every` or "
-        "`trainer.save_interval_s` bounds the steps that are trained again",
+        "read logs/restarts.log for the cause of each; `trainer.save_every` "
+        "bounds the steps that are trained again",
     ),
     Advice(
         learning.bad_numbers,

@@ -48,7 +48,7 @@ def test_a_server_that_never_came_up_always_ends_the_run(pool, tmp_path) -> None
 def test_a_run_that_ended_early_says_how_it_continues(tmp_path) -> None:
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.trainer.save_every = 10
-    assert "every N steps (it is 10)" in how_to_continue(config)
+    assert "every N steps (it is 10; 0 is one" in how_to_continue(config)
     checkpoint = tmp_path / "checkpoints" / "step-20"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()

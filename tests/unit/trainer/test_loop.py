@@ -83,20 +83,20 @@ class Saved:
 
 @pytest.fixture
 def saved_steps(tmp_path: Path, monkeypatch):
-    """saved_steps(every, interval_s) -> the steps with a checkpoint, of 11 that take 10 s each."""
+    """saved_steps(every, seconds) -> the steps with a checkpoint, of 11 of that length."""
     now = [1000.0]
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(loop, "on_every_rank", lambda condition: condition)
 
-    def train(every: int, interval_s: float) -> list[int]:
+    def train(every: int, seconds: float) -> list[int]:
         run = TrainingRun.__new__(TrainingRun)
         run.config, run.run_dir = TrainConfig(model="m"), tmp_path
         run.config.trainer.steps = 12
-        run.config.trainer.save_every, run.config.trainer.save_interval_s = every, interval_s
+        run.config.trainer.save_every = every
         saved = Saved()
         run.checkpoints, run.saved_at = saved, now[0]
         for step in range(1, 12):
-            now[0] += 10.0
+            now[0] += seconds
             run.done = step
             assert not run.save_and_stop()
         return saved.steps
@@ -105,8 +105,7 @@ def saved_steps(tmp_path: Path, monkeypatch):
 
 
 def test_checkpoints_are_due_by_steps_or_by_time(saved_steps) -> None:
-    assert saved_steps(every=0, interval_s=0) == []
-    assert saved_steps(every=4, interval_s=0) == [4, 8]
-    assert saved_steps(every=0, interval_s=35) == [4, 8]
-    assert saved_steps(every=5, interval_s=30) == [3, 5, 8, 10], "each one starts the time anew"
-    assert saved_steps(every=0, interval_s=1800) == []
+    assert saved_steps(every=0, seconds=10) == []
+    assert saved_steps(every=4, seconds=10) == [4, 8]
+    assert saved_steps(every=4, seconds=1000) == [4, 8]
+    assert saved_steps(every=0, seconds=500) == [4, 8], "each one starts the time anew"
