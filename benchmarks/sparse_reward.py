@@ -41,7 +41,7 @@ TRAIN = (
     " trainer.adam_eps=1e-5"
     f" eval.problems={HELD_OUT}"
 )
-TB = "algo=tba algo.tb_beta=0.05 algo.tb_beta_end=null"
+TB = "algo=tba algo.kl.coef=0.05"
 ARMS = {
     "TB with replay": f"{TB} buffer.replay.capacity=64 buffer.replay.recency_probability=0.5",
     "TB": TB,

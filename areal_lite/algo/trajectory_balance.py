@@ -103,17 +103,10 @@ def trajectory_balance_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceObjective(Objective):
-    """Trajectory Balance, whose beta may move in a straight line over the `steps` of the run.
+    """Trajectory Balance with beta = `algo.kl.coef`.
 
     A completion is all that the policy wrote in an episode, with the mean reward of its traces.
     """
-
-    steps: int
-
-    def beta(self, version: int) -> float:
-        """Return beta in the step that starts from `version`."""
-        start, end = self.algo.tb_beta, self.algo.tb_beta_end
-        return start if end is None else start + (end - start) * min(1.0, version / self.steps)
 
     def mask(self, batch: FlatBatch) -> Tensor:
         """Keep whole completions: no token is too old, and the behavior log-prob is not used."""
@@ -128,10 +121,9 @@ class BalanceObjective(Objective):
         tokens, num = batch.at(index), len(batch.rewards)
         logprobs, episodes = current_logprobs()[index], tokens.token_episodes
         ratios, present = log_ratios(logprobs, tokens.reference, tokens.mask, episodes, num=num)
-        beta = self.beta(batch.version)
         return Minibatch(
             denominator=denominator(batch, index, mode="sequence", reduce=reduce),
-            log_z=log_partition(ratios, present, *_by_episode(batch), beta=beta),
+            log_z=log_partition(ratios, present, *_by_episode(batch), beta=self.algo.kl.coef),
             completions=(ratios, batch.episode_lengths),
         )
 
@@ -145,7 +137,7 @@ class BalanceObjective(Objective):
             tokens.mask,
             tokens.token_episodes,
             *_by_episode(batch),
-            beta=self.beta(batch.version),
+            beta=self.algo.kl.coef,
             denominator=update.denominator,
             log_z=update.log_z,
             whole=update.completions,

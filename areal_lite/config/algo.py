@@ -82,7 +82,12 @@ class ShapingConfig:
 class KLConfig:
     """The divergence from the reference policy."""
 
-    coef: float = setting(0.0, "Coefficient. 0: no KL term.", minimum=0, maximum=100)
+    coef: float = setting(
+        0.0,
+        "Coefficient. 0: no KL term. tb: the temperature beta of the target, ref exp(R / beta).",
+        minimum=0,
+        maximum=100,
+    )
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
         "loss",
@@ -137,15 +142,6 @@ class AlgoConfig:
         choices=("token", "sequence", "constant"),
     )
     entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", minimum=0, maximum=100)
-    tb_beta: float = setting(
-        0.1, "tb: temperature beta of the target, ref exp(R / beta).", minimum=1e-6, maximum=1e6
-    )
-    tb_beta_end: float | None = setting(
-        None,
-        "tb: beta at the end of the run, reached linearly. null: tb_beta throughout.",
-        minimum=1e-6,
-        maximum=1e6,
-    )
     routing_replay: bool = setting(
         False,
         "Mixture of experts: the trainer computes each token with the experts that the server "

@@ -31,22 +31,21 @@ def _balance(config: TrainConfig) -> None:
     algo = config.algo
     if algo.loss != "tb":
         return
-    if algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae":
+    if not algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae":
         raise ValueError(
-            "algo.loss=tb has its own KL term (algo.tb_beta) and no advantages: set "
-            "algo.kl.coef=0, algo.entropy_coef=0 and an estimator other than gae"
+            "algo.loss=tb has a KL term in its target, and no advantages: set algo.kl.coef above "
+            "0, algo.entropy_coef=0 and an estimator other than gae"
         )
 
 
 def _divergence(config: TrainConfig) -> None:
-    """Check what a KL term, or Trajectory Balance, needs."""
+    """Check what a KL term needs."""
     algo, kl = config.algo, config.algo.kl
-    cause = "algo.loss=tb" if algo.loss == "tb" else f"algo.kl.coef={kl.coef}"
-    if (kl.coef or algo.loss == "tb") and None in reference_folders(config).values():
+    if kl.coef and None in reference_folders(config).values():
         where = " or data.sources.NAME.reference" if config.data.sources else ""
         raise ValueError(
-            f"{cause} needs a reference policy: set algo.reference{where} to a checkpoint folder "
-            "(algo.reference='${model}' is the initial policy)"
+            f"algo.kl.coef={kl.coef} needs a reference policy: set algo.reference{where} to a "
+            "checkpoint folder (algo.reference='${model}' is the initial policy)"
         )
     if kl.coef and kl.into == "advantage" and kl.estimator != "k1":
         raise ValueError(
@@ -55,7 +54,7 @@ def _divergence(config: TrainConfig) -> None:
         )
     before_loss = kl.coef and kl.into != "loss"
     if algo.prox == "loglinear" and (before_loss or algo.loss == "tb"):
-        cause = f"algo.kl.into={kl.into}" if before_loss else cause
+        cause = f"algo.kl.into={kl.into}" if before_loss else "algo.loss=tb"
         raise ValueError(
             f"algo.prox=loglinear: {cause} needs the log-probs before the update, use recompute"
         )

@@ -44,7 +44,7 @@ GROUPS = {
         "adapter_share": "size of what the adapters add, as a share of the weights that they adapt "
         "(Frobenius norms of s B A and of W), with `trainer.lora`",
         "reference_kl": "estimated KL(policy in training || reference policy) per trained token, "
-        "in nats, with `algo.kl.coef` or Trajectory Balance",
+        "in nats, with `algo.kl.coef`",
     },
     "behavior": {
         "behave_kl": "estimated KL(behavior || proximal) per trained token, in nats",

@@ -43,8 +43,7 @@ def build_objective(config: TrainConfig) -> Objective:
     """Build the objective of a run. Raises ValueError for a loss that cannot be used."""
     algo, longest = config.algo, config.rollout.max_new_tokens
     if algo.loss == "tb":
-        steps = config.trainer.steps
-        return BalanceObjective(algo=algo, max_new_tokens=longest, steps=steps)
+        return BalanceObjective(algo=algo, max_new_tokens=longest)
     if algo.loss in RATIO_LOSSES:
         policy_loss = RATIO_LOSSES[algo.loss](algo)
         return PolicyObjective(algo=algo, policy_loss=policy_loss, max_new_tokens=longest)

@@ -203,7 +203,7 @@ OBJECTIVES = {
     "critic": AlgoConfig(
         advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
     ),
-    "tb": AlgoConfig(loss="tb", tb_beta=0.5),
+    "tb": AlgoConfig(loss="tb", kl=KLConfig(0.5)),
 }
 
 

@@ -43,7 +43,7 @@ OBJECTIVES = {
     "critic": AlgoConfig(
         advantage=AdvantageConfig("gae", lam=0.95, whiten=True), critic=CriticConfig(lr=1e-2)
     ),
-    "tb": AlgoConfig(loss="tb", tb_beta=0.5),
+    "tb": AlgoConfig(loss="tb", kl=KLConfig(0.5)),
 }
 WHOLE = [0, 2, 1, 3]
 # The groups of each rank. Minibatch m of the step is the m-th of all ranks together.

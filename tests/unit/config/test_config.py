@@ -107,7 +107,10 @@ def test_every_recipe_cites_its_paper_and_the_code_it_was_read_from(preset):
         ("rollout.temperature=0", "rollout.temperature=0.0: must be at least 0.001"),
         ("rollout.group_size=1000", "less than one group"),
         ("algo.kl.coef=0.1", "algo.kl.coef=0.1 needs a reference policy: set algo.reference"),
-        ("algo.loss=tb", "algo.loss=tb needs a reference policy"),
+        (
+            "algo.loss=tb",
+            "algo.loss=tb has a KL term in its target, and no advantages: set algo.kl.coef",
+        ),
         ("algo.correction.mode=clip", "algo.correction.mode=clip: choose one of cap, mask, off"),
         ("algo.correction.cap=0.5", "algo.correction.cap=0.5: must be at least 1"),
         ("algo.loss=no.such:loss", "algo.loss=no.such:loss: cannot import no.such"),

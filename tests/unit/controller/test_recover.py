@@ -366,12 +366,20 @@ def test_a_run_that_cannot_resume_is_refused(tmp_path, capsys) -> None:
         ({"resume": "never"}, "holds a run already.*resume=auto"),
         ({"resume": "maybe"}, "resume=maybe: choose one of never, auto"),
         (
-            {"buffer.replay.capacity": 8, "algo.loss": "tb", "algo.reference": "${model}"},
+            REPLAY,
             "buffer.replay.capacity=8: the run started with 0",
         ),
     ):
         with pytest.raises(ValueError, match=complaint):
             checked(settings | other)
+
+
+REPLAY = {
+    "buffer.replay.capacity": 8,
+    "algo.loss": "tb",
+    "algo.reference": "${model}",
+    "algo.kl.coef": 0.1,
+}
 
 
 def checked(settings: dict[str, object]) -> TrainConfig:

@@ -15,7 +15,6 @@ from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import value_loss
 from areal_lite.algo.objective import FlatBatch, denominator
 from areal_lite.algo.targets import shaped_rewards
-from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
@@ -24,7 +23,6 @@ from areal_lite.config import (
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
-    TrainerConfig,
     to_dataclass,
 )
 from areal_lite.config.command_line import compose_config
@@ -242,7 +240,7 @@ def test_gradients_do_not_depend_on_packing(loss, num):
             loss=loss,
             reduction="sequence",
             correction=CorrectionConfig(level="geometric"),
-            tb_beta=0.5,
+            kl=KLConfig(0.5 if loss == "tb" else 0.0),
         ),
     )
     batch = make_batch(3)
@@ -262,12 +260,7 @@ def test_gradients_do_not_depend_on_packing(loss, num):
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), budget=st.integers(3, 40))
 def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
-    # Half-way from 0.4 to 0.2: at VERSION it is 0.3.
-    config = TrainConfig(
-        model="",
-        algo=AlgoConfig(loss="tb", tb_beta=0.4, tb_beta_end=0.2),
-        trainer=TrainerConfig(steps=2 * VERSION),
-    )
+    config = TrainConfig(model="", algo=AlgoConfig(loss="tb", kl=KLConfig(0.3)))
     batch = make_batch(seed)
     t, logprobs, entropy = tensors_of(batch, config, seed)
     got, _ = loss_in_parts(t, batch, logprobs, entropy, config, budget)
@@ -281,21 +274,6 @@ def test_trajectory_balance_is_the_variance_within_groups(seed, budget):
         residuals.setdefault(group, []).append(log_ratio - reward / 0.3)
     squares = sum((d - np.mean(group)) ** 2 for group in residuals.values() for d in group)
     assert float(got.detach()) == pytest.approx(squares / len(episodes), rel=1e-5)
-
-
-def test_beta_falls_in_a_straight_line_and_stays():
-    falling = AlgoConfig(tb_beta=0.014, tb_beta_end=0.004)
-    assert [beta_of(falling, v) for v in (0, 250, 500, 700)] == pytest.approx(
-        [0.014, 0.009, 0.004, 0.004]
-    )
-    assert beta_of(AlgoConfig(tb_beta=0.1), 100) == 0.1
-
-
-def beta_of(algo: AlgoConfig, version: int) -> float:
-    run = TrainConfig(model="", algo=replace(algo, loss="tb"), trainer=TrainerConfig(steps=500))
-    objective = build_objective(run)
-    assert isinstance(objective, BalanceObjective)
-    return objective.beta(version)
 
 
 def mean_of_episodes(batch: TrainBatch, rewards, group: int) -> float:
