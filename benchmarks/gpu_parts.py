@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import TrainConfig, TrainerConfig
-from areal_lite.megatron import attention as packed
+from areal_lite.megatron.attention import causal_varlen
 from areal_lite.megatron.logprobs import lm_logprobs
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
@@ -36,6 +37,7 @@ NEEDED = (
     *("math_verify", "pytest", "hypothesis"),
 )
 OPTIONAL = ("flash_attn", "flashinfer", "transformer_engine", "apex", "deep_ep", "xdist")
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 Result = tuple[dict[str, Any], dict[str, bool]]
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -200,13 +202,45 @@ def tests(tiny: bool) -> Result:
     return numbers, checks
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    """Attend over packed sequences: query [t, heads, dim], key and value [t, groups, dim]."""
+    return causal_varlen(query, key, value, bounds, bounds, longest, longest)
+
+
+@torch.enable_grad()
+def worst_error(attend: Attend, device: torch.device, heads: int, groups: int, dim: int) -> float:
+    """Return the largest relative error of the output and of the three gradients."""
+    lengths = (1, 7, 130, 300)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(sum(lengths), n, dim, generator=generator).bfloat16().to(device)
+        for n in (heads, groups, groups, heads)
+    ]
+    inputs, grad = [x.requires_grad_() for x in tensors[:3]], tensors[3]
+    exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
+    bounds = torch.tensor((0, *lengths), device=device).cumsum(0).int()
+    out = attend(inputs[0], inputs[1], inputs[2], bounds, max(lengths))
+    exact = torch.cat(
+        [
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in sequence), is_causal=True, enable_gqa=True
+            )[0].transpose(0, 1)
+            for sequence in zip(*(x.split(lengths) for x in exact_inputs), strict=True)
+        ]
+    )
+    got = (out, *torch.autograd.grad(out, inputs, grad))
+    want = (exact, *torch.autograd.grad(exact, exact_inputs, grad.float()))
+    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(got, want, strict=True)]
+    return torch.stack(errors).max().item()
+
+
 def attention(tiny: bool) -> Result:
     """Compare varlen attention with plain attention in float32, and measure its speed."""
     numbers, checks = {}, {}
     if not CUDA:
         return numbers, checks
     for heads, groups, dim in ((12, 2, 128), (16, 8, 128), (32, 4, 64)):
-        error = packed._worst_error(packed._attend, DEVICE, heads, groups, dim)
+        error = worst_error(attend, DEVICE, heads, groups, dim)
         numbers[f"error {heads}/{groups} heads of {dim}"] = round(error, 4)
         checks[f"right with {heads}/{groups} heads of {dim}"] = error < 0.02
     lengths, heads, groups, dim = [8192] * 2, 28, 4, 128
@@ -218,23 +252,9 @@ def attention(tiny: bool) -> Result:
     operations = sum(2 * n * n * heads * dim for n in lengths)
 
     def step() -> None:
-        packed._attend(query, key, value, bounds, max(lengths)).sum().backward()
+        attend(query, key, value, bounds, max(lengths)).sum().backward()
 
     numbers["FlashAttention 2 TFLOP/s"] = round(3.5 * operations / seconds(step) / 1e12)
-    error = [float("nan")]
-
-    def check() -> float:
-        error[0] = packed._worst_error(packed._attend, DEVICE, heads, groups, dim)
-        return error[0]
-
-    attend4 = torch.nn.attention
-    if packed.activate_if_right(
-        lambda: attend4.activate_flash_attention_impl("FA4"),
-        attend4.restore_flash_attention_impl,
-        check,
-    ):
-        numbers["FlashAttention 4 TFLOP/s"] = round(3.5 * operations / seconds(step) / 1e12)
-    numbers["FlashAttention 4 error"] = error[0]
     return numbers, checks
 
 

@@ -77,12 +77,6 @@ class TrainerConfig:
         "Type of the weights. auto is bfloat16 on a GPU and float32 without one.",
         choices=("auto", "float32", "bfloat16"),
     )
-    flash_attention: str = setting(
-        "2",
-        "On a GPU in half precision: FlashAttention 2, or 4 (Hopper and Blackwell; a beta). 4 is "
-        "used if it agrees with plain attention on a small example of the model's shapes.",
-        choices=("2", "4"),
-    )
     fp32_head: bool = setting(
         False, "Output layer in float32, in the trainer and in the servers of the run."
     )

@@ -4,9 +4,7 @@
 computed in one of three ways:
 
 * In half precision: variable-length attention over the packed tokens, by flash-attn where it is
-  installed, else by PyTorch's copy of it, FlashAttention 2. FlashAttention 4 (a beta, faster on
-  Hopper and Blackwell GPUs) is used with `trainer.flash_attention=4` if output and gradients agree
-  with plain attention in float32 on a small example of the model's own shapes.
+  installed, else by PyTorch's copy of it, FlashAttention 2.
 * By a kernel of the device over the packed tokens, where it has one that fits (kernels.py).
 * Otherwise: `PaddedBlocks` lays the sequences out in a few blocks [n, heads, length, dim].
   Padding stands to the right of each sequence, so causality hides it from every real token and no
@@ -18,10 +16,7 @@ and blocks need a mask, because a segment may begin in the middle of its sequenc
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -33,7 +28,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule
 from torch import Tensor
-from torch.nn import attention
 from torch.nn.attention.varlen import varlen_attn
 
 from areal_lite.megatron.context_parallel import LocalTokens
@@ -47,16 +41,6 @@ except ImportError:
 
 # A sequence joins a block if it fills at least this share of the block's length.
 MIN_FILL = 0.85
-
-log = logging.getLogger(__name__)
-
-# Relative errors of bfloat16 attention are about 0.005.
-_TOLERANCE = 0.02
-_LENGTHS = (1, 7, 130, 300)
-
-# (query [t, heads, dim], key, value [t, groups, dim], bounds of the sequences int32 [n + 1],
-# length of the longest) -> [t, heads, dim]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 @dataclass(kw_only=True)
@@ -279,43 +263,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) 
     tensors = (query, key.contiguous(), value.contiguous())
     if flash_attn_varlen_func is not None:
         return flash_attn_varlen_func(*tensors, *bounds, causal=True)
-    heads, groups = query.shape[1], key.shape[1]
-    use_flash4(query.device, heads, groups, query.shape[2])
     return causal_varlen(*tensors, *bounds)
-
-
-@cache
-def use_flash4(device: torch.device, heads: int, groups: int, dim: int) -> bool:
-    """Switch PyTorch to FlashAttention 4 if it is asked for and right; return whether it is.
-
-    The shapes are those of one rank's queries, keys and heads.
-    """
-    if kernels.flash_attention != 4:
-        return False
-    return activate_if_right(
-        partial(attention.activate_flash_attention_impl, "FA4"),
-        attention.restore_flash_attention_impl,
-        partial(_worst_error, _attend, device, heads, groups, dim),
-    )
-
-
-def activate_if_right(
-    activate: Callable[[], object], restore: Callable[[], object], error: Callable[[], float]
-) -> bool:
-    """Activate a kernel, and restore the previous one if it fails or its error is too large."""
-    try:
-        activate()
-        worst = error()
-    except Exception as failure:  # it is an option: whatever it lacks, training goes on without it
-        reason = f"{type(failure).__name__}: {failure}"
-    else:
-        if worst < _TOLERANCE:
-            log.info("FlashAttention 4 is used: relative error %.4f", worst)
-            return True
-        reason = f"relative error {worst:.4f}, must be below {_TOLERANCE}"
-    restore()
-    log.warning("FlashAttention 4 is not used (%s): set trainer.flash_attention=2", reason)
-    return False
 
 
 def causal_varlen(
@@ -327,45 +275,11 @@ def causal_varlen(
     longest_q: int,
     longest_k: int,
 ) -> Tensor:
-    """Attend over packed tokens with PyTorch's kernel: [t, heads, dim].
-
-    Where a sequence has more keys than queries, its last query sees all of them.
-    """
-    packed = (query, key, value, bounds_q, bounds_k, longest_q, longest_k)
+    """Attend as `_varlen` does, with PyTorch's kernel."""
     # Before 2.12, torch gave keys with fewer heads to the kernel without being told.
     options: dict[str, Any] = {"window_size": (-1, 0)}
     if "enable_gqa" in signature(varlen_attn).parameters:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    out = varlen_attn(*packed, **options)
+    out = varlen_attn(query, key, value, bounds_q, bounds_k, longest_q, longest_k, **options)
     assert isinstance(out, Tensor)
     return out
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
-    return causal_varlen(query, key, value, bounds, bounds, longest, longest)
-
-
-@torch.enable_grad()
-def _worst_error(attend: Attend, device: torch.device, heads: int, groups: int, dim: int) -> float:
-    """Return the largest relative error of the output and of the three gradients."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(sum(_LENGTHS), n, dim, generator=generator).bfloat16().to(device)
-        for n in (heads, groups, groups, heads)
-    ]
-    inputs, grad = [x.requires_grad_() for x in tensors[:3]], tensors[3]
-    exact_inputs = [x.detach().float().requires_grad_() for x in inputs]
-    bounds = torch.tensor((0, *_LENGTHS), device=device).cumsum(0).int()
-    out = attend(inputs[0], inputs[1], inputs[2], bounds, max(_LENGTHS))
-    exact = torch.cat(
-        [
-            F.scaled_dot_product_attention(
-                *(x.transpose(0, 1)[None] for x in sequence), is_causal=True, enable_gqa=True
-            )[0].transpose(0, 1)
-            for sequence in zip(*(x.split(_LENGTHS) for x in exact_inputs), strict=True)
-        ]
-    )
-    got = (out, *torch.autograd.grad(out, inputs, grad))
-    want = (exact, *torch.autograd.grad(exact, exact_inputs, grad.float()))
-    errors = [(a.float() - b).norm() / b.norm() for a, b in zip(got, want, strict=True)]
-    return torch.stack(errors).max().item()

@@ -76,7 +76,6 @@ class Kernels:
         linear: (x, weight) -> x Wᵀ, without a gradient.
         packed_attention: a kernel for float32; None where there is none.
         varlen: whether half precision attends over packed tokens by FlashAttention.
-        flash_attention: its version that is asked for, 2 or 4.
         exact_rotation: whether the rotary embedding is computed in float32, as the server does.
         wide_products: whether products of half-precision matrices are added up in float32.
         logits_to_keep: (device, logits of a chunk) -> logits that are kept for backward.
@@ -87,7 +86,6 @@ class Kernels:
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear
     packed_attention: PackedKernel | None = None
     varlen: bool = True
-    flash_attention: int = 2
     exact_rotation: bool = True
     wide_products: bool = True
     logits_to_keep: Callable[[torch.device, int], int] = logits_to_keep

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.kernels import kernels
 from areal_lite.system.gpus import nccl_environment
 
 # How long a rank may wait in a collective, at least, in seconds. The others wait while rank 0 waits
@@ -67,7 +66,6 @@ def init_distributed(config: TrainerConfig, seed: int) -> torch.device:
     the world.
     """
     device = select_device(config)
-    kernels.flash_attention = int(config.flash_attention)
     if parallel_state.model_parallel_is_initialized():
         return device
     world = int(os.environ.get("WORLD_SIZE", 1))

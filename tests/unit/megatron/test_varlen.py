@@ -1,13 +1,14 @@
-"""FlashAttention 4 is used only if it is asked for, loads, and computes the right thing."""
+"""Attention over packed tokens in half precision, by whichever kernel torch has."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from areal_lite.megatron import attention
-from areal_lite.megatron.kernels import kernels
+from benchmarks.gpu_parts import attend, worst_error
 
 CPU = torch.device("cpu")
+TOLERANCE = 0.01  # relative errors of bfloat16 attention are about 0.005
 
 
 def per_sequence(causal: bool):
@@ -32,10 +33,10 @@ def across_sequences(query, key, value, bounds, longest):
 @pytest.mark.parametrize("heads, groups, dim", [(4, 2, 64), (3, 3, 32)])
 def test_the_check_tells_right_from_wrong(heads, groups, dim):
     right, *wrong = (
-        attention._worst_error(attend, CPU, heads, groups, dim)
+        worst_error(attend, CPU, heads, groups, dim)
         for attend in (per_sequence(causal=True), per_sequence(causal=False), across_sequences)
     )
-    assert right < attention._TOLERANCE / 2
+    assert right < TOLERANCE
     assert min(wrong) > 0.1
 
 
@@ -52,31 +53,7 @@ def test_a_wrong_gradient_is_noticed():
     def attend(query, key, *rest):
         return per_sequence(causal=True)(query, Wrong.apply(key), *rest)
 
-    assert attention._worst_error(attend, CPU, 4, 2, 64) > 0.05
-
-
-def missing() -> None:
-    raise ModuleNotFoundError("flash_attn.cute")
-
-
-@pytest.mark.parametrize(
-    ("activate", "error", "used"),
-    [(lambda: None, 0.005, True), (lambda: None, 0.5, False), (missing, 0.0, False)],
-)
-@pytest.mark.parametrize("nan", [False, True])
-def test_it_is_restored_unless_it_is_right(activate, error, used, nan):
-    restored = []
-    worst = float("nan") if nan else error
-    got = attention.activate_if_right(activate, lambda: restored.append(1), lambda: worst)
-    assert got == (used and not nan)
-    assert bool(restored) == (not got)
-
-
-def test_it_is_not_tried_unless_asked_for(monkeypatch):
-    assert kernels.flash_attention == 2
-    assert not attention.use_flash4.__wrapped__(CPU, 4, 2, 64)
-    monkeypatch.setattr(kernels, "flash_attention", 4)  # here it cannot load
-    assert not attention.use_flash4.__wrapped__(CPU, 4, 2, 64)
+    assert worst_error(attend, CPU, 4, 2, 64) > 0.05
 
 
 def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
@@ -95,6 +72,4 @@ def kernel(*packed, window_size=(-1, -1), enable_gqa=False):
 @pytest.mark.parametrize("heads, groups", [(4, 2), (3, 3)])
 def test_every_torch_gets_the_arguments_that_it_takes(torchs, heads, groups, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", torchs)
-    assert (
-        attention._worst_error(attention._attend, CPU, heads, groups, 32) < attention._TOLERANCE / 2
-    )
+    assert worst_error(attend, CPU, heads, groups, 32) < TOLERANCE
