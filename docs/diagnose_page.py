@@ -1,9 +1,9 @@
 """The page docs/diagnose.md: `python docs/diagnose_page.py > docs/diagnose.md`.
 
-Its tables are the findings (tools/diagnose/guide.py) and the metrics (tools/metric_table.py).
+Its tables are the findings (tools/diagnose) and the metrics (tools/metric_table.py).
 """
 
-from areal_lite.tools.diagnose.guide import GUIDE
+from areal_lite.tools.diagnose.diagnosis import GUIDE
 from areal_lite.tools.diagnose.history import LIMITS
 from areal_lite.tools.metric_table import GROUP_OF, HEALTHY, MEANINGS
 from areal_lite.tools.reference import table_cell
@@ -60,8 +60,8 @@ better. Alarms come first, and a finding that another one explains is left out. 
 show an alarm says so when it ends.
 
 This page is made from the code: `python docs/diagnose_page.py`. Most findings look at the newest
-{recent_steps:g} steps, and need {least_steps:g} of them. `tools/diagnose/history.py` gives a reason for
-each threshold.
+{recent_steps:g} steps, and need {least_steps:g} of them. The file
+`areal_lite/tools/diagnose/history.py` gives a reason for each threshold.
 
 ## Findings
 

@@ -1,4 +1,8 @@
-"""From the records of a run to its findings: alarms first, at most one for each cause."""
+"""From the records of a run to its findings: alarms first, at most one for each cause.
+
+A finding that another one explains is left out. docs/diagnose_page.py writes the page of findings,
+metrics and thresholds.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,24 @@ from typing import NamedTuple
 
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig
-from areal_lite.tools.diagnose.guide import GUIDE, Advice
-from areal_lite.tools.diagnose.history import History, Severity, Sign, limit, read_history
+from areal_lite.tools.diagnose import failures, integrity, learning, speed
+from areal_lite.tools.diagnose.history import (
+    Advice,
+    History,
+    Severity,
+    Sign,
+    limit,
+    read_history,
+)
 from areal_lite.tools.report.command import existing_run
+
+GUIDE = [
+    advice
+    for module in (failures, integrity, learning, speed)
+    for advice in vars(module).values()
+    if isinstance(advice, Advice)
+]
+"""Every kind of finding, in the order in which findings of one severity are shown."""
 
 
 class Finding(NamedTuple):

@@ -1,9 +1,10 @@
-"""What every check of a run gets and gives: the records of the run, the thresholds, and a sign."""
+"""The records of a run, the thresholds, and the kinds of findings."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -48,6 +49,29 @@ def alarm(evidence: str) -> Sign:
 def hint(evidence: str) -> Sign:
     """Return the sign of a hint."""
     return Sign(Severity.HINT, evidence)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A kind of finding: how to find it, and what to say about it. Settings stand in backticks."""
+
+    check: Callable[[History], Sign | None]
+    title: str
+    flag: str  # when it is found, with the thresholds in braces
+    cause: str
+    change: str
+    unless: tuple[str, ...]  # the findings that explain it
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
+
+
+def finding(
+    title: str, *, flag: str, cause: str, change: str, unless: tuple[str, ...] = ()
+) -> Callable[[Callable[[History], Sign | None]], Advice]:
+    """Make a check of a history a kind of finding; the arguments are those of Advice."""
+    return lambda check: Advice(check, title, flag, cause, change, unless)
 
 
 class Limit(NamedTuple):

@@ -25,7 +25,7 @@ import numpy as np
 from areal_lite.config import source_configs
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.diagnose.history import History, Sign, alarm
+from areal_lite.tools.diagnose.history import History, Sign, alarm, finding
 from areal_lite.tools.report.run_data import Columns
 
 _BATCHES = 5
@@ -191,21 +191,45 @@ def _probability(chance: float) -> str:
     return f"which has a probability of 1e{chance / np.log(10):.0f} by chance"
 
 
+@finding(
+    "A batch came again",
+    flag="two steps in a row have the same samples, token for token, which is unlikely by chance; "
+    "or a step reports the tokens and the mean reward of the batch before",
+    cause="the trainer or a server gives an old answer: a cache, a retry, or a data source that "
+    "does not advance",
+    change="look at both steps (`areal-lite report --inspect`); check `data.source` and "
+    "`rollout.workflow` if they are your own",
+)
 def stuck_batch(run: History) -> Sign | None:
-    """Find a batch that came again in the next step."""
     if not _has_batches(run):
         return None
     repeated = repeated_batch(run.columns, run.run_dir / STORE_FILE)
     return _sign(repeated or stuck_metrics(run.columns, run.metrics))
 
 
+@finding(
+    "The loss counts other tokens than were sampled",
+    flag="the trained and the masked tokens of a step are not the tokens of its groups in the "
+    "store",
+    cause="a batch was changed between store and trainer, or a loss counts padding, prompts or a "
+    "part of the ranks: every learning rate then means something else",
+    change="compare `trained_tokens` of the step with its groups (`areal-lite report --inspect`); "
+    "check `rollout.workflow` if it is your own",
+    unless=("stuck_batch",),
+)
 def rogue_normalizer(run: History) -> Sign | None:
-    """Find a loss over other tokens than were sampled."""
     return _sign(rogue_tokens(run.columns, run.metrics)) if _has_batches(run) else None
 
 
+@finding(
+    "A seed does not reach the data",
+    flag="the samples of a group are equal although the policy makes that unlikely; or prompts "
+    "come in the order of their file",
+    cause="each request is sampled with the same seed, or the shuffling ignores its seed",
+    change="remove a fixed seed from the requests of `rollout.workflow` and from `server.args`; "
+    "check `data.source` if it is your own",
+)
 def lost_seed(run: History) -> Sign | None:
-    """Find samples or prompts that no seed has reached."""
     if not len(run.columns):
         return None
     if fault := repeated_samples(run.columns, run.run_dir / STORE_FILE):

@@ -14,7 +14,7 @@ import numpy as np
 from areal_lite.config import source_configs
 from areal_lite.config.data import shares
 from areal_lite.config.rules import CLIPPED_LOSSES, clip_is_idle, tolerated_staleness
-from areal_lite.tools.diagnose.history import History, Sign, alarm, hint, limit
+from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
 from areal_lite.tools.formatting import short
 
 # Below this many nats a difference grows by rounding alone.
@@ -23,8 +23,14 @@ _AGENT = "areal_lite.rollout.workflows.agent:Agent"
 _MAX_TRACES = 16  # its default
 
 
+@finding(
+    "Losses, gradients or log-probs are not finite",
+    flag="a skipped update, or a token whose log-prob is not finite",
+    cause="updates are too large for the precision, or a server computes NaN",
+    change="look at bad_batches/; lower `trainer.lr`, add `trainer.lr_warmup_steps`, or set "
+    "`trainer.fp32_head=true`",
+)
 def bad_numbers(run: History) -> Sign | None:
-    """Find skipped updates, values that are not finite, and tokens without a log-prob."""
     skipped = [m["step"] for m in run.metrics if m.get("skipped") or m.get("critic_skipped")]
     lost = [
         m["step"] for m in run.metrics if {m.get(k, 0.0) for k in ("loss", "grad_norm")} & {None}
@@ -40,8 +46,15 @@ def bad_numbers(run: History) -> Sign | None:
     )
 
 
+@finding(
+    "Servers and trainer disagree about log-probs",
+    flag="above {logprob_diff:g} nats, or {logprob_growth:g} times what it was at first",
+    cause="servers have other weights, another precision or other kernels than the trainer",
+    change="set `sync.verify=true` to check the pushes; `trainer.fp32_head=true`, and the same "
+    "`trainer.dtype` and `server.args.dtype`; remove quantization from `server.args`; with a "
+    "mixture of experts set `algo.routing_replay=true`",
+)
 def logprob_mismatch(run: History) -> Sign | None:
-    """Find servers and a trainer that disagree about the same tokens under the same weights."""
     recent, first = run.recent("logprob_diff"), run.first("logprob_diff")
     if not len(recent):
         return None
@@ -52,56 +65,15 @@ def logprob_mismatch(run: History) -> Sign | None:
     return alarm(f"logprob_diff is {now:.2g} nats (median of recent steps), first {before:.2g}")
 
 
-def low_ess(run: History) -> Sign | None:
-    """Find behavior weights that are far from 1: few tokens then decide the update."""
-    ess, largest, out = run.recent("ess"), run.recent("weight_max"), run.recent("rejected")
-    if not len(ess) or run.config.algo.loss == "tb":
-        return None
-    correction = run.config.algo.correction
-    capped = float(np.mean(largest >= correction.cap)) if len(largest) else 0.0
-    rejected = float(out.mean()) if len(out) else 0.0
-    moved = run.recent("behave_kl")
-    drift = float(moved.mean()) if len(moved) else 0.0
-    text = (
-        f"ess {ess.mean():.2f}; behave_kl {drift:.3f}; a weight at the cap of {correction.cap:g} "
-        f"in {capped:.0%} of the recent steps; {rejected:.1%} of the tokens rejected"
-    )
-    if ess.mean() < limit("ess"):
-        return alarm(text)
-    at_cap = correction.mode == "cap" and capped > limit("capped_steps")
-    far = drift > limit("behave_kl")
-    return hint(text) if far or at_cap or rejected > limit("rejected") else None
-
-
-def too_stale(run: History) -> Sign | None:
-    """Find tokens that are older than the objective is known to tolerate."""
-    oldest, tolerance = run.recent("staleness_max"), tolerated_staleness(run.config.algo)
-    if tolerance is None or not len(oldest) or oldest.max() <= tolerance.steps:
-        return None
-    return hint(
-        f"tokens up to {oldest.max():.0f} steps old; {tolerance.objective} is known to tolerate "
-        f"{tolerance.steps} ({tolerance.shown})"
-    )
-
-
-def entropy_collapse(run: History) -> Sign | None:
-    """Find a policy that lost its entropy before the task is solved."""
-    first, recent, reward = run.first("entropy"), run.recent("entropy"), run.recent("reward_mean")
-    if not (len(first) and len(recent) and len(reward)):
-        return None
-    best = float(np.nanmax(run.columns.reward, initial=1.0))
-    if reward.mean() >= limit("solved_reward") * best:
-        return None
-    if recent.mean() > limit("entropy_ratio") * first.mean():
-        return None
-    return alarm(
-        f"entropy {first.mean():.3g} -> {recent.mean():.3g} nats a token; "
-        f"reward {reward.mean():.2f}"
-    )
-
-
+@finding(
+    "The reward collapsed",
+    flag="the mean of {recent_steps:g} steps below {reward_ratio:.0%} of its best",
+    cause="updates were too large, or the data too stale",
+    change="go back to a checkpoint (`trainer.keep_checkpoints`); lower `trainer.lr` or "
+    "`buffer.max_staleness`, or add `algo.kl.coef`",
+    unless=("bad_numbers", "logprob_mismatch"),
+)
 def reward_collapse(run: History) -> Sign | None:
-    """Find a reward that fell far below what it was."""
     window, rewards = int(limit("recent_steps")), run.values("reward_mean")
     if len(rewards) < 2 * window or not np.isfinite(rewards).all() or rewards.min() < 0:
         return None
@@ -115,8 +87,14 @@ def reward_collapse(run: History) -> Sign | None:
     )
 
 
+@finding(
+    "Held-out accuracy falls while the reward does not",
+    flag="the newest evaluation below the best by {accuracy_drop:.0%} and two standard errors",
+    cause="the policy learns the training prompts by heart, or exploits the reward function",
+    change="read trajectories (`areal-lite report --inspect`); mend `reward.function`, use more "
+    "prompts, stop at the best version, or add `algo.kl.coef`",
+)
 def falling_accuracy(run: History) -> Sign | None:
-    """Find a held-out accuracy that falls while the reward does not."""
     rewards, least = run.values("reward_mean"), int(limit("least_steps"))
     sets: dict[str, list[tuple[dict[str, Any], float]]] = defaultdict(list)
     for line in run.evals:
@@ -139,31 +117,120 @@ def falling_accuracy(run: History) -> Sign | None:
     return None
 
 
-def mixed_evaluations(run: History) -> Sign | None:
-    """Find evaluations in which the weights changed for too long to compare them."""
-    every, share = run.config.eval.every, limit("mixed_share")
-    mixed = [line for line in run.evals if every and np.ptp(line["versions"]) > share * every]
-    if not mixed:
-        return None
-    first = mixed[0]["versions"]
-    return hint(
-        f"{len(mixed)} of {len(run.evals)} evaluations, {every} steps apart; the one of version "
-        f"{mixed[0]['version']} was answered by versions {first[0]} to {first[-1]}"
-    )
-
-
 def _accuracy(line: dict[str, Any]) -> float | None:
     """Return the accuracy at the temperature of training, or the greedy one."""
     return line["greedy"] if line.get("sampled") is None else line["sampled"]
 
 
+@finding(
+    "The entropy collapsed before the task is solved",
+    flag="below {entropy_ratio:.0%} of the entropy at the start",
+    cause="likely tokens are reinforced until nothing else is sampled",
+    change="raise `algo.eps_high` (0.28 in DAPO), add `algo.entropy_coef` or `algo.kl.coef`, or "
+    "lower `trainer.lr`",
+    unless=("reward_collapse",),
+)
+def entropy_collapse(run: History) -> Sign | None:
+    first, recent, reward = run.first("entropy"), run.recent("entropy"), run.recent("reward_mean")
+    if not (len(first) and len(recent) and len(reward)):
+        return None
+    best = float(np.nanmax(run.columns.reward, initial=1.0))
+    if reward.mean() >= limit("solved_reward") * best:
+        return None
+    if recent.mean() > limit("entropy_ratio") * first.mean():
+        return None
+    return alarm(
+        f"entropy {first.mean():.3g} -> {recent.mean():.3g} nats a token; "
+        f"reward {reward.mean():.2f}"
+    )
+
+
+@finding(
+    "Behavior weights are far from 1",
+    flag="alarm: ess below {ess:g}; hint: behave_kl above {behave_kl:g}, more than {rejected:.0%} "
+    "of the tokens rejected, or a weight at the cap in {capped_steps:.0%} of the steps",
+    cause="the policy moves far between sampling and training",
+    change="lower `trainer.lr` or `buffer.max_staleness`; `algo.correction.mode=mask` leaves such "
+    "tokens out",
+    unless=("logprob_mismatch", "bad_numbers"),
+)
+def low_ess(run: History) -> Sign | None:
+    ess, largest, out = run.recent("ess"), run.recent("weight_max"), run.recent("rejected")
+    if not len(ess) or run.config.algo.loss == "tb":
+        return None
+    correction = run.config.algo.correction
+    capped = float(np.mean(largest >= correction.cap)) if len(largest) else 0.0
+    rejected = float(out.mean()) if len(out) else 0.0
+    moved = run.recent("behave_kl")
+    drift = float(moved.mean()) if len(moved) else 0.0
+    text = (
+        f"ess {ess.mean():.2f}; behave_kl {drift:.3f}; a weight at the cap of {correction.cap:g} "
+        f"in {capped:.0%} of the recent steps; {rejected:.1%} of the tokens rejected"
+    )
+    if ess.mean() < limit("ess"):
+        return alarm(text)
+    at_cap = correction.mode == "cap" and capped > limit("capped_steps")
+    far = drift > limit("behave_kl")
+    return hint(text) if far or at_cap or rejected > limit("rejected") else None
+
+
+@finding(
+    "Tokens are staler than the objective is known to tolerate",
+    flag="staleness_max above what `areal_lite/config/rules.py` lists for the objective",
+    cause="`buffer.max_staleness` suits another correction of stale tokens",
+    change="lower `buffer.max_staleness`; or train with `algo.loss=examples.recipes.stale:loss`, "
+    "or with `algo.decoupled=true` and `algo.correction.mode=cap`",
+    unless=("low_ess",),
+)
+def too_stale(run: History) -> Sign | None:
+    oldest, tolerance = run.recent("staleness_max"), tolerated_staleness(run.config.algo)
+    if tolerance is None or not len(oldest) or oldest.max() <= tolerance.steps:
+        return None
+    return hint(
+        f"tokens up to {oldest.max():.0f} steps old; {tolerance.objective} is known to tolerate "
+        f"{tolerance.steps} ({tolerance.shown})"
+    )
+
+
+@finding(
+    "Completions are cut off",
+    flag="truncated_share above {truncated_share:.0%}; alarm: {truncated_alarm:.0%}",
+    cause="completions need more tokens, or grow without use",
+    change="raise `rollout.max_new_tokens`; `algo.shaping.overlong_margin` punishes length "
+    "gradually, and `algo.shaping.mask_truncated=true` leaves such trajectories out",
+)
+def truncated(run: History) -> Sign | None:
+    share = run.recent("truncated_share")
+    if not len(share) or share.mean() <= limit("truncated_share"):
+        return None
+    longest = run.config.rollout.max_new_tokens
+    text = f"{share.mean():.0%} of the recent trajectories reached rollout.max_new_tokens={longest}"
+    return alarm(text) if share.mean() > limit("truncated_alarm") else hint(text)
+
+
+@finding(
+    "Most groups are too easy: all their trajectories succeed",
+    flag="uniform_groups_share above {uniform_share:.0%}, mostly successes; alarm: "
+    "{uniform_alarm:.0%}",
+    cause="the policy has solved these prompts; equal rewards give no advantage",
+    change="set `rollout.filters=[zero_variance]`, or `rollout.retire_above=0.9` where prompts "
+    "repeat; use harder prompts",
+)
 def too_easy(run: History) -> Sign | None:
-    """Find groups whose trajectories all succeed: they have no advantage to learn from."""
     return _no_signal(run, easy=True)
 
 
+@finding(
+    "Most groups are too hard: all their trajectories fail",
+    flag="uniform_groups_share above {uniform_share:.0%}, mostly failures; alarm: "
+    "{uniform_alarm:.0%}",
+    cause="the policy cannot solve these prompts yet, or no answer can satisfy the reward function",
+    change="read trajectories (`areal-lite report --inspect`) and `reward.function`; raise "
+    "`rollout.group_size` or `rollout.max_new_tokens`, set `rollout.filters=[zero_variance]`, "
+    "or `rollout.rest_unsolved=8` where prompts repeat; use easier prompts",
+    unless=("truncated", "reward_collapse"),
+)
 def too_hard(run: History) -> Sign | None:
-    """Find groups whose trajectories all fail: they have no advantage to learn from."""
     return _no_signal(run, easy=False)
 
 
@@ -207,35 +274,15 @@ def _uniform_groups(run: History) -> tuple[int, int]:
     return sum(r > middle for r in uniform), sum(r <= middle for r in uniform)
 
 
-def idle_clip(run: History) -> Sign | None:
-    """Find a clip that never removed a gradient."""
-    clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
-    clipped = clipped[np.isfinite(clipped)]
-    if run.config.algo.loss not in CLIPPED_LOSSES or len(clipped) < limit("recent_steps"):
-        return None
-    if clipped.any():
-        return None
-    largest = f"{np.nanmax(ratio):.3g}" if np.isfinite(ratio).any() else "unknown"
-    always = "; with these settings it is always 1" if clip_is_idle(run.config) else ""
-    return hint(
-        f"clip_fraction was 0 in all {len(clipped)} steps; largest ratio {largest}; "
-        f"algo.prox={run.config.algo.prox}, trainer.minibatches={run.config.trainer.minibatches}"
-        f"{always}"
-    )
-
-
-def truncated(run: History) -> Sign | None:
-    """Find trajectories that end at the limit of new tokens."""
-    share = run.recent("truncated_share")
-    if not len(share) or share.mean() <= limit("truncated_share"):
-        return None
-    longest = run.config.rollout.max_new_tokens
-    text = f"{share.mean():.0%} of the recent trajectories reached rollout.max_new_tokens={longest}"
-    return alarm(text) if share.mean() > limit("truncated_alarm") else hint(text)
-
-
+@finding(
+    "The gradient norm has spikes",
+    flag="above {grad_spike:g} times the median and `trainer.clip_grad`",
+    cause="few tokens dominate a batch: extreme weights, or rare rewards",
+    change="lower `trainer.clip_grad` or `trainer.lr`, set `algo.dual_clip=3`, or raise "
+    "`trainer.batch_groups`",
+    unless=("bad_numbers", "low_ess"),
+)
 def gradient_spikes(run: History) -> Sign | None:
-    """Find gradients that are far larger than usual and were clipped."""
     norms = run.values("grad_norm")
     known = norms[np.isfinite(norms)]
     if len(known) < limit("recent_steps"):
@@ -252,8 +299,38 @@ def gradient_spikes(run: History) -> Sign | None:
     )
 
 
+@finding(
+    "The clip never acts",
+    flag="clip_fraction 0 in every step",
+    cause="with one update per batch the ratio is 1, so nothing is clipped; with several, the "
+    "updates are small",
+    change="nothing, if one update per batch is what you want; otherwise `trainer.minibatches=2` "
+    "with `algo.prox=recompute`, or a larger `trainer.lr`",
+)
+def idle_clip(run: History) -> Sign | None:
+    clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
+    clipped = clipped[np.isfinite(clipped)]
+    if run.config.algo.loss not in CLIPPED_LOSSES or len(clipped) < limit("recent_steps"):
+        return None
+    if clipped.any():
+        return None
+    largest = f"{np.nanmax(ratio):.3g}" if np.isfinite(ratio).any() else "unknown"
+    always = "; with these settings it is always 1" if clip_is_idle(run.config) else ""
+    return hint(
+        f"clip_fraction was 0 in all {len(clipped)} steps; largest ratio {largest}; "
+        f"algo.prox={run.config.algo.prox}, trainer.minibatches={run.config.trainer.minibatches}"
+        f"{always}"
+    )
+
+
+@finding(
+    "Completions of a prompt are the same",
+    flag="below {distinct_share:g} on a scale from 0 (all the same) to 1 (all different)",
+    cause="the policy is almost deterministic on these prompts",
+    change="raise `rollout.temperature` or `algo.entropy_coef`, or lower `rollout.group_size`",
+    unless=("entropy_collapse", "too_easy", "too_hard", "lost_seed"),
+)
 def duplicates(run: History) -> Sign | None:
-    """Find prompts whose completions are nearly all the same."""
     shares, size = run.recent("distinct_share"), run.config.rollout.group_size
     if not len(shares) or size < 2:
         return None
@@ -265,8 +342,33 @@ def duplicates(run: History) -> Sign | None:
     )
 
 
+@finding(
+    "Evaluations mix the weights of many steps",
+    flag="versions further apart than {mixed_share:.0%} of `eval.every` answered one of them",
+    cause="an evaluation takes long, and pushes change the servers' weights meanwhile",
+    change="lower `eval.problems` or `eval.samples`, raise `eval.every`, or evaluate the saved "
+    "checkpoints instead (`areal-lite eval`)",
+)
+def mixed_evaluations(run: History) -> Sign | None:
+    every, share = run.config.eval.every, limit("mixed_share")
+    mixed = [line for line in run.evals if every and np.ptp(line["versions"]) > share * every]
+    if not mixed:
+        return None
+    first = mixed[0]["versions"]
+    return hint(
+        f"{len(mixed)} of {len(run.evals)} evaluations, {every} steps apart; the one of version "
+        f"{mixed[0]['version']} was answered by versions {first[0]} to {first[-1]}"
+    )
+
+
+@finding(
+    "The adapters have hardly changed the model",
+    flag="adapter_share below {adapter_share:g}, and a reward that did not rise by {reward_rise:g}",
+    cause="updates of adapters need a larger learning rate than updates of all weights",
+    change="raise `trainer.lr`, for example to ten times the rate of full training; raise "
+    "`trainer.lora.alpha`, or name more layers in `trainer.lora.targets`",
+)
 def faint_adapters(run: History) -> Sign | None:
-    """Find adapters that are still tiny, in a run that does not learn."""
     shares_of_weights = run.recent("adapter_share")
     first, recent = run.first("reward_mean"), run.recent("reward_mean")
     if not (len(shares_of_weights) and len(first) and len(recent)):
@@ -282,8 +384,15 @@ def faint_adapters(run: History) -> Sign | None:
     )
 
 
+@finding(
+    "Routes should be replayed, and there are none",
+    flag="no recorded route in {least_steps:g} steps with `algo.routing_replay=true`",
+    cause="the trajectories come from a workflow that drops routes, or from servers that record "
+    "none",
+    change="let `rollout.workflow` join the routes of its completions, as `Transcript` does; check "
+    "`server.args`",
+)
 def lost_routes(run: History) -> Sign | None:
-    """Find a run that should replay routes, and whose tokens have none."""
     recent = run.metrics[-int(limit("recent_steps")) :]
     if not run.config.algo.routing_replay or len(recent) < limit("least_steps"):
         return None
@@ -292,8 +401,16 @@ def lost_routes(run: History) -> Sign | None:
     return alarm(f"no token of the recent {len(recent)} steps has a recorded route")
 
 
+@finding(
+    "The trainer's routers would choose other experts",
+    flag="above {routes_changed:.0%} of the recorded routes",
+    cause="the weights moved far since the tokens were sampled, or server and trainer compute with "
+    "different precision",
+    change="lower `trainer.lr` or `buffer.max_staleness` if the share has grown; otherwise use the "
+    "same `trainer.dtype` and `server.args.dtype`, and remove quantization from `server.args`",
+    unless=("logprob_mismatch",),
+)
 def changed_routes(run: History) -> Sign | None:
-    """Find routers that have moved far from the routes that they replay."""
     changed, first = run.recent("routes_changed"), run.first("routes_changed")
     if not len(changed) or changed.mean() <= limit("routes_changed"):
         return None
@@ -301,8 +418,17 @@ def changed_routes(run: History) -> Sign | None:
     return hint(f"{changed.mean():.0%} of the recorded routes{before}")
 
 
+@finding(
+    "The student does not come closer to its teacher",
+    flag="reference_kl above {teacher_ratio:.0%} of its first value, which was above "
+    "{teacher_kl:g} nats, with `algo.advantage.estimator=off`",
+    cause="updates are too small or too large, or the teacher cannot judge texts like the "
+    "student's",
+    change="raise `trainer.lr` if reference_kl is flat, lower it if it grows; choose a teacher in "
+    "`algo.reference` that answers the same prompts in the same format",
+    unless=("bad_numbers", "logprob_mismatch"),
+)
 def distant_teacher(run: History) -> Sign | None:
-    """Find a student that learns from a teacher alone and does not come closer to it."""
     first, recent = run.first("reference_kl"), run.recent("reference_kl")
     if run.config.algo.advantage.estimator != "off" or not (len(first) and len(recent)):
         return None
@@ -311,8 +437,17 @@ def distant_teacher(run: History) -> Sign | None:
     return alarm(f"reference_kl {first.mean():.3g} -> {recent.mean():.3g} nats a token")
 
 
+@finding(
+    "Agents seldom continue a conversation",
+    flag="traces_mean above {traces_share:.0%} of `max_traces`",
+    cause="the agent edits what was said before each request (it drops reasoning, or writes "
+    "answers anew): each request then begins a trace, and server and trainer compute all of it "
+    "again",
+    change="return answers to the policy as they were; or raise `max_traces` in "
+    "`rollout.workflow_args` if the agent is meant to work like this, as requests beyond it "
+    "are refused",
+)
 def split_episodes(run: History) -> Sign | None:
-    """Find agents whose requests seldom continue a conversation."""
     traces, most = run.recent("traces_mean"), _most_traces(run)
     if not len(traces) or most is None or traces.mean() <= limit("traces_share") * most:
         return None
@@ -329,8 +464,16 @@ def _most_traces(run: History) -> int | None:
     return max(found, default=None)
 
 
+@finding(
+    "A data source comes into batches less often than its weight says",
+    flag="below {source_share:.0%} of its share of the groups of {recent_steps:g} steps",
+    cause="its groups are filtered out, its prompts are retired or rest, or its rollouts fail",
+    change="look at `uniform_groups_share/NAME` and the counts of filtered groups; give the source "
+    "other prompts or another `weight`, or change `rollout.retire_above`, "
+    "`rollout.rest_unsolved` or `rollout.filters`",
+    unless=("workflow_failures", "reward_failures"),
+)
 def rare_source(run: History) -> Sign | None:
-    """Find data sources that give less to the batches than their weights say."""
     recent = run.metrics[-int(limit("recent_steps")) :]
     planned = shares(source_configs(run.config))
     if len(planned) < 2 or len(recent) < limit("recent_steps"):
@@ -345,8 +488,16 @@ def rare_source(run: History) -> Sign | None:
     return hint("; ".join(rare)) if rare else None
 
 
+@finding(
+    "A data source has no signal",
+    flag="equal rewards in {uniform_alarm:.0%} of the groups of one source",
+    cause="its prompts are solved, or too hard, or its reward function does not tell answers apart",
+    change="lower its `weight`; set `rollout.filters=[zero_variance]`, or "
+    "`rollout.retire_above=0.9` and `rollout.rest_unsolved=8` where prompts repeat; read its "
+    "trajectories (`areal-lite report --inspect`)",
+    unless=("too_easy", "too_hard"),
+)
 def silent_source(run: History) -> Sign | None:
-    """Find data sources whose groups have equal rewards, unlike the groups of others."""
     silent = []
     for name in run.config.data.sources:
         uniform, reward = (
@@ -360,8 +511,16 @@ def silent_source(run: History) -> Sign | None:
     return hint("; ".join(silent)) if silent else None
 
 
+@finding(
+    "The critic explains nothing",
+    flag="value_explained below {value_explained:g} after {recent_steps:g} steps and more",
+    cause="the critic learns slowly, or its updates are too large; advantages are then noisier "
+    "than without it",
+    change="change `algo.critic.lr`; let it learn longer with a smaller `trainer.lr`; or use an "
+    "estimator without a critic (`algo.advantage.estimator=grpo`)",
+    unless=("bad_numbers", "reward_collapse"),
+)
 def blind_critic(run: History) -> Sign | None:
-    """Find a critic that predicts the returns no better than their mean does."""
     explained = run.recent("value_explained")
     if not len(explained) or len(run.metrics) < 2 * limit("recent_steps"):
         return None

@@ -8,7 +8,7 @@ import pytest
 
 from areal_lite.rollout.workflows.agent import Agent
 from areal_lite.tools.diagnose import learning
-from areal_lite.tools.diagnose.guide import GUIDE
+from areal_lite.tools.diagnose.diagnosis import GUIDE
 from areal_lite.tools.diagnose.history import Severity
 from tests.unit.tools.diagnose import test_findings
 from tests.unit.tools.diagnose.test_findings import findings, make_run, the_only

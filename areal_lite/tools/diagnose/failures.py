@@ -1,0 +1,147 @@
+"""Findings about failures and hangs. Each is a pure function of a history."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from areal_lite.tools.diagnose.history import History, Sign, alarm, finding, hint, limit
+
+_STATUS = re.compile(
+    r"(?P<running>\d+) running, .*; (?P<requests>\d+) requests on \d+ servers; "
+    r"waiting for (?P<need>.*)"
+)
+
+
+@finding(
+    "The run makes no progress",
+    flag="no step for {stall_s:g} s and {stall_factor:g} usual steps, while the run is active",
+    cause="a role hangs, and the others wait for it",
+    change="read the log that is named; `reward.timeout_s` and `sync.timeout_s` bound how long a "
+    "hang lasts",
+)
+def stalled(run: History) -> Sign | None:
+    if not run.running or run.complete:
+        return None
+    usual = float(np.median(run.values("time_s")[1:])) if len(run.metrics) > 1 else 0.0
+    patience = max(limit("stall_s"), limit("stall_factor") * usual)
+    if not run.metrics:  # servers start, and an evaluation may come before the first step
+        patience += run.config.server.start_timeout_s
+    since = run.now - (run.metrics[-1]["logged_at"] if run.metrics else run.started_at)
+    if since <= patience:
+        return None
+    normal = f" (usually {usual:.1f} s)" if usual else ""
+    return alarm(f"no step for {since:.0f} s after step {run.step}{normal}; {_who(run)}")
+
+
+def _who(run: History) -> str:
+    """Say who waits for whom, from the last status line of the controller."""
+    log = run.logs.get("controller.log")
+    if log is None:
+        return "the controller has no log: it did not start"
+    silent = run.now - log.changed_at
+    if silent > limit("stall_s"):
+        return f"the controller hangs: its log, a line every 10 s, is {silent:.0f} s old"
+    status = [found for line in log.lines if (found := _STATUS.search(line))]
+    if not status:
+        return "the controller waits for its first server: see logs/servers.log"
+    running, requests, need = (status[-1][name] for name in ("running", "requests", "need"))
+    if need.startswith("the trainer"):
+        return f"the controller waits for {need}: see logs/trainer.log"
+    if need.startswith("a server"):
+        return f"the controller waits for {need}: see logs/servers.log"
+    if int(running) and not int(requests):
+        return (
+            f"the trainer waits for {need}; {running} groups run without a request to a server: "
+            "the workflow or the reward function hangs"
+        )
+    return (
+        f"the trainer waits for {need}; the servers hold {requests} requests: see logs/server-0.log"
+    )
+
+
+@finding(
+    "The run ended before its last step",
+    flag="no process runs, steps are left, and no stop was requested",
+    cause="a role failed, or the run was interrupted or killed (out of memory leaves no error)",
+    change="remove the cause; `resume=auto` continues from the newest checkpoint, "
+    "`trainer.save_every` writes more of them",
+)
+def ended_early(run: History) -> Sign | None:
+    if run.running or run.complete or run.stopped or run.config.debug != "off":
+        return None
+    text = f"step {run.step} of {run.config.trainer.steps}"
+    errors = "; ".join(f"{name}: {line[:200]}" for name, line in run.errors.items())
+    return alarm(f"{text}; {errors}") if errors else hint(f"{text}; no error in the logs")
+
+
+@finding(
+    "Servers failed",
+    flag="a server was restarted or left out of a push; alarm: {restarts:g} restarts, or given up",
+    cause="a server ran out of memory, crashed or did not answer in time",
+    change="read logs/server-N.log; lower `server.args.mem_fraction_static` or "
+    "`server.args.max_running_requests` against lack of memory, raise `sync.timeout_s` for a "
+    "slow machine",
+)
+def failed_servers(run: History) -> Sign | None:
+    again = run.log_lines("servers.log", " is started again in ")
+    given_up = run.log_lines("servers.log", " is given up after ")
+    failed = [(m["step"], name) for m in run.metrics for name in m.get("failed") or ()]
+    if not (again or given_up or failed):
+        return None
+    last = (given_up or again or [""])[-1]
+    text = (
+        f"restarts: {len(again)}, given up: {len(given_up)}, left out of a push: {len(failed)}"
+        f"{f'; the last: {last[20:220]}' if last else ''}"
+    )
+    return alarm(text) if given_up or len(again) >= limit("restarts") else hint(text)
+
+
+@finding(
+    "Controller and trainer were restarted",
+    flag="a restart in logs/restarts.log; alarm: {restarts:g} of them",
+    cause="one of them failed, was killed or hung; the steps after the newest checkpoint were "
+    "trained again",
+    change="read logs/restarts.log for the cause of each; `trainer.save_every` bounds the steps "
+    "that are trained again",
+)
+def restarted(run: History) -> Sign | None:
+    again = run.log_lines("restarts.log", "(restart ")
+    if not again:
+        return None
+    text = f"restarts: {len(again)}; the last: {again[-1][:220]}"
+    return alarm(text) if len(again) >= limit("restarts") else hint(text)
+
+
+@finding(
+    "Rewards fail",
+    flag="above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
+    cause="the reward function raises an error or takes too long",
+    change="mend `reward.function`; raise `reward.timeout_s` or `reward.workers` for time-outs; ",
+)
+def reward_failures(run: History) -> Sign | None:
+    return _failures(run, "reward_failures", ": no reward: ")
+
+
+@finding(
+    "Rollouts fail",
+    flag="above {failures:.0%} of the trajectories; alarm: {failures_alarm:.0%}",
+    cause="the workflow raises an error, for example for a tool or a context that is too long",
+    change="mend `rollout.workflow`; `server.args.context_length` bounds prompt and answer "
+    "together",
+    unless=("failed_servers",),
+)
+def workflow_failures(run: History) -> Sign | None:
+    return _failures(run, "workflow_failures", " WARNING ")
+
+
+def _failures(run: History, key: str, mark: str) -> Sign | None:
+    failed, scored = run.count(key), float(np.nansum(run.values("trajectories")))
+    share = failed / max(failed + scored, 1.0)
+    if share <= limit("failures"):
+        return None
+    lines = [line for line in run.log_lines("controller.log", mark) if "rollout of " in line]
+    last = f"; the last: {lines[-1].partition('rollout of ')[2][:200]}" if lines else ""
+    text = f"{failed} failures, {share:.1%} of the trajectories{last}"
+    return alarm(text) if share > limit("failures_alarm") else hint(text)
