@@ -19,7 +19,7 @@ from areal_lite import extensions
 from areal_lite.config import TrainConfig, command_names, compose_config, find_command, to_dataclass
 from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
 from areal_lite.config.commands import CORE
-from areal_lite.system.imports import load_object
+from areal_lite.extensions import load_object
 
 _HELP = ("--help", "-h")
 _SWEEP = ("--multirun", "-m")

@@ -1,21 +1,27 @@
-"""Extensions of the core: entry points of installed packages, loaded when first needed.
+"""Extensions of the core: entry points of installed packages, and functions named by the settings.
 
 The core names a group and an entry, never a module, so it runs without `areal_lite.cpu` and
 `areal_lite.tools`. Another package can add entries of its own.
 """
 
+import importlib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 COMMANDS = "areal_lite.commands"
 """Commands of `areal-lite`, besides those of the core."""
+STAGES = "areal_lite.stages"
+"""Stages of those commands, each a `Command` that is run as a module of its own."""
+MODES = "areal_lite.modes"
+"""Options of the core's commands that show something instead of starting a run."""
 DEVICES = "areal_lite.devices"
 """Devices without CUDA. The entry `cpu` is a `Device`."""
-
 OBSERVERS = "areal_lite.observers"
 """What a person sees of a run. The entry `console` is an `Observer` (launch/observer.py)."""
-
+DATA = "areal_lite.data"
+"""Openers of prompts, by `data.source` (data/prompts.py)."""
 DEBUG_MODES = "areal_lite.debug"
 """Halves of a run, for `debug`: each has `check(config)`, and `run` as launch/local.py calls it."""
 TRACKERS = "areal_lite.trackers"
@@ -52,16 +58,6 @@ class Device(Protocol):
         ...
 
 
-STAGES = "areal_lite.stages"
-"""Stages of those commands, each a `Command` that is run as a module of its own."""
-
-DATA = "areal_lite.data"
-"""Openers of prompts, by `data.source` (data/prompts.py)."""
-
-MODES = "areal_lite.modes"
-"""Options of the core's commands that show something instead of starting a run."""
-
-
 @cache
 def names(group: str) -> list[str]:
     """List the entries of a group, sorted by name."""
@@ -84,3 +80,21 @@ def cpu_device() -> Device:
             "(pip install 'areal-lite[cpu]'), or use a machine with a GPU"
         )
     return device
+
+
+def load_object(key: str, name: str) -> Callable[..., Any]:
+    """Import the callable that the configuration key `key` names, or raise ValueError."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ValueError(
+            f"{key}={name} must be module:name,"
+            " such as areal_lite.rollout.workflows.single_turn:single_turn"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module of a user can raise anything
+        reason = str(error) if isinstance(error, ImportError) else repr(error)
+        raise ValueError(f"{key}={name}: cannot import {module_name}: {reason}") from error
+    if not callable(found := getattr(module, attribute, None)):
+        raise ValueError(f"{key}={name}: {module_name} has no callable {attribute!r}")
+    return found

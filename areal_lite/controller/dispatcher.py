@@ -46,6 +46,7 @@ from areal_lite.controller.sources import Dependencies, Source, drawn_prompts
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
+from areal_lite.extensions import load_object
 from areal_lite.rewards.pool import RewardError
 from areal_lite.rollout.episode import (
     Episode,
@@ -59,7 +60,6 @@ from areal_lite.rollout.episode import (
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.completion import Session, sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Group, GroupState, Trajectory
 
 # The last groups of a prompt decide whether it is retired. One group alone may have been luck.

@@ -32,7 +32,7 @@ from areal_lite import extensions
 from areal_lite.config import DataConfig
 from areal_lite.data.rows import Row, Split, hf_rows, jsonl_rows
 from areal_lite.data.tokenizer import Message, Tokenizer
-from areal_lite.system.imports import load_object
+from areal_lite.extensions import load_object
 
 log = logging.getLogger(__name__)
 _KEYS_SHOWN = 20

@@ -1,20 +1,14 @@
-"""The restarts of controller and trainer during a run on one machine.
+"""The restarts of controller and trainer during a run on one machine. The servers keep running.
 
 * A controller that is killed or hangs starts again alone. The trainer keeps its step and its batch,
   and asks the new controller what the old one did not answer (controller/batches.py).
-* After any other failure both start again, from the newest checkpoint, as `resume=auto` starts
-  them. The new trainer pushes its weights to the servers before they get another request
-  (Fleet.take_over).
-
-The servers keep running. The new controller ends their requests.
-
-A process that was killed or hangs is started again, a limited number of times. After an error it is
-started again only if that can help: not before the first step, and not twice at the same place.
-
-The watchdog finds the process that hangs, and its phase. Every process has a heartbeat
-(system/heartbeat.py). The ranks of a trainer wait for each other, so they hang when the newest
-heartbeat of all ranks is too old. The rank with the oldest heartbeat is most likely the cause. A
-process that a signal has stopped (SIGSTOP) is found by its state.
+* After any other failure both start again, from the newest checkpoint. The new trainer pushes its
+  weights to the servers before they get another request (Fleet.take_over).
+* A process that was killed or hangs is started again, a limited number of times. After an error it
+  is started again only if that can help: not before the first step, and not twice at one place.
+* The ranks of a trainer wait for each other, so they hang when the newest heartbeat of all
+  (system/heartbeat.py) is too old. The oldest one most likely names the cause. A process that a
+  signal has stopped (SIGSTOP) is found by its state.
 """
 
 import os
@@ -27,7 +21,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from areal_lite.config import RestartConfig, TrainConfig
+from areal_lite.config import TrainConfig
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles, signal_group
 from areal_lite.run_dir.metrics import newest_event
 from areal_lite.run_dir.paths import LOGS_DIR
@@ -71,31 +65,24 @@ class Restart:
     number: int
 
 
-@dataclass(frozen=True)
-class GiveUp:
-    """End the run, for this reason."""
+def decide(failures: list[Failure], most: int) -> Restart | str:
+    """Return the restart after the last of all `failures` of this run, or why the run ends.
 
-    reason: str
-
-
-def decide(failures: list[Failure], limits: RestartConfig) -> Restart | GiveUp:
-    """Decide between a restart and the end, given all `failures` of this run, oldest first.
-
-    The wait before a restart grows with each start that made no progress.
+    The wait before a restart grows with each start that made no progress. `most`: `restart.max`.
     """
     last = failures[-1]
     recent = [one for one in failures if last.at_s - one.at_s <= _WINDOW_S]
-    if limits.max == 0:
-        return GiveUp("restart.max=0: nothing is started again")
+    if most == 0:
+        return "restart.max=0: nothing is started again"
     if last.error is not None and not last.progressed:
-        return GiveUp(
+        return (
             "no step was completed before this error, or none is left: another start would fail "
             "like this one"
         )
     if last.error is not None and last.error in (one.error for one in recent[:-1]):
-        return GiveUp("the same error came twice: another start would fail like this one")
-    if len(recent) > limits.max:
-        return GiveUp(f"there were {limits.max} restarts within an hour (restart.max)")
+        return "the same error came twice: another start would fail like this one"
+    if len(recent) > most:
+        return f"there were {most} restarts within an hour (restart.max)"
     in_vain = len(list(takewhile(lambda one: not one.progressed, reversed(recent))))
     return Restart(back_off_s(max(in_vain, 1)), len(recent))
 
@@ -124,7 +111,6 @@ class ProcessState:
     """The state of a process, as the watchdog has noticed it. Times are in seconds.
 
     Args:
-        group: controller or trainer; the processes of a group wait for each other.
         phase: the phase that its newest heartbeat names.
         beat_at: when its newest heartbeat was noticed.
         beat_ns: the time of that heartbeat in its file, in nanoseconds.
@@ -132,44 +118,38 @@ class ProcessState:
     """
 
     name: str
-    group: str
-    phase: str
+    phase: str = "starting"
     beat_at: float
     beat_ns: int = 0
     stopped_at: float | None = None
 
-
-@dataclass(frozen=True)
-class Hang:
-    """The process that hangs, for how many seconds, and whether a signal has stopped it."""
-
-    process: ProcessState
-    seconds: float
-    stopped: bool
+    @property
+    def group(self) -> str:
+        """Return controller or trainer. The processes of a group wait for each other."""
+        return self.name.partition("-")[0]
 
 
-def find_hang(processes: list[ProcessState], now: float, timeout_s: float) -> Hang | None:
-    """Return the process that hangs at the time `now` in seconds; None if there is none."""
+def find_hang(
+    processes: list[ProcessState], now: float, timeout_s: float
+) -> tuple[ProcessState, str] | None:
+    """Return the process that hangs at the time `now` in seconds, and how; None without one."""
     for process in processes:
-        if process.stopped_at is not None:
-            seconds = now - process.stopped_at
-            if seconds >= timeout_s * _STOPPED_SHARE:
-                return Hang(process, seconds, stopped=True)
+        stopped_s = 0.0 if process.stopped_at is None else now - process.stopped_at
+        if stopped_s >= timeout_s * _STOPPED_SHARE:
+            return process, (
+                f"has been stopped by a signal (SIGSTOP) for {stopped_s:.0f} s, so that it cannot "
+                "print its stack"
+            )
     for group in {process.group for process in processes}:
         members = [process for process in processes if process.group == group]
         if now - max(process.beat_at for process in members) >= timeout_s:
             oldest = min(members, key=lambda process: process.beat_at)
-            return Hang(oldest, now - oldest.beat_at, stopped=False)
+            return oldest, f"gave no heartbeat for {now - oldest.beat_at:.0f} s"
     return None
 
 
 class Watchdog:
-    """Watches processes from their start on.
-
-    Args:
-        roles: controller and trainer ranks.
-        timeout_s: `restart.hang_timeout_s`.
-    """
+    """Watches controller and trainer ranks. `timeout_s` is `restart.hang_timeout_s`."""
 
     def __init__(self, roles: Roles, timeout_s: float):
         self._roles = roles
@@ -189,21 +169,20 @@ class Watchdog:
         running = {role.name: role for role in self._roles.roles if role.process.poll() is None}
         states = [self._update_state(role, now) for role in running.values()]
         if hang := find_hang(states, now, self._timeout_s):
-            group = [state for state in states if state.group == hang.process.group]
+            process, how = hang
+            group = [state for state in states if state.group == process.group]
             log_stacks([running[state.name] for state in group if state.stopped_at is None])
-            role = running[hang.process.name]
+            role = running[process.name]
             signal_group(role, signal.SIGKILL)
-            raise role.failure(describe(hang))
+            raise role.failure(f"{process.name} hangs: it {how}; its phase: {process.phase}")
 
     def forget(self, role: Role) -> None:
         """Forget the heartbeats of the process that `role` has replaced."""
         self._states.pop(role.name, None)
 
     def _update_state(self, role: Role, now: float) -> ProcessState:
-        group = role.name.partition("-")[0]
-        state = self._states.setdefault(
-            role.name, ProcessState(name=role.name, group=group, phase="starting", beat_at=now)
-        )
+        new = ProcessState(name=role.name, beat_at=now)
+        state = self._states.setdefault(role.name, new)
         if newest := heartbeat.read(role.heartbeat):
             state.phase, beat_ns = newest
             if beat_ns != state.beat_ns:
@@ -213,17 +192,6 @@ class Watchdog:
         elif state.stopped_at is None:
             state.stopped_at = now
         return state
-
-
-def describe(hang: Hang) -> str:
-    """Name the process that hangs, for how long, and its phase."""
-    what = f"gave no heartbeat for {hang.seconds:.0f} s"
-    if hang.stopped:
-        what = (
-            f"has been stopped by a signal (SIGSTOP) for {hang.seconds:.0f} s, so that it cannot "
-            "print its stack"
-        )
-    return f"{hang.process.name} hangs: it {what}; its phase: {hang.process.phase}"
 
 
 def is_stopped(pid: int) -> bool:
@@ -273,12 +241,12 @@ class Restarts:
         """
         if stop_requested(self._run_dir):
             self._record(failed)
-            raise self._end(failed, GiveUp("the run was asked to stop"))
+            raise self._end(failed, "the run was asked to stop")
         restart = self._decide(failed)
         try:
             set_aside_damaged(self._run_dir)
         except ValueError as error:
-            raise self._end(failed, GiveUp(str(error))) from error
+            raise self._end(failed, str(error)) from error
         remove_role_files(self._run_dir)
         self.start = start_version(self._run_dir)
         self._wait(failed, restart, f"controller and trainer start again from step {self.start}")
@@ -304,19 +272,15 @@ class Restarts:
         self._wait(failed, restart, "the controller starts again under the running trainer")
 
     def _decide(self, failed: ProcessFailed) -> Restart:
-        """Prepare the start that follows a failure. Raises RoleFailed when the run must end."""
         self._record(failed)
-        decision = decide(self._failures, self._config.restart)
-        if isinstance(decision, GiveUp):
+        decision = decide(self._failures, self._config.restart.max)
+        if isinstance(decision, str):
             raise self._end(failed, decision)
         return decision
 
     def _wait(self, failed: ProcessFailed, restart: Restart, what: str) -> None:
-        limits = self._config.restart
-        self._log(
-            f"{failed}\n{what} in {restart.delay_s:g} s (restart {restart.number} of {limits.max} "
-            f"within an hour): {failed.what}"
-        )
+        count = f"restart {restart.number} of {self._config.restart.max} within an hour"
+        self._log(f"{failed}\n{what} in {restart.delay_s:g} s ({count}): {failed.what}")
         time.sleep(restart.delay_s)
 
     def _record(self, failed: ProcessFailed) -> None:
@@ -333,10 +297,10 @@ class Restarts:
         if self._cause is None or failure.progressed:
             self._cause = failed
 
-    def _end(self, failed: ProcessFailed, decision: GiveUp) -> RoleFailed:
+    def _end(self, failed: ProcessFailed, reason: str) -> RoleFailed:
         """Return the error that ends the run. It begins with the cause."""
         later = "" if failed is self._cause else f"\nThe last failure after it: {failed.what}"
-        error = RoleFailed(f"{self._cause}{later}\nThe run ends: {decision.reason}")
+        error = RoleFailed(f"{self._cause}{later}\nThe run ends: {reason}")
         self._log(str(error), on_terminal=False)
         return error
 

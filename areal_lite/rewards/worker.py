@@ -15,9 +15,9 @@ from numbers import Real
 
 import msgspec
 
+from areal_lite.extensions import load_object
 from areal_lite.rewards.keeper import fork_worker
 from areal_lite.rewards.messages import Ready, Reply, Request, frame, take_frames
-from areal_lite.system.imports import load_object
 
 RewardFunction = Callable[[str, str], float | Awaitable[float]]
 

@@ -17,11 +17,9 @@ member to give up, and so does the death of the trainer.
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +34,8 @@ from torch.distributed import (
 )
 from torch.distributed import distributed_c10d as c10d
 
+from areal_lite.system.processes import environment
+
 # Every group of ours has a name that begins with this.
 ADAPTERS = "areal_lite_adapters"
 """Begins the `load_format` of a push of adapters alone: areal_lite_adapters:SCALE."""
@@ -45,7 +45,6 @@ _FAILED = "the collective failed"
 GIVEN_UP = "given up"
 # The store listens before anyone is told to join, so a connection takes no longer than the network.
 _CONNECT_S = 5.0
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 # Gloo cannot end a broadcast. Its group stays here: deleting it would wait for the broadcast.
 _unfinished: list[tuple[Any, Any]] = []
 
@@ -93,8 +92,8 @@ class GroupMember:
         self._store = PrefixStore(name, store)
         self._work: dist.Work | None = None
         # torch has no public call for a second group with a store and members of its own. SGLang
-        # uses the same helper.
-        with _without_watchdog():
+        # uses the same helper. In blocking-wait mode the group gets no watchdog.
+        with environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
             group, _ = c10d._new_process_group_helper(
                 world,
                 rank,
@@ -159,16 +158,3 @@ class GroupMember:
         c10d._abort_process_group(group)
         if self._work is not None and not self._work.is_completed():
             _unfinished.append((group, self._work))
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Let torch make NCCL groups that have no watchdog. It reads the variable when it makes one."""
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_BLOCKING_WAIT]
-        if before is not None:
-            os.environ[_BLOCKING_WAIT] = before

@@ -16,7 +16,7 @@ from areal_lite.algo.objective import Objective, OwnLoss
 from areal_lite.algo.ratio import PolicyObjective, correction_of
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import AlgoConfig, TrainConfig
-from areal_lite.system.imports import load_object
+from areal_lite.extensions import load_object
 
 PolicyLoss = Callable[[LossInputs], LossOutput]
 

@@ -6,11 +6,11 @@ import logging
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
+from areal_lite.extensions import load_object
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode
 from areal_lite.run_dir.paths import OPENAI_ENDPOINT_FILE
 from areal_lite.system.files import write_json
-from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 

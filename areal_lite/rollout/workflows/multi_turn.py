@@ -5,8 +5,8 @@ import inspect
 from numbers import Real
 
 from areal_lite.data.tokenizer import Message
+from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Episode, Transcript
-from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 

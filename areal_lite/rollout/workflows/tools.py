@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from areal_lite.config import TrainConfig
+from areal_lite.extensions import load_object
 from areal_lite.rewards.sandbox.run import Limits, SandboxError, run_python
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.rollout.workflows.calculator import calculator
-from areal_lite.system.imports import load_object
 from areal_lite.trajectory import Trajectory
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"

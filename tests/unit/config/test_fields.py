@@ -20,9 +20,9 @@ from areal_lite.config import (
     settings_of,
 )
 from areal_lite.config.help import help_text
+from areal_lite.extensions import load_object
 from areal_lite.megatron.architectures import ARCHITECTURES
 from areal_lite.quickstart.command import MakeModelConfig, QuickstartConfig
-from areal_lite.system.imports import load_object
 from areal_lite.tools.reference import page
 
 

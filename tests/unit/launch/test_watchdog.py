@@ -32,16 +32,13 @@ while True:
 
 
 def state(name: str, beat_at: float, stopped_at: float | None = None) -> ProcessState:
-    group = name.partition("-")[0]
-    return ProcessState(
-        name=name, group=group, phase="training", beat_at=beat_at, stopped_at=stopped_at
-    )
+    return ProcessState(name=name, beat_at=beat_at, stopped_at=stopped_at)
 
 
 def hanging(*processes: ProcessState) -> tuple[str, bool] | None:
     """Return which one hangs at 1,000 s with a limit of 600 s, and whether it is stopped."""
     hang = find_hang(list(processes), 1000.0, 600.0)
-    return (hang.process.name, hang.stopped) if hang else None
+    return (hang[0].name, "SIGSTOP" in hang[1]) if hang else None
 
 
 def test_a_group_hangs_when_its_newest_heartbeat_is_old_and_the_oldest_names_the_cause() -> None:

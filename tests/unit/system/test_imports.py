@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_lite.system.imports import load_object
+from areal_lite.extensions import load_object
 
 
 def test_a_callable_is_found():
