@@ -59,7 +59,7 @@ USER 10001
 WORKDIR /runs
 ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run
 HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 \
-    CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
+    CMD ["sh", "-c", "python3 -m areal_lite.launch.prepare health \"$RUN_DIR\""]
 ENTRYPOINT ["python3", "-m", "areal_lite"]
 CMD ["--help"]
 
@@ -77,6 +77,6 @@ VOLUME /kernels
 ENV PYTHONUNBUFFERED=1 HF_HOME=/models/cache RUN_DIR=/runs/run XDG_CACHE_HOME=/kernels \
     SGLANG_CACHE_DIR=/kernels SGLANG_JIT_CACHE_DIR=/kernels/jit TRITON_CACHE_DIR=/kernels/triton
 HEALTHCHECK --interval=30s --timeout=15s --start-period=15m --retries=3 \
-    CMD ["sh", "-c", "python3 -m areal_lite.launch.health \"$RUN_DIR\""]
+    CMD ["sh", "-c", "python3 -m areal_lite.launch.prepare health \"$RUN_DIR\""]
 ENTRYPOINT ["python3", "-m", "areal_lite"]
 CMD ["--help"]

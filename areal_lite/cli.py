@@ -5,12 +5,15 @@ an interrupted run, 141 if the reader of a pipe (such as `head`) has left. The c
 composed and checked before anything heavy is imported, and a mistake is one line on stderr.
 """
 
+import itertools
 import os
 import select
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -131,10 +134,36 @@ def _configs(command: str, flags: set[str], overrides: list[str]) -> list[Any]:
     """Return the checked configuration of each run."""
     if flags.isdisjoint(_SWEEP):
         return [checked_config(command, overrides)]
-    from areal_lite.launch.sweep import sweep
-
     run_dir = compose_config(command, []).get("run_dir")
     return [checked_config(command, one) for one in sweep(overrides, run_dir)]
+
+
+def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
+    """Return the overrides of each run of `-m key=a,b`; the values of the last key vary fastest.
+
+    Run i gets run_dir=<base>/i, where the base is the overrides' own run_dir or else `run_dir`. If
+    that is None, no run directory is set. choice(), range() and glob(*) are understood too.
+    Raises ValueError when nothing varies, or when run_dir does.
+    """
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    own = [override for override in parsed if override.key_or_group == "run_dir"]
+    if any(override.is_sweep_override() for override in own):
+        raise ValueError("-m: each run gets its own folder in run_dir: give one run_dir")
+    if not any(override.is_sweep_override() for override in parsed):
+        raise ValueError("-m: no setting has several values: write key=a,b")
+    varied = (_alternatives(override) for override in parsed if override not in own)
+    runs = [list(combination) for combination in itertools.product(*varied)]
+    if run_dir is None:
+        return runs
+    base = own[-1].value() if own else run_dir
+    return [[*run, f"run_dir={base}/{number}"] for number, run in enumerate(runs)]
+
+
+def _alternatives(override: Override) -> list[str]:
+    """Return the overrides, one for each value, that `override` stands for."""
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def _run(command: str, flags: set[str], configs: list[Any]) -> int:

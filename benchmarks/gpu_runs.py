@@ -25,8 +25,7 @@ import torch
 from gpu_parts import CUDA, GIB, Result, random_batch, save_model
 
 from areal_lite.config import ServerConfig, TrainerConfig
-from areal_lite.launch.server import ServerProcess
-from areal_lite.launch.server_pool import fraction_of_free
+from areal_lite.launch.server_pool import ServerProcess, fraction_of_free
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.servers.blocking import post
@@ -68,7 +67,7 @@ def serving(model: Path, log: Path, dtype: str = "bfloat16", **args: Any) -> Ite
     )
     server.start()
     try:
-        asyncio.run(server.wait_ready(500))
+        asyncio.run(server.wait_ready())
         yield server.info
     finally:
         server.stop()

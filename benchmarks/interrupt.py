@@ -31,7 +31,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, SamplingParams, Session
 from areal_lite.servers.fleet import Fleet

@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher

@@ -30,7 +30,7 @@ import aiohttp
 import psutil
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.system.network import free_port
 
 

@@ -1,27 +1,21 @@
-"""`areal-lite train` on one machine.
+"""`areal-lite train` on one machine: the supervisor of a run.
 
-This process supervises the run: it starts servers, controller and trainer ranks, watches them, and
-ends them all. Everything starts at once, but on a shared GPU the server comes before the trainer.
-The controller waits for servers to be announced, the trainer for its first batch.
-
-* A server that fails is started again (server_pool.py). So is a controller that is killed or hangs
-  (watchdog.py), under the running trainer. If a rank fails, or the controller reports an error,
-  both start again from the newest checkpoint. All this happens a limited number of times
-  (restarts.py). After that the run ends with the last lines of the log of the role that failed.
-* However the run ends, no process is left.
+It starts servers, controller and trainer ranks at once (on a shared GPU the server first), watches
+them, and ends them all. The controller waits for servers to be announced, the trainer for its first
+batch. What fails or hangs is started again a limited number of times (server_pool.py, restarts.py).
+However the run ends, no process is left.
 """
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.extensions import DEBUG_MODES, load
-from areal_lite.launch.observer import observer
+from areal_lite.extensions import DEBUG_MODES, OBSERVERS, load
 from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts, Watchdog
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
@@ -43,6 +37,52 @@ from areal_lite.system.files import write_json
 CONTROLLER = "areal_lite.controller.service"
 OnStep = Callable[[dict[str, Any]], object]
 """Called with each line of metrics.jsonl, soon after its training step."""
+
+
+class Observer:
+    """What a person sees of a run: live while it goes on, and a report at its end.
+
+    An installed package can bring a better one, with these methods: the entry `console` of
+    `areal_lite.observers`. This one prints a line for each step and writes no report.
+    """
+
+    @contextmanager
+    def watch(self, config: TrainConfig, run_dir: Path) -> Iterator[Callable[[], None]]:
+        """Show training until the context ends. What it yields is called several times a second."""
+        steps = EventFollower(run_dir, "metrics")
+        steps.read()  # those of an earlier start
+
+        def poll() -> None:
+            for step in steps.read():
+                reward = step["reward_mean"]
+                text = "" if reward is None else f" · reward {reward:.3g}"
+                print(f"step {step['step']}/{config.trainer.steps}{text}", file=sys.stderr)
+
+        yield poll
+        poll()
+
+    def summarize(
+        self, config: TrainConfig, run_dir: Path, started_at: float, finished_at: float
+    ) -> dict[str, Any]:
+        """Return the content of summary.json. Times are wall-clock seconds."""
+        metrics = read_metrics(run_dir)
+        return {
+            "run_dir": str(run_dir),
+            "steps": len(metrics),
+            "steps_planned": config.trainer.steps,
+            "wall_s": finished_at - started_at,
+            "reward_first": metrics[0]["reward_mean"] if metrics else None,
+            "reward_last": metrics[-1]["reward_mean"] if metrics else None,
+        }
+
+    def report(self, run_dir: Path, summary: dict[str, Any]) -> None:
+        """Write the report of a run, and print its summary to stderr."""
+        print(f"run directory: {run_dir}", file=sys.stderr)
+
+
+def observer() -> Observer:
+    """Return the observer of this machine."""
+    return load(OBSERVERS, "console") or Observer()
 
 
 def run(config: TrainConfig) -> int:
@@ -77,8 +117,12 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
     run_dir = Path(config.run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr)
     set_aside_damaged(run_dir)
-    if start_version(run_dir) >= config.trainer.steps:
-        _report_complete(config, run_dir)
+    if (step := start_version(run_dir)) >= config.trainer.steps:
+        complete = f"the run is complete: it has a checkpoint of step {step}"
+        print(f"{complete}, and trainer.steps={config.trainer.steps}", file=sys.stderr)
+        clear_stop_request(run_dir)
+        if not (run_dir / SUMMARY_FILE).exists():
+            finish(config, run_dir, time.time())
         return False
     for model in filter(None, {config.model, *reference_folders(config).values()}):
         check_model_folder(Path(model))
@@ -92,12 +136,9 @@ def train_and_report(config: TrainConfig, on_step: OnStep | None = None) -> bool
         print(how_to_continue(config), file=sys.stderr)
         raise
     finish(config, run_dir, started_at)
-    stopped = stop_requested(run_dir)
-    if stopped:
-        print(
-            f"stopped as requested after step {start_version(run_dir)}: resume=auto continues",
-            file=sys.stderr,
-        )
+    if stopped := stop_requested(run_dir):
+        text = f"stopped as requested after step {start_version(run_dir)}: resume=auto continues"
+        print(text, file=sys.stderr)
     return stopped
 
 
@@ -114,23 +155,8 @@ def how_to_continue(config: TrainConfig) -> str:
     )
 
 
-def _report_complete(config: TrainConfig, run_dir: Path) -> None:
-    """Report a run that has no steps left."""
-    print(
-        f"the run is complete: it has a checkpoint of step {start_version(run_dir)}, "
-        f"and trainer.steps={config.trainer.steps}",
-        file=sys.stderr,
-    )
-    clear_stop_request(run_dir)
-    if not (run_dir / SUMMARY_FILE).exists():
-        finish(config, run_dir, time.time())
-
-
 def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> None:
-    """Run all roles until the trainer and the controller have ended.
-
-    Raises RoleFailed when a role fails.
-    """
+    """Run all roles until trainer and controller have ended. Raises RoleFailed when one fails."""
     remove_stale_files(run_dir)
     placement = place_run(config)
     if config.debug == "off":

@@ -7,6 +7,7 @@ other in the run directory, which all of them must see:
     python -m areal_lite.controller.service RUN_DIR                the controller, once
     torchrun … -m areal_lite.trainer.loop RUN_DIR                  the trainer ranks
     python -m areal_lite.launch.prepare end RUN_DIR                after the trainer: the report
+    python -m areal_lite.launch.prepare health RUN_DIR             0 if all announced servers answer
 
 Servers use the GPUs that their command sees. The option sets `server.host=node`: servers and
 controller listen on their machine's own address and answer only requests with the keys in the run
@@ -31,9 +32,12 @@ from areal_lite.run_dir.resume import (
     set_aside_damaged,
     start_version,
 )
+from areal_lite.servers.blocking import is_reachable
+from areal_lite.servers.registry import announced_servers
 
 # The exit status of `begin` when the run has no steps left.
 COMPLETE = 10
+_HEALTH_TIMEOUT_S = 10.0
 
 
 def run(config: TrainConfig) -> int:
@@ -110,9 +114,15 @@ def end(run_dir: Path) -> int:
     return 0
 
 
+def health(run_dir: Path) -> int:
+    """Return the exit status 0 if a server is announced and every announced one answers, else 1."""
+    servers = announced_servers(run_dir)
+    return not (servers and all(is_reachable(server, _HEALTH_TIMEOUT_S) for server in servers))
+
+
 def main() -> int:
-    """Begin or end a run whose roles are started one by one. Returns the exit status."""
-    step = {"begin": begin, "end": end}[sys.argv[1]]
+    """Run a step of a run whose roles are started one by one. Returns the exit status."""
+    step = {"begin": begin, "end": end, "health": health}[sys.argv[1]]
     try:
         return step(Path(sys.argv[2]))
     except (ValueError, OSError) as error:

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.protocol import ControllerClient
-from areal_lite.launch.observer import observer
 from areal_lite.launch.placement import Placement
 from areal_lite.launch.roles import Roles
 from areal_lite.launch.server_pool import train_pool
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.system.files import write_json
+from areal_lite.tools.report.run_watch import CONSOLE
 from areal_lite.tools.stored_run import check_stored_run
 
 _POLL_INTERVAL_S = 0.5
@@ -45,7 +45,7 @@ def rollout_only(
         def done() -> int:
             return store.counts()["finished"]
 
-        with observer().count(f"rollouts · {run_dir}", "group", groups, done) as show:
+        with CONSOLE.count(f"rollouts · {run_dir}", "group", groups, done) as show:
             while done() < groups:
                 roles.check()
                 pool.check()
@@ -70,7 +70,7 @@ def train_only(
         ranks = roles.start_ranks(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
-        with observer().watch(config, run_dir) as show:
+        with CONSOLE.watch(config, run_dir) as show:
 
             def watch() -> None:
                 show()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 
@@ -64,7 +64,7 @@ def sglang_server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
     )
     try:
         server.start()
-        asyncio.run(server.wait_ready(240))
+        asyncio.run(server.wait_ready())
         yield RunningServer(server.info, tiny_model)
     finally:
         server.stop()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
@@ -38,7 +38,7 @@ def servers(tiny_model: str, current_entry_points, tmp_path_factory):
     ]
 
     async def ready() -> None:
-        await asyncio.gather(*(process.wait_ready(300) for process in processes))
+        await asyncio.gather(*(process.wait_ready() for process in processes))
 
     try:
         for process in processes:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.system.network import free_port
@@ -62,7 +62,7 @@ def prompt(number: int) -> np.ndarray:
 
 async def completions(server: ServerProcess) -> list[GenerationChunk]:
     """Sample after each prompt, all at once."""
-    await server.wait_ready(240)
+    await server.wait_ready()
     async with SGLangClient(60) as client:
         params = [SamplingParams(20 + 2 * i, 1.0, (1,)) for i in range(NUM)]
         return await asyncio.gather(

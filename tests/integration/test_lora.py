@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
@@ -172,7 +172,7 @@ def with_adapters(
     )
     try:
         server.start()
-        asyncio.run(server.wait_ready(240))
+        asyncio.run(server.wait_ready())
         yield server.info
     finally:
         server.stop()

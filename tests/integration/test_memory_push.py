@@ -23,7 +23,7 @@ from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
 from areal_lite.cpu.memory.staged import DATA_OFFSET
 from areal_lite.cpu.memory.transport import WeightMemory
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post, start_post
 from areal_lite.servers.client import ServerRefused, SGLangClient
 from areal_lite.servers.registry import ServerInfo
@@ -70,7 +70,7 @@ def running(model: Path, folder: Path, environment: dict[str, str], *names: str)
         for server in servers:
             server.start()
         for server in servers:
-            asyncio.run(server.wait_ready(240))
+            asyncio.run(server.wait_ready())
         yield [server.info for server in servers]
     finally:
         for server in servers:

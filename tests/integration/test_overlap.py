@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from areal_lite.config import ServerConfig
 from areal_lite.cpu.memory.transport import WeightMemory
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
@@ -53,7 +53,7 @@ def overlapping(models, current_entry_points, tmp_path_factory):
     )
     try:
         server.start()
-        asyncio.run(server.wait_ready(240))
+        asyncio.run(server.wait_ready())
         yield server.info
         log = server.log_path.read_text()
         assert "init custom process group" not in log, "SGLang joined a group without the plugin"

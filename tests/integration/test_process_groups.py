@@ -10,7 +10,7 @@ import pytest
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch import server as process
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 

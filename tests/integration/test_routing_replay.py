@@ -15,7 +15,7 @@ import torch
 
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.data.model_folder import expert_layout
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded
 from areal_lite.run_dir.reader import RunReader
@@ -98,7 +98,7 @@ def server(models, tmp_path_factory, current_entry_points) -> Iterator[ServerPro
     )
     try:
         server.start()
-        asyncio.run(server.wait_ready(240))
+        asyncio.run(server.wait_ready())
         yield server
     finally:
         server.stop()

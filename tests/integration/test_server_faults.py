@@ -15,8 +15,7 @@ import torch
 
 from areal_lite.config import ServerConfig, load_config
 from areal_lite.launch.roles import RoleFailed
-from areal_lite.launch.server import ServerProcess
-from areal_lite.launch.server_pool import LOG, ServerPool, supervise_until_end
+from areal_lite.launch.server_pool import LOG, ServerPool, ServerProcess, supervise_until_end
 from areal_lite.run_dir.paths import TOTALS_FILE
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy

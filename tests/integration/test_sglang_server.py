@@ -229,7 +229,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from areal_lite.config import ServerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 
 model, port, log = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 server = ServerProcess(ServerConfig(), model, name="orphan", port=port, seed=1, log_path=log)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig, TrainerConfig
-from areal_lite.launch.server import ServerProcess
+from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.megatron.hf.files import weight_files
 from areal_lite.system.network import free_port
 from tests.ranks.architectures_worker import SETTINGS, VOCAB
@@ -258,7 +258,7 @@ def test_sglang_generates_with_the_log_probs_of_the_export(results, folder, tmp_
     }
     try:
         server.start()
-        asyncio.run(server.wait_ready(240))
+        asyncio.run(server.wait_ready())
         request = urllib.request.Request(
             f"{server.info.url}/generate",
             json.dumps(body).encode(),

@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 
 import areal_lite
 from areal_lite.api import TrainResult
-from areal_lite.cli import parse
+from areal_lite.cli import parse, sweep
 from areal_lite.config import command_names, find_command
 from areal_lite.config.command_line import as_overrides, compose_config
-from areal_lite.launch.sweep import sweep
 from tests import docs_commands
 
 ROOT = Path(__file__).resolve().parents[2]

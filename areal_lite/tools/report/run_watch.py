@@ -1,6 +1,6 @@
 """A training run as its panel shows it, read from what its processes write to its directory.
 
-`CONSOLE` is the observer of `areal-lite train` (launch/observer.py).
+`CONSOLE` is the observer of `areal-lite train` (launch/local.py).
 """
 
 from __future__ import annotations

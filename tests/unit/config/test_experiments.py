@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.cli import checked_config, main
+from areal_lite.cli import checked_config, main, sweep
 from areal_lite.config import SlurmConfig
 from areal_lite.config.command_line import config_dir
-from areal_lite.launch.sweep import sweep
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 
 EXPERIMENTS = sorted(path.stem for path in (config_dir() / "experiment").glob("*.yaml"))

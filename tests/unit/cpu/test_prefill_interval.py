@@ -6,7 +6,7 @@ import pytest
 
 from areal_lite.config import ServerConfig
 from areal_lite.cpu.sglang import _defer_while_decoding
-from areal_lite.launch.server import server_command
+from areal_lite.launch.server_pool import server_command
 
 
 @pytest.mark.parametrize("decoding", [True, False])

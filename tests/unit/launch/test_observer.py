@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from areal_lite.config import TrainConfig, TrainerConfig
-from areal_lite.launch.observer import PlainObserver, observer
+from areal_lite.launch.local import Observer, observer
 
 
 def log_step(run_dir: Path, step: int, reward: float | None) -> None:
@@ -15,22 +15,16 @@ def log_step(run_dir: Path, step: int, reward: float | None) -> None:
 def test_steps_are_printed_once(tmp_path: Path, capsys) -> None:
     config = TrainConfig(model="m", trainer=TrainerConfig(steps=3))
     log_step(tmp_path, 1, 0.25)
-    with PlainObserver().watch(config, tmp_path) as poll:
+    with Observer().watch(config, tmp_path) as poll:
         poll()
         log_step(tmp_path, 2, 0.5)
         poll()
         poll()
         log_step(tmp_path, 3, None)
     assert capsys.readouterr().err == "step 2/3 · reward 0.5\nstep 3/3\n"
-    summary = PlainObserver().summarize(config, tmp_path, 10.0, 25.0)
+    summary = Observer().summarize(config, tmp_path, 10.0, 25.0)
     assert summary["steps"] == summary["steps_planned"] == 3 and summary["wall_s"] == 15.0
     assert summary["reward_first"] == 0.25 and summary["reward_last"] is None
-
-
-def test_the_end_of_other_work_is_printed(capsys) -> None:
-    with PlainObserver().count("rollouts · run", "group", 8, lambda: 5) as poll:
-        poll()
-    assert capsys.readouterr().err == "rollouts · run: group 5/8\n"
 
 
 def test_this_environment_has_the_tools() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch.serve import ENV_API_KEY
-from areal_lite.launch.server import ServerProcess, server_command
+from areal_lite.launch.server_pool import ServerProcess, server_command
 from areal_lite.servers.registry import (
     ServerInfo,
     announce_server,
@@ -127,7 +127,7 @@ def test_no_device_is_seen_when_hidden(monkeypatch):
 
 def test_the_module_needs_no_torch():
     code = (
-        "import sys, areal_lite.launch.server\n"
+        "import sys, areal_lite.launch.server_pool\n"
         "sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -208,7 +208,7 @@ def test_an_exit_is_reported_at_once_with_the_log(tmp_path, model):
     )
     server.start()
     with pytest.raises(RuntimeError, match="s0 exited with code 3(.|\n)*no such flag"):
-        asyncio.run(server.wait_ready(20))
+        asyncio.run(server.wait_ready())
     server.stop()
 
 
@@ -216,10 +216,11 @@ def test_a_timeout_says_what_was_waited_for(tmp_path, model):
     server = process(
         tmp_path, model, free_port(), [sys.executable, "-c", "import time; time.sleep(60)"]
     )
+    server.config.start_timeout_s = 0.1
     server.start()
     try:
         with pytest.raises(TimeoutError, match="/health did not answer 200 in 0.1 s"):
-            asyncio.run(server.wait_ready(0.1))
+            asyncio.run(server.wait_ready())
     finally:
         server.stop(grace_s=1.0)
     assert server.exit_code() is not None
