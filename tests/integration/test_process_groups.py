@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch import server as process
+from areal_lite.launch import server_pool as process
 from areal_lite.launch.server_pool import ServerProcess
 
 ROOT = Path(__file__).parents[2]
