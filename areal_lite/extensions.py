@@ -27,7 +27,7 @@ DEBUG_MODES = "areal_lite.debug"
 TRACKERS = "areal_lite.trackers"
 """Where metrics go besides metrics.jsonl (run_dir/metrics.py)."""
 TRANSPORTS = "areal_lite.transports"
-"""Ways of the weights to the servers, besides those of the core (weights/transport.py)."""
+"""Ways of the weights to the servers, besides those of the core (weights/push.py)."""
 
 
 class Device(Protocol):

@@ -103,13 +103,12 @@ class Policy(TrainableModel):
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face checkpoint. It is complete when the call returns on any rank."""
-        if self.weights.takes_part:
-            buckets = self.hf_weights(SHARD_BYTES)
-            if dist.get_rank() == 0:
-                export_hf(buckets, self.source, Path(folder), self.dtype)
-            else:
-                for _ in buckets:
-                    pass
+        buckets = self.hf_weights(SHARD_BYTES)
+        if dist.get_rank() == 0:
+            export_hf(buckets, self.source, Path(folder), self.dtype)
+        else:
+            for _ in buckets:
+                pass
         dist.barrier()
 
 

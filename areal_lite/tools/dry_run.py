@@ -32,7 +32,7 @@ from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size, counted, visible
 from areal_lite.tools.memory import SIZES, SharedGpu, longest_sequence, share_gpu
 from areal_lite.tools.stored_run import stored_run
-from areal_lite.weights.transport import BUCKET_BYTES, choose_transport
+from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6

@@ -13,46 +13,171 @@
   and the push goes on.
 * After a push every remaining server holds exactly one version. Perhaps no server remains. A
   server that comes back is stale until `push_stale` brings it to the current version.
+
+The ways of the weights, `sync.transport`:
+
+    distributed   buckets over a process group (broadcast.py)
+    adapters      the same, of adapters alone
+    disk          a checkpoint in a folder that the servers can read
+    memory        where an installed package has it (extensions.py): without GPUs
 """
 
 import logging
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from areal_lite.config import TrainConfig
+from areal_lite.extensions import TRANSPORTS, load
+from areal_lite.run_dir.paths import WEIGHTS_DIR
+from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.clock import steady_time
-from areal_lite.weights.readback import Readback
-from areal_lite.weights.recipients import Bucket, PauseWindow, PushRecipients, PushReport
-from areal_lite.weights.transport import BUCKET_BYTES, make_transport
+from areal_lite.weights.broadcast import Broadcast
+from areal_lite.weights.recipients import (
+    FROM_DISK,
+    Bucket,
+    Pause,
+    PauseWindow,
+    PushRecipients,
+    PushReport,
+)
 
 log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 512 * 2**20
+"""Weights sent at a time."""
+
+# What `sync.verify` compares: tensors with one name on both sides, norms and a projection that
+# SGLang does not fuse. Of a matrix only the first rows, which travel as JSON: all of them would be
+# 1.3 GB for a 7B model.
+_VERIFIED = ("norm.weight", "0.mlp.down_proj.weight")
+_VERIFIED_ROWS = 8
+
+
+class Transport(Protocol):
+    """How the weights of one trainer get to its servers."""
+
+    def transfer(
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+    ) -> None:
+        """Give the weights to the servers, and pause them as shortly as can be.
+
+        apart: whether these are only the servers that missed a push. What connects the trainer with
+        the others stays as it is.
+        """
+        ...
+
+    def close(self, servers: list[ServerInfo]) -> None:
+        """Leave the servers, and remove everything that was written for them."""
+        ...
+
+
+def choose_transport(config: TrainConfig) -> str:
+    """Return the transport of a run whose trainer is, or will be, on this machine."""
+    if config.sync.transport != "auto":
+        return config.sync.transport
+    memory = load(TRANSPORTS, "memory")
+    return "memory" if memory and memory.fits(config) else "distributed"
+
+
+def make_transport(config: TrainConfig, device: torch.device, run_dir: Path) -> Transport:
+    """Make the transport of a run. `device`: of the trainer's weights."""
+    chosen = choose_transport(config)
+    log.info("the servers get weights by %s", chosen)
+    match chosen:
+        case "distributed" | "adapters":
+            return Broadcast(config, "nccl" if device.type == "cuda" else "gloo")
+        case "disk":
+            return Folder(Path(config.sync.disk_path or run_dir / WEIGHTS_DIR), Path(config.model))
+        case _:
+            if (transport := load(TRANSPORTS, chosen)) is None:
+                raise ValueError(
+                    f"sync.transport={chosen} is not installed here: use sync.transport=distributed"
+                )
+            return transport()
+
+
+class Folder:
+    """The checkpoints of one trainer, in a folder of its own under `root`.
+
+    On one machine a folder on tmpfs makes it a memory copy. `model` is the folder of the initial
+    checkpoint, for its config.json.
+    """
+
+    def __init__(self, root: Path, model: Path):
+        self._root = root
+        self._model = model
+        self._own: Path | None = None
+
+    def transfer(
+        self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
+    ) -> None:
+        version = recipients.report.version
+        folder = self.write(buckets, version)
+        with pause(recipients) as window:
+            # The servers are paused: otherwise this call would wait until every running request
+            # has finished.
+            body = {
+                "model_path": str(folder),
+                "weight_version": str(version),
+                "flush_cache": window.flush_cache,
+            }
+            recipients.post(FROM_DISK, body)
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+
+    def write(self, buckets: Iterable[Bucket], version: int) -> Path:
+        """Write all weights and return their folder. The servers still generate meanwhile."""
+        if self._own is None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._own = Path(tempfile.mkdtemp(prefix="areal_lite-", dir=self._root)).resolve()
+        folder = self._own / f"v{version}"
+        folder.mkdir(exist_ok=True)  # it exists when a version is pushed again
+        shutil.copy(self._model / "config.json", folder / "config.json")
+        for number, bucket in enumerate(buckets):
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+            save_file(tensors, folder / f"model-{number:05d}.safetensors")
+        return folder
+
+    def close(self, servers: list[ServerInfo]) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
 
 
 class Pusher:
     """The pushes of one trainer rank. Every rank makes the same calls in the same order.
 
-    `servers` are those that have the version of the last push; None before the first one, when
-    all announced servers have version 0.
+    Ranks other than 0 only give their shards of the weights to rank 0.
+
+    weights: the WeightStream that is pushed, which may be one of adapters.
+    servers: those that have the version of the last push; None before the first one, when all
+        announced servers have version 0.
     """
 
     servers: list[ServerInfo] | None = None
 
+    def __init__(self, weights):
+        self._weights = weights
+
     def push_all(self, version: int) -> PushReport | None:
         """Push the current weights to every server, as `version`."""
-        self.contribute()
+        for _ in self._weights.buckets(BUCKET_BYTES):
+            pass
 
     def push_stale(self, version: int) -> PushReport | None:
         """Push the current weights again, only to servers that do not have `version` yet."""
-        self.contribute()
+        self.push_all(version)
 
     def skip(self, step: int) -> None:
         """Push nothing after `step` steps: only the controller learns that they are complete."""
-
-    def contribute(self) -> None:
-        """Give this rank's shards of the weights to rank 0."""
 
     def close(self) -> None:
         """Leave the servers, and remove everything that was written for them."""
@@ -69,55 +194,28 @@ def make_pusher(
         servers_stale: whether the trainer resumes at a later version than the servers start with.
     """
     weights = policy.adapters if config.sync.transport == "adapters" else policy.weights
-    if not weights.takes_part:
-        return NullPusher()
     if controller is None:
-        return WeightContributor(weights, config)
+        return Pusher(weights)
     pusher = WeightPusher(weights, policy.device, controller, config, run_dir)
     if servers_stale:
         pusher.servers = []
     return pusher
 
 
-class NullPusher(Pusher):
-    """The pusher of a rank that holds no part of the weights that are pushed."""
-
-
-class WeightContributor(Pusher):
-    """The pusher of a rank that only gives its shards of the weights to rank 0."""
-
-    def __init__(self, weights, config: TrainConfig):
-        self._weights = weights
-        self._bucket_bytes = BUCKET_BYTES
-
-    def contribute(self) -> None:
-        for _ in self._weights.buckets(self._bucket_bytes):
-            pass
-
-
 class WeightPusher(Pusher):
-    """The pusher of trainer rank 0.
-
-    Args:
-        weights: the WeightStream that is pushed, which may be one of adapters.
-        device: of the weights.
-        controller: the ControllerClient.
-    """
+    """The pusher of trainer rank 0; device: of the weights, controller: the ControllerClient."""
 
     def __init__(
         self, weights, device: torch.device, controller, config: TrainConfig, run_dir: Path
     ):
-        self._weights = weights
+        super().__init__(weights)
         self._controller = controller
         self._config = config
         self._timeout_s = config.sync.timeout_s
         self._transport = make_transport(config, device, run_dir)
 
     def push_all(self, version: int) -> PushReport:
-        started = steady_time()
-        recipients = self._begin(version)
-        readback = self._transfer(recipients)
-        self._finish(recipients, readback, started)
+        recipients = self._push(version, apart=False)
         self.servers = recipients.servers
         if not recipients.servers:
             log.warning("version %d reached no server", version)
@@ -126,10 +224,7 @@ class WeightPusher(Pusher):
         return recipients.report
 
     def push_stale(self, version: int) -> PushReport:
-        started = steady_time()
-        recipients = self._begin(version)
-        readback = self._transfer(recipients, apart=True)
-        self._finish(recipients, readback, started)
+        recipients = self._push(version, apart=True)
         if self.servers is not None:
             self.servers = [*self.servers, *recipients.servers]
         log.warning(
@@ -146,20 +241,35 @@ class WeightPusher(Pusher):
     def close(self) -> None:
         self._transport.close(self.servers or [])
 
-    def _begin(self, version: int) -> PushRecipients:
-        asked = steady_time()
+    def _push(self, version: int, *, apart: bool) -> PushRecipients:
+        """Push to the servers that the controller names; `apart`: those that missed a push."""
+        started = steady_time()
         answer = self._controller.begin_push(version)
-        drain_s = steady_time() - asked if answer.drained else 0.0
+        drain_s = steady_time() - started if answer.drained else 0.0
         report = PushReport(version=version, drained=answer.drained, drain_s=drain_s)
-        return PushRecipients(answer.servers, report, self._timeout_s)
+        recipients = PushRecipients(answer.servers, report, self._timeout_s)
+        sent = self._transfer(recipients, apart=apart)
+        if self._config.sync.verify:
+            report.verified = recipients.sum_each(
+                lambda server: verify(server, sent, self._timeout_s)
+            )
+        self._controller.pushed(version, report.failed)
+        report.total_s = steady_time() - started
+        return recipients
 
-    def _transfer(self, recipients: PushRecipients, *, apart: bool = False) -> Readback:
+    def _transfer(self, recipients: PushRecipients, *, apart: bool = False) -> Bucket:
         """Give the weights to the servers, and return the tensors to verify them with."""
-        readback = Readback()
-        buckets = self._weights.buckets(BUCKET_BYTES)
-        buckets = readback.watch(_measured(buckets, recipients.report))
-        self._transport.transfer(recipients, buckets, self._pause, apart=apart)
-        return readback
+        verified: Bucket = []
+
+        def watched() -> Iterator[Bucket]:
+            for bucket in self._weights.buckets(BUCKET_BYTES):
+                recipients.report.megabytes += sum(tensor.nbytes for _, tensor in bucket) / 2**20
+                if self._config.sync.verify:
+                    verified.extend(one for one in bucket if one[0].endswith(_VERIFIED))
+                yield bucket
+
+        self._transport.transfer(recipients, watched(), self._pause, apart=apart)
+        return verified
 
     def _pause(self, recipients: PushRecipients, *, between_steps: bool = False) -> PauseWindow:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
@@ -168,19 +278,30 @@ class WeightPusher(Pusher):
         interrupt = self._config.rollout.interrupt
         return PauseWindow(recipients, interrupt, timeout_s, between_steps)
 
-    def _finish(self, recipients: PushRecipients, readback: Readback, started: float) -> None:
-        report = recipients.report
-        if self._config.sync.verify:
-            report.verified = recipients.sum_each(
-                lambda server: readback.verify(server, self._timeout_s)
+
+def verify(server: ServerInfo, sent: Bucket, timeout_s: float) -> int:
+    """Compare tensors bit by bit with those on `server`, and return how many were compared.
+
+    Raises ValueError if the server has other weights or cannot read them back: it must have been
+    started with AREAL_LITE_READBACK=1 (areal_lite/sglang_plugins).
+    """
+    compared = 0
+    for name, tensor in sent:
+        if tensor.dim() > 1 and server.tensor_parallel > 1:
+            continue  # each rank of the server holds a slice
+        rows = len(tensor) if tensor.dim() == 1 else min(_VERIFIED_ROWS, len(tensor))
+        body = {"name": name, "truncate_size": rows}
+        answer = post(server, "/get_weights_by_name", body, timeout_s)
+        if answer is None:
+            raise ValueError(
+                f"server {server.name} cannot read {name} back:"
+                " sync.verify needs servers started with AREAL_LITE_READBACK=1"
             )
-        self._controller.pushed(report.version, report.failed)
-        report.total_s = steady_time() - started
-
-
-def _measured(buckets: Iterable[Bucket], report: PushReport) -> Iterator[Bucket]:
-    """Pass buckets on and add their sizes to `report.megabytes`."""
-    for bucket in buckets:
-        size = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-        report.megabytes += size / 2**20
-        yield bucket
+        theirs = torch.from_numpy(np.asarray(answer, np.float32)).to(tensor.dtype)
+        ours = tensor[:rows].detach().cpu().contiguous()
+        if not torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8)):
+            raise ValueError(
+                f"server {server.name}: {name} differs from the trainer's after the push"
+            )
+        compared += 1
+    return compared

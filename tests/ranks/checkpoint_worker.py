@@ -209,11 +209,7 @@ class Story:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self.engine.update(make_microbatches(batch, tokens), loss)
-        buckets = (
-            [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)]
-            if self.engine.weights.takes_part
-            else []
-        )
+        buckets = [sum(t.nbytes for _, t in bucket) for bucket in self.engine.hf_weights(60_000)]
         return {
             "parameters": sum(sizes),
             "kept": after_forward[0],

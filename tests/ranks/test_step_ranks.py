@@ -94,12 +94,11 @@ def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> N
         metrics = [
             policy_step(models, objective, share, config, version).metrics for version in (3, 4)
         ]
-        if models.policy.weights.takes_part:
-            weights = {
-                key: tensor.clone()
-                for bucket in models.policy.hf_weights(2**30)
-                for key, tensor in bucket
-            }
+        weights = {
+            key: tensor.clone()
+            for bucket in models.policy.hf_weights(2**30)
+            for key, tensor in bucket
+        }
         results[name] = (metrics, weights if rank == 0 else None)
     torch.save(results, f"{folder}/{layout}-{rank}.pt")
 

@@ -52,10 +52,8 @@ def split_rank(name: str) -> tuple[int, int]:
 class WeightStream:
     """Buckets of whole tensors on rank 0. All ranks construct it together.
 
-    A weight with an adapter is sent with the adapter added to it.
-
-    takes_part: whether rank 0 needs anything from this rank. One replica of each parameter is
-    enough, so it is False on most data- and context-parallel ranks, unless they share experts.
+    A weight with an adapter is sent with the adapter added to it. One replica of each parameter is
+    enough, so most data- and context-parallel ranks send nothing, unless they share experts.
     """
 
     def __init__(self, chunks: Sequence[Backbone], hf: PretrainedConfig):
@@ -65,7 +63,6 @@ class WeightStream:
         self.own = {name: p for name, p in parameters if self._sends(name)}
         mine = [(name, split_rank(name)[0], tuple(p.shape)) for name, p in self.own.items()]
         rank = dist.get_rank()
-        self.takes_part = bool(mine) or rank == 0
         gathered: list = [None] * dist.get_world_size()
         dist.gather_object(mine, gathered if rank == 0 else None)
         shards: dict[str, list[_Shard]] = {}

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,8 @@ from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights.broadcast import with_last
-from areal_lite.weights.push import (
-    NullPusher,
-    WeightContributor,
-    WeightPusher,
-    make_pusher,
-)
+from areal_lite.weights.push import Folder, Pusher, WeightPusher, make_pusher
 from areal_lite.weights.recipients import PauseWindow, PushRecipients, PushReport
-from areal_lite.weights.transport import Folder
 
 CPU = torch.device("cpu")
 
@@ -262,16 +257,16 @@ def test_servers_that_are_not_paused_take_turns(monkeypatch, interrupt, asked, p
     assert calls == asked and push.report.pause_s == pause_s
 
 
-def test_weight_folder_touches_nothing_but_its_own(tmp_path):
+def test_weight_folder_touches_nothing_but_its_own(answers, tmp_path):
     model, root = tmp_path / "model", tmp_path / "root"
     model.mkdir(), root.mkdir()
     (model / "config.json").write_text("{}")
     (root / "v0").mkdir(), (root / "venv").mkdir()
-    folder = Folder(root, model)
-    first = folder.write([[("w", torch.ones(2))]], 1)
-    second = folder.write([[("w", torch.ones(2))], [("u", torch.ones(1))]], 2)
-    folder.keep_only(second)
-    assert not first.exists() and sorted(p.name for p in second.iterdir()) == [
+    folder, push = Folder(root, model), recipients(answers("a"))
+    first = folder.write([[("w", torch.ones(2))]], 0)
+    pause = partial(PauseWindow, interrupt="retract", timeout_s=5)
+    folder.transfer(push, [[("w", torch.ones(2))], [("u", torch.ones(1))]], pause, apart=False)
+    assert not first.exists() and sorted(p.name for p in (first.parent / "v1").iterdir()) == [
         "config.json", "model-00000.safetensors", "model-00001.safetensors",
     ]  # fmt: skip
     folder.close([])
@@ -280,19 +275,15 @@ def test_weight_folder_touches_nothing_but_its_own(tmp_path):
 
 def test_each_rank_gets_the_pusher_for_its_part_of_the_weights():
     gathered = []
+    weights = SimpleNamespace(buckets=lambda size: map(gathered.append, range(3)))
+    policy = SimpleNamespace(weights=weights, device=CPU)
 
-    def policy(takes_part: bool) -> SimpleNamespace:
-        weights = SimpleNamespace(
-            takes_part=takes_part, buckets=lambda size: map(gathered.append, range(3))
-        )
-        return SimpleNamespace(weights=weights, device=CPU)
-
-    def make(takes_part: bool, controller: object):
+    def make(controller: object) -> Pusher:
         config = TrainConfig(model="m")
-        return make_pusher(policy(takes_part), controller, config, Path("r"), servers_stale=True)
+        return make_pusher(policy, controller, config, Path("r"), servers_stale=True)
 
-    null, contributor, pusher = make(False, None), make(True, None), make(True, object())
-    assert isinstance(null, NullPusher) and null.push_all(1) is None and gathered == []
-    assert isinstance(contributor, WeightContributor) and contributor.push_stale(1) is None
-    assert gathered == [0, 1, 2], "it took part in gathering every bucket"
+    assert make(None).push_all(1) is None and gathered == [0, 1, 2]
+    assert make(None).push_stale(1) is None and gathered == 2 * [0, 1, 2]
+    pusher = make(object())
+    assert isinstance(pusher, WeightPusher)
     assert pusher.servers == [], "no server has the version of a trainer that resumes"

@@ -1,11 +1,15 @@
 """The verification of a push: a few rows of each tensor, compared bit by bit."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from areal_lite.config import TrainConfig
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.weights import readback
-from areal_lite.weights.readback import Readback
+from areal_lite.weights import push
+from areal_lite.weights.recipients import Bucket, PushRecipients, PushReport
 
 SERVER = ServerInfo(name="s", url="http://s", api_key=None, tensor_parallel=1, pid=1)
 WEIGHTS = {
@@ -24,14 +28,22 @@ def asked(monkeypatch) -> list[tuple[str, int]]:
         seen.append((body["name"], body["truncate_size"]))
         return WEIGHTS[body["name"]][: body["truncate_size"]].tolist()
 
-    monkeypatch.setattr(readback, "post", post)
+    monkeypatch.setattr(push, "post", post)
     return seen
 
 
 def verify(weights: dict[str, torch.Tensor]) -> int:
-    watched = Readback()
-    assert list(watched.watch([[*weights.items()]])) == [[*weights.items()]]
-    return watched.verify(SERVER, 1.0)
+    return push.verify(SERVER, pushed(weights), 1.0)
+
+
+def pushed(weights: dict[str, torch.Tensor]) -> Bucket:
+    """Push `weights` to no server, and return what there is to verify."""
+    config = TrainConfig(model="m")
+    config.sync.transport, config.sync.verify = "disk", True
+    stream = SimpleNamespace(buckets=lambda size: iter([[*weights.items()]]))
+    pusher = push.WeightPusher(stream, torch.device("cpu"), None, config, Path("r"))
+    pusher._transport = SimpleNamespace(transfer=lambda _, buckets, *__, apart: list(buckets))
+    return pusher._transfer(PushRecipients([], PushReport(version=1), 1.0))
 
 
 def test_a_matrix_is_compared_by_its_first_rows_only(asked) -> None:

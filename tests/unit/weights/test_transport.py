@@ -5,8 +5,8 @@ import pytest
 from areal_lite.config import ServerConfig, SyncConfig, TrainConfig, TrainerConfig
 from areal_lite.cpu.memory.transport import can_share_memory
 from areal_lite.tools.dry_run import push_lines
-from areal_lite.weights import transport
-from areal_lite.weights.transport import choose_transport
+from areal_lite.weights import push
+from areal_lite.weights.push import choose_transport
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_other_servers_take_part_in_a_broadcast(settings):
 
 
 def test_an_installation_without_the_plugin_broadcasts(monkeypatch):
-    monkeypatch.setattr(transport, "load", lambda *_: None)
+    monkeypatch.setattr(push, "load", lambda *_: None)
     assert choose_transport(config()) == "distributed"
 
 
