@@ -21,7 +21,6 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.parallel import on_every_rank
 
 ADAM_BETA1 = 0.9
-_MAX_SKIPPED_STEPS = 5
 
 
 def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
@@ -130,27 +129,6 @@ def _scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
     yield
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
-
-
-class SkippedSteps:
-    """End a run after five consecutive training steps with a skipped update."""
-
-    def __init__(self):
-        self.consecutive = 0
-
-    def record(self, step: int, skipped: float) -> None:
-        """Count a step with `skipped` skipped updates.
-
-        Raises FloatingPointError at the limit, on all ranks at the same step.
-        """
-        self.consecutive = self.consecutive + 1 if skipped else 0
-        if self.consecutive >= _MAX_SKIPPED_STEPS:
-            raise FloatingPointError(
-                f"the loss or the gradient was not finite in {self.consecutive} steps in a row, up"
-                f" to step {step}: inspect their batches in bad_batches/"
-                " (areal_lite.run_dir.bad_batches.load_batch), lower trainer.lr, or resume from an"
-                " earlier checkpoint"
-            )
 
 
 def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:

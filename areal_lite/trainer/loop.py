@@ -9,37 +9,48 @@
 * A requested stop ends the run after a step, with a checkpoint (areal_lite/run_dir/resume.py).
 """
 
+from __future__ import annotations
+
 import logging
 import sys
 import time
+from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
-from areal_lite.megatron.optimizer import SkippedSteps
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
 from areal_lite.run_dir.bad_batches import save_batch
-from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR
-from areal_lite.run_dir.resume import stop_requested
+from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
+from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, TOTALS_FILE
+from areal_lite.run_dir.resume import clear_stop_request, stop_requested
+from areal_lite.servers.registry import ServerInfo
 from areal_lite.system import heartbeat
 from areal_lite.system.clock import steady_time
-from areal_lite.system.processes import die_with_parent
+from areal_lite.system.files import write_json
+from areal_lite.system.processes import die_with_parent, start_daemon
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.reporter import Reporter, patience_s
 from areal_lite.trainer.step import policy_step
+from areal_lite.trajectory import trace_name
+from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import make_pusher
 from areal_lite.weights.recipients import PushReport
 
 log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 1800.0  # without trainer.save_every, a restart loses at most that and a step
+_MAX_SKIPPED_STEPS = 5
+_RECORDED_TOKENS = 8192  # tokens of a step whose proximal log-probs are recorded, at most
 
 
 def train(config: TrainConfig, run_dir: Path) -> None:
@@ -56,7 +67,8 @@ class TrainingRun:
     """One rank's part of a run. Every rank makes the same calls.
 
     `done` counts completed steps. `pushed` is the version of the last push. `saved_at` is when the
-    newest checkpoint was begun, or the rank started, in seconds of the monotonic clock.
+    newest checkpoint was begun, or the rank started, in seconds of the monotonic clock. `skipped`
+    counts the last steps in a row with a skipped update.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path):
@@ -84,7 +96,7 @@ class TrainingRun:
             run_dir,
             servers_stale=self.start > 0,
         )
-        self.skipped = SkippedSteps()
+        self.skipped = 0
         self.saved_at = time.monotonic()
         self.models.leave_device()
 
@@ -183,12 +195,19 @@ class TrainingRun:
     def _record_skipped(self, step: int, batch: TrainBatch, skipped: float) -> None:
         """Save the batch of a step with a skipped update.
 
-        Raises FloatingPointError after too many such steps in a row.
+        Raises FloatingPointError after five such steps in a row, on all ranks at the same step.
         """
+        self.skipped = self.skipped + 1 if skipped else 0
         if skipped:
             name = f"step-{step + 1}-rank-{dist.get_rank()}.msgpack"
             save_batch(batch, self.run_dir / BAD_BATCHES_DIR / name)
-        self.skipped.record(step + 1, skipped)
+        if self.skipped == _MAX_SKIPPED_STEPS:
+            raise FloatingPointError(
+                f"the loss or the gradient was not finite in {self.skipped} steps in a row, up to "
+                f"step {step + 1}: inspect their batches in {BAD_BATCHES_DIR}/ "
+                "(areal_lite.run_dir.bad_batches.load_batch), lower trainer.lr, or resume from an "
+                "earlier checkpoint"
+            )
 
 
 class Stopwatch:
@@ -203,6 +222,133 @@ class Stopwatch:
         now = steady_time()
         self.seconds[name] = now - self._last
         self._last = now
+
+
+def patience_s(config: TrainConfig) -> float:
+    """Return how long to wait for the controller, whose answer may need a server to start first."""
+    return config.server.start_timeout_s + config.trainer.batch_timeout_s
+
+
+def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
+    """Return the proximal log-probs of the first group of `batch`, for a look at its weights.
+
+    `prox` are nats of the sampled tokens, by `trace_name`; the longest trajectories may be missing.
+
+    step: the step that trains on `batch`, from 0; prox: float32 [T], log-probs before the step.
+    """
+    first = np.flatnonzero(batch.group_ids == batch.group_ids[0])
+    first = first[np.argsort(batch.lengths[first], kind="stable")]
+    fitting = first[np.cumsum(batch.lengths[first]) <= _RECORDED_TOKENS]
+    logprobs = {}
+    for sequence in fitting:
+        tokens = batch.token_indices(np.array([sequence]))
+        sampled = tokens[batch.versions[tokens] >= 0]
+        indices = batch.sample_indices[sequence], batch.trace_indices[sequence]
+        logprobs[trace_name(*map(int, indices))] = np.round(prox[sampled].astype(float), 5)
+    return {"step": step, "group_id": int(batch.group_ids[0]), "prox": logprobs}
+
+
+class Reporter:
+    """The reports of rank 0: metrics, evaluations, and the agreement of log-probs with the servers.
+
+    start: the step from which the run continues. `evaluates_last` says whether the weights after
+    the last step are being evaluated.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        controller: ControllerClient,
+        start: int,
+        cadence: Cadence,
+    ):
+        self._cadence = cadence
+        self._config = config
+        self._run_dir = run_dir
+        self._controller = controller
+        forget_after(run_dir, start)
+        public = replace(config, server=replace(config.server, api_key=None))
+        self._metrics = MetricsLog(run_dir, config.logger, asdict(public))
+        self._agreement = LogprobAgreement(run_dir, config)
+        self._compared: dict[str, float | None] = {}
+        self._last_log = steady_time()
+        self._evaluations: list[Future] = []
+        self.evaluates_last = False
+        if self._evaluation_is_due(start):
+            self._evaluate(start)
+
+    def begin_step(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        """Let `servers` with the weights before the step score a part of `batch`; None: all."""
+        self._agreement.begin(batch, servers)
+
+    def before_push(self, step: int, batch: TrainBatch, prox: Tensor) -> None:
+        """Compare log-probs with the servers, which still have the weights before the step.
+
+        prox: float32 [T], the trainer's log-probs of `batch` under those weights.
+        """
+        if step == 0 or self._config.server.deterministic:
+            # Version 0 alone must answer the evaluation before training. In a run that can be
+            # repeated, one version alone must answer each evaluation.
+            self._collect()
+        append_event(self._run_dir, "proximal", proximal_record(step, batch, prox.numpy()))
+        self._compared = self._agreement.compare(batch, prox, step)
+
+    def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
+        """Log the metrics of a step and its push, and start an evaluation if one is due.
+
+        done: completed steps.
+        """
+        now = steady_time()
+        time_s = now - self._last_log
+        self._last_log = now
+        record = {"step": done, "time_s": time_s, **metrics, **self._compared}
+        record |= asdict(push) if push else {"pause_s": None}
+        self._metrics.log(record)
+        self._collect(only_done=True)
+        shown = (record[key] for key in ("reward_mean", "wait_s", "train_s"))
+        log.info("step %d: reward %.3f, waited %.1f s, trained %.1f s", done, *shown)
+        if self._cadence.evaluates(done):
+            self._evaluate(done)
+
+    def end_training(self) -> None:
+        """Start the evaluation of the final weights, and withdraw a request to stop."""
+        self._evaluate(self._config.trainer.steps)
+        clear_stop_request(self._run_dir)
+
+    def finish(self) -> None:
+        """Wait for evaluations, end the controller and write its totals."""
+        self._collect()
+        write_json(self._run_dir / TOTALS_FILE, self._controller.finish())
+        self._metrics.close()
+
+    def _evaluation_is_due(self, start: int) -> bool:
+        """Return whether a run that resumes at `start` lost an evaluation that was running.
+
+        Its weights may be gone. The weights of `start` are evaluated instead.
+        """
+        newest = max((e["version"] for e in read_events(self._run_dir, "evals")), default=-1)
+        is_last = start == self._config.trainer.steps
+        return newest < (start if is_last else self._cadence.last_evaluated(start))
+
+    def _evaluate(self, version: int) -> None:
+        """Start an evaluation on a connection of its own, since training continues meanwhile."""
+
+        def evaluate() -> dict[str, Any]:
+            client = ControllerClient(self._run_dir, patience_s(self._config))
+            try:
+                return client.evaluate(version)
+            finally:
+                client.close()
+
+        if self._config.eval.problems:
+            self.evaluates_last = version == self._config.trainer.steps
+            self._evaluations.append(start_daemon(evaluate))
+
+    def _collect(self, only_done: bool = False) -> None:
+        """Log evaluations in the order in which they were started."""
+        while self._evaluations and (self._evaluations[0].done() or not only_done):
+            self._metrics.log_evaluation(self._evaluations.pop(0).result())
 
 
 def main() -> int:

@@ -109,3 +109,16 @@ def test_checkpoints_are_due_by_steps_or_by_time(saved_steps) -> None:
     assert saved_steps(every=4, seconds=10) == [4, 8]
     assert saved_steps(every=4, seconds=1000) == [4, 8]
     assert saved_steps(every=0, seconds=500) == [4, 8], "each one starts the time anew"
+
+
+def test_a_run_ends_after_steps_in_a_row_that_were_skipped(tmp_path: Path, monkeypatch) -> None:
+    saved: list[str] = []
+    monkeypatch.setattr(loop, "save_batch", lambda batch, path: saved.append(path.name))
+    monkeypatch.setattr(loop.dist, "get_rank", lambda: 1)
+    run = TrainingRun.__new__(TrainingRun)
+    run.run_dir, run.skipped = tmp_path, 0
+    for step, skipped in enumerate((1.0, 2.0, 0.0, 1.0, 1.0, 1.0, 1.0)):
+        run._record_skipped(step, None, skipped)
+    with pytest.raises(FloatingPointError, match="5 steps in a row, up to step 8"):
+        run._record_skipped(7, None, 1.0)
+    assert saved == [f"step-{step}-rank-1.msgpack" for step in (1, 2, 4, 5, 6, 7, 8)]

@@ -11,7 +11,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.run_dir.metrics import append_event, read_events
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trainer.cadence import Cadence
-from areal_lite.trainer.reporter import Reporter, proximal_record
+from areal_lite.trainer.loop import Reporter, proximal_record
 from areal_lite.trajectory import Trajectory
 
 
@@ -83,7 +83,7 @@ def test_an_evaluation_that_a_kill_ended_is_made_again(
     config.trainer.steps = 9
     asked: list[int] = []
     monkeypatch.setattr(Reporter, "_evaluate", lambda self, version: asked.append(version))
-    monkeypatch.setattr("areal_lite.trainer.reporter.LogprobAgreement", lambda *_: None)
+    monkeypatch.setattr("areal_lite.trainer.loop.LogprobAgreement", lambda *_: None)
     cadence = Cadence(every=1, eval_every=4, steps=9)
     Reporter(config, tmp_path, None, start, cadence)._metrics.close()
     assert asked == again
@@ -95,7 +95,7 @@ def test_a_deterministic_run_waits_for_an_evaluation_before_the_next_push(
 ) -> None:
     evaluation = Future()
     evaluation.set_result({"version": 2, "greedy": 0.5, "sampled": None, "pass_at_k": {}})
-    monkeypatch.setattr("areal_lite.trainer.reporter.start_daemon", lambda evaluate: evaluation)
+    monkeypatch.setattr("areal_lite.trainer.loop.start_daemon", lambda evaluate: evaluation)
     config = TrainConfig(model="m", run_dir=str(tmp_path))
     config.server.deterministic = deterministic
     cadence = Cadence(every=1, eval_every=2, steps=9)
