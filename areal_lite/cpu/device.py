@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from areal_lite.megatron.kernels import Kernels
-    from areal_lite.megatron.patch_table import Substitution
+    from areal_lite.megatron.patches import Substitution
 
 PLATFORM = "areal_lite_cpu"
 """The entry of SGLang's platforms (pyproject.toml)."""

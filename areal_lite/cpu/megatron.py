@@ -3,7 +3,7 @@
 With CUDA none of them is active.
 """
 
-from areal_lite.megatron.patch_table import Substitution
+from areal_lite.megatron.patches import Substitution
 
 CPU_SUBSTITUTIONS = (
     Substitution(

@@ -25,7 +25,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.megatron.architectures import inverse_frequencies
 from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.context_parallel import LocalTokens, local_length, local_tokens
-from areal_lite.megatron.hf.files import load_hf
+from areal_lite.megatron.hf import load_hf
 from areal_lite.megatron.logprobs import Head, ValueLayer, language_head
 from areal_lite.megatron.lora import adapters
 from areal_lite.megatron.model import Backbone, Chunks, build_chunks

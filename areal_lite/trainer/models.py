@@ -7,14 +7,13 @@ from pathlib import Path
 
 from areal_lite.algo.objective import Objective
 from areal_lite.config import LoraConfig, TrainConfig, reference_folders
-from areal_lite.megatron.policy import Critic, Policy
+from areal_lite.megatron.policy import Critic, Policy, TrainableModel
 from areal_lite.megatron.reference import (
     BaseReference,
     CachedReference,
     Reference,
     SourceReferences,
 )
-from areal_lite.megatron.trainable import TrainableModel
 
 
 @dataclass

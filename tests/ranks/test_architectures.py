@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_lite.config import ServerConfig, TrainerConfig
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.megatron.hf.files import weight_files
+from areal_lite.megatron.hf import weight_files
 from areal_lite.system.network import free_port
 from tests.ranks.architectures_worker import SETTINGS, VOCAB
 from tests.ranks.engine_worker import random_batch

@@ -89,7 +89,7 @@ def test_another_dtype_is_the_rounded_one(run_dir, tmp_path, dtype):
 
 
 def test_a_large_model_has_an_index_over_its_files(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_lite.megatron.hf.files.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("areal_lite.megatron.hf.SHARD_BYTES", 20_000)
     assert main(["export", f"run_dir={run_dir}", f"out={tmp_path}/many"]) == 0
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
@@ -117,7 +117,7 @@ def test_a_failure_leaves_no_folder(run_dir, tmp_path, monkeypatch, capsys):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "model-00001.safetensors")
 
-    monkeypatch.setattr("areal_lite.megatron.hf.files.save_file", full)
+    monkeypatch.setattr("areal_lite.megatron.hf.save_file", full)
     assert main(["export", f"run_dir={run_dir}", f"out={tmp_path}/out"]) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.megatron.kernels import rotate
-from areal_lite.megatron.layers import RMSNorm, swiglu
+from areal_lite.megatron.model import RMSNorm, swiglu
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

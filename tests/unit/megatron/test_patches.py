@@ -9,7 +9,7 @@ import torch
 
 from areal_lite.cpu.megatron import CPU_SUBSTITUTIONS, ONEDNN_SUBSTITUTIONS
 from areal_lite.megatron import patches
-from areal_lite.megatron.patch_table import (
+from areal_lite.megatron.patches import (
     CHECKPOINT_FIXES,
     GATHER_FIXES,
     IMPORT_FIXES,

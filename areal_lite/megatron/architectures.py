@@ -1,0 +1,403 @@
+"""The architectures that the trainer supports, translated into Megatron's terms.
+
+To add one:
+
+1. Add an entry to `ARCHITECTURES`. A parameter that no other family has also needs its size in
+   `tools/memory.py`.
+2. Add its name to the choices of `architecture` in `quickstart/command.py`, which makes tiny models
+   of it. Settings of its own go into `quickstart/make_model.py`. Then write
+   docs/configuration.md again: `python -m areal_lite.tools.reference > docs/configuration.md`.
+3. Add a model to `MODELS` and `RUNS` in tests/ranks/test_architectures.py, which compares it
+   with transformers, and a case to `test_supported` in test_hf_architectures.py. The tests that run
+   over `ARCHITECTURES`, such as test_hf_layouts.py, find it by themselves.
+4. Name it in README.md and in docs/training.md.
+
+Each kind of parameter knows its Hugging Face tensors (`names`; matrices are [out, in]), and
+
+* `shard`: reads the part of one rank, and only that part, from the safetensors files,
+* `join`: makes the Hugging Face tensors from the parts of all ranks. A part is not copied where
+  that can be avoided, because a weight push would read and write it once more.
+
+Both only move numbers, so a round trip returns the same bits.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from areal_lite.config import TrainerConfig
+from areal_lite.data.model_folder import check_split
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+
+
+class Source(Protocol):
+    """A tensor in a file, as `safe_open(...).get_slice(name)` returns it."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
+
+
+def head_dim(hf: PretrainedConfig) -> int:
+    """Return the width of one attention head."""
+    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+
+
+def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
+    """Round `vocab_size` up to a multiple of `tensor_parallel`: rows of embedding and output layer.
+
+    Rows from `vocab_size` on are zero and are never exported. They are not tokens, so their logits
+    must not count in a softmax.
+    """
+    return -(-hf.vocab_size // tensor_parallel) * tensor_parallel
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One Megatron parameter. Its `names` may hold `{expert}`, counted over the whole model."""
+
+    names: tuple[str, ...]
+    replicated = False  # whether every rank holds all of it
+
+    def __init__(self, *names: str):
+        object.__setattr__(self, "names", names)
+
+    def shard(
+        self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int
+    ) -> Tensor:
+        """Read the part of tensor-parallel rank `rank` of `ranks` from the tensors `sources`."""
+        raise NotImplementedError
+
+    def join(self, hf: PretrainedConfig, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Make the Hugging Face tensors from the parts of all ranks, in order of rank."""
+        raise NotImplementedError
+
+
+class Replicated(Parameter):
+    """One tensor, the same on all ranks."""
+
+    replicated = True
+
+    def shard(self, hf, sources, rank, ranks):
+        return sources[0][:]
+
+    def join(self, hf, shards):
+        return list(shards[:1])
+
+
+class RowParallel(Parameter):
+    """One matrix, split along its inputs."""
+
+    def shard(self, hf, sources, rank, ranks):
+        return sources[0][:, _span(sources[0].get_shape()[1], rank, ranks)]
+
+    def join(self, hf, shards):
+        return [_cat(shards, 1)]
+
+
+class GatedColumnParallel(Parameter):
+    """Gate and up projection, each split along its outputs; a rank stacks its parts of the two."""
+
+    def shard(self, hf, sources, rank, ranks):
+        return torch.cat([_outputs(source, rank, ranks) for source in sources])
+
+    def join(self, hf, shards):
+        return [_cat(part) for part in zip(*(shard.chunk(2) for shard in shards))]
+
+
+class QKV(Parameter):
+    """Query, key and value projection, split along their outputs.
+
+    Megatron interleaves them by key-value group: the queries of the group, its key, its value.
+    """
+
+    def shard(self, hf, sources, rank, ranks):
+        groups = hf.num_key_value_heads // ranks
+        parts = [_outputs(source, rank, ranks).unflatten(0, (groups, -1)) for source in sources]
+        return torch.cat(parts, 1).flatten(0, 1)
+
+    def join(self, hf, shards):
+        groups, dim = hf.num_key_value_heads, head_dim(hf)
+        sizes = (hf.num_attention_heads // groups * dim, dim, dim)
+        parts = _cat(shards).unflatten(0, (groups, -1)).split(sizes, 1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+
+class VocabParallel(Parameter):
+    """One matrix [vocab_size, hidden], split along the vocabulary, padded as in `padded_vocab`."""
+
+    def shard(self, hf, sources, rank, ranks):
+        found = sources[0].get_shape()[0]
+        if found != hf.vocab_size:
+            raise ValueError(
+                f"{self.names[0]} has {found} rows, but config.json says vocab_size={hf.vocab_size}"
+            )
+        size = padded_vocab(hf, ranks) // ranks
+        end = min((rank + 1) * size, hf.vocab_size)
+        rows = sources[0][min(rank * size, end) : end]
+        return F.pad(rows, (0, 0, 0, size - len(rows)))
+
+    def join(self, hf, shards):
+        return [_cat(shards)[: hf.vocab_size]]
+
+
+def _outputs(source: Source, rank: int, ranks: int) -> Tensor:
+    return source[_span(source.get_shape()[0], rank, ranks)]
+
+
+def _span(size: int, rank: int, ranks: int) -> slice:
+    part, rest = divmod(size, ranks)
+    if rest:
+        raise ValueError(
+            f"a checkpoint tensor of {size} rows or columns cannot be split over {ranks}"
+            " tensor-parallel ranks"
+        )
+    return slice(rank * part, (rank + 1) * part)
+
+
+def _cat(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim)
+
+
+Mapping = dict[str, Parameter]
+
+# Once in a model.
+EMBEDDINGS: Mapping = {
+    "embedding.word_embeddings.weight": VocabParallel("model.embed_tokens.weight"),
+    "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
+    "output_layer.weight": VocabParallel("lm_head.weight"),
+}
+
+# Below decoder.layers.{layer} in Megatron and model.layers.{layer} in Hugging Face.
+ATTENTION: Mapping = {
+    "input_layernorm.weight": Replicated("input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": QKV(
+        "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+    ),
+    "self_attention.linear_proj.weight": RowParallel("self_attn.o_proj.weight"),
+    "pre_mlp_layernorm.weight": Replicated("post_attention_layernorm.weight"),
+}
+QKV_BIAS: Mapping = {
+    "self_attention.linear_qkv.bias": QKV(
+        "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    )
+}
+QK_NORM: Mapping = {
+    "self_attention.q_layernorm.weight": Replicated("self_attn.q_norm.weight"),
+    "self_attention.k_layernorm.weight": Replicated("self_attn.k_norm.weight"),
+}
+GATED_MLP: Mapping = {
+    "mlp.linear_fc1.weight": GatedColumnParallel("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": RowParallel("mlp.down_proj.weight"),
+}
+EXPERTS: Mapping = {
+    "mlp.router.weight": Replicated("mlp.gate.weight"),
+    "mlp.experts.local_experts.{expert}.linear_fc1.weight": GatedColumnParallel(
+        "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
+    ),
+    "mlp.experts.local_experts.{expert}.linear_fc2.weight": RowParallel(
+        "mlp.experts.{expert}.down_proj.weight"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model type for the trainer."""
+
+    layer: Mapping  # the parameters of one layer
+    # The fields of Megatron's TransformerConfig that not every architecture sets.
+    fields: Callable[[PretrainedConfig], dict[str, Any]] = lambda hf: {}
+    # Raises ValueError for a configuration that would be computed wrongly.
+    check: Callable[[PretrainedConfig], None] = lambda hf: None
+
+
+def _check_qwen3_moe(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a model that SGLang would compute differently or that cannot train.
+
+    SGLang puts experts in every layer and gives the model its own output layer, whatever the
+    configuration says.
+    """
+    if hf.tie_word_embeddings:
+        raise ValueError(
+            "tie_word_embeddings=true is not supported for qwen3_moe, because SGLang does not"
+            " share them: use a checkpoint with an lm_head"
+        )
+    if hf.mlp_only_layers or hf.decoder_sparse_step != 1:
+        raise ValueError(
+            f"mlp_only_layers={hf.mlp_only_layers} and decoder_sparse_step="
+            f"{hf.decoder_sparse_step} are not supported: SGLang has experts in every layer"
+        )
+    if hf.norm_topk_prob and hf.num_experts_per_tok == 1:
+        raise ValueError(
+            "num_experts_per_tok=1 with norm_topk_prob=true leaves the router without a gradient:"
+            " set norm_topk_prob to false"
+        )
+
+
+def _qwen3_moe(hf: PretrainedConfig) -> dict[str, Any]:
+    """Describe the experts. There is no balancing loss: pre-training has balanced their load."""
+    return {
+        "qk_layernorm": True,
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        # The weights of the chosen experts are their probabilities among all experts (true), or
+        # among the chosen ones, which then sum to 1 (false).
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+ARCHITECTURES = {
+    # Qwen2 and Qwen2.5: biases on queries, keys and values.
+    "qwen2": Architecture(
+        layer=ATTENTION | QKV_BIAS | GATED_MLP, fields=lambda hf: {"add_qkv_bias": True}
+    ),
+    # Dense: RMSNorm over the queries and keys of each head.
+    "qwen3": Architecture(
+        layer=ATTENTION | QK_NORM | GATED_MLP, fields=lambda hf: {"qk_layernorm": True}
+    ),
+    # A token goes to the experts with the largest router probabilities, in every layer.
+    "qwen3_moe": Architecture(
+        layer=ATTENTION | QK_NORM | EXPERTS, fields=_qwen3_moe, check=_check_qwen3_moe
+    ),
+    # Llama 2 and 3. Llama 3.1 stretches low rotary frequencies.
+    "llama": Architecture(layer=ATTENTION | GATED_MLP),
+    # Dense. An active sliding window (7B v0.1) is refused.
+    "mistral": Architecture(layer=ATTENTION | GATED_MLP),
+}
+
+
+def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
+    """Raise ValueError for a model that would be computed wrongly or cannot be split this way."""
+    if hf.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"model type {hf.model_type!r} is not supported by the trainer:"
+            f" use one of {', '.join(ARCHITECTURES)}"
+        )
+    ARCHITECTURES[hf.model_type].check(hf)
+    _check_rope(hf)
+    for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
+        value = getattr(hf, name, None)
+        if _has_window(hf) if name == "sliding_window" else value:
+            raise ValueError(
+                f"{name}={value} is not supported by the trainer: use a checkpoint without it"
+            )
+    if hf.hidden_act != "silu":
+        raise ValueError(
+            f"hidden_act={hf.hidden_act} is not supported by the trainer: use a model with silu"
+        )
+    check_split(hf.to_dict(), trainer)
+
+
+def _has_window(hf: PretrainedConfig) -> bool:
+    """Return whether some layer attends to fewer tokens than a sequence can have."""
+    window = getattr(hf, "sliding_window", None)
+    layers = getattr(hf, "layer_types", None)
+    return (
+        window is not None
+        and window < hf.max_position_embeddings
+        and (layers is None or "sliding_attention" in layers)
+    )
+
+
+def transformer_config(
+    hf: PretrainedConfig, dtype: torch.dtype, **settings: Any
+) -> TransformerConfig:
+    """Describe the network in Megatron's terms.
+
+    settings: further fields, such as parallel sizes and recomputation.
+    """
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_dim(hf),
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Gradients are summed, not averaged, over microbatches and data-parallel ranks, because
+        # each microbatch's loss is already its share of the global loss.
+        calculate_per_token_loss=True,
+        **settings,
+        **ARCHITECTURES[hf.model_type].fields(hf),
+    )
+
+
+def layout(name: str, hf: PretrainedConfig) -> Parameter:
+    """Return the Hugging Face tensors of a Megatron parameter and how they are split.
+
+    name: Megatron's name, its layer and expert counted over the whole model.
+
+    With tied embeddings an output layer exists only on a last pipeline stage that is not the
+    first; it is a copy of the embedding.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        if hf.tie_word_embeddings and name == "output_layer.weight":
+            name = "embedding.word_embeddings.weight"
+        return EMBEDDINGS[name]
+    parameter = ARCHITECTURES[hf.model_type].layer[_EXPERT.sub("{expert}", layer[2])]
+    expert = _EXPERT.search(layer[2])
+    tensors = (
+        f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
+        for tensor in parameter.names
+    )
+    return type(parameter)(*tensors)
+
+
+def _check_rope(hf: PretrainedConfig) -> None:
+    """Raise ValueError for a rotary embedding that would be computed wrongly."""
+    rope = hf.rope_parameters
+    known = rope.get("rope_type", "default") in ("default", "llama3")
+    if not known or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters {rope} are not supported by the trainer:"
+            " use rope_type default or llama3, over whole heads"
+        )
+
+
+def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
+    """Compute the rotary frequencies (Su et al., 2021, arXiv:2104.09864): float32 [head_dim / 2].
+
+    Plain ones are theta^(-2i / head_dim), in radians per position.
+    """
+    dim = head_dim(hf)
+    rope = hf.rope_parameters
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+    plain = 1.0 / rope["rope_theta"] ** exponents
+    return _llama3(plain, rope) if rope.get("rope_type") == "llama3" else plain
+
+
+def _llama3(plain: Tensor, rope: dict) -> Tensor:
+    """Stretch frequencies as Llama 3.1 does: divide low ones by `factor` and keep high ones.
+
+    A frequency is low when it makes fewer than `low_freq_factor` turns within the context of
+    pre-training, and high above `high_freq_factor`. In between the two results are mixed in
+    proportion to the number of turns.
+    """
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * plain / rope["factor"] + keep * plain
