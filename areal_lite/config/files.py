@@ -57,17 +57,16 @@ def _known(stored: dict[str, Any], section: type) -> dict[str, Any]:
     }
 
 
-def changed_settings(config: Any, run_dir: Path) -> list[str]:
-    """Name the settings of `config` that <run_dir>/config.yaml has otherwise.
+def changed_settings(config: Any, run_dir: Path) -> dict[str, tuple[Any, Any]]:
+    """Return by key the values, in `config` and in <run_dir>/config.yaml, that differ.
 
-    How a run continues is none of them, nor is its key, which is drawn anew for each start.
-
-    Raises ValueError as `stored_settings` does.
+    How a run continues is left out, and its key, which is drawn anew for each start. Raises
+    ValueError as `stored_settings` does.
     """
-    now, before = OmegaConf.structured(config), stored_settings(run_dir)
-    ours, stored = (_flat(OmegaConf.to_container(one, resolve=True)) for one in (now, before))
-    keys = {key for key in ours.keys() | stored.keys() if ours.get(key) != stored.get(key)}
-    return sorted(keys - {"resume", "run_dir", "server.api_key"})
+    both = OmegaConf.structured(config), stored_settings(run_dir)
+    now, before = (_flat(OmegaConf.to_container(one, resolve=True)) for one in both)
+    keys = sorted((now.keys() | before.keys()) - {"resume", "run_dir", "server.api_key"})
+    return {k: (now.get(k), before.get(k)) for k in keys if now.get(k) != before.get(k)}
 
 
 def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,59 +1,60 @@
 """Rules over several settings that need nothing but the settings.
 
-A broken rule is a ValueError of one line that names the keys, their values and the remedy. A
-`Finding` is about settings that are allowed but may not do what they are for: every command shows
-its cautions, and the dry run also the lines of the plan. The rules over the objective are in
-algo_rules.py. launch/preflight.py checks what rules cannot: the machine, files, and imported
-functions.
+A broken rule is a ValueError of one line that names the keys, their values and the remedy.
+`cautions` are about settings that are allowed but may not do what they are for: every command shows
+them. launch/preflight.py checks what rules cannot: the machine, files, and imported functions.
 """
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from areal_lite.config.algo import AlgoConfig
-from areal_lite.config.algo_rules import check_algo
 from areal_lite.config.commands import SlurmConfig, TrainConfig
-from areal_lite.config.data import DataConfig, Sampled, naming, source_configs
+from areal_lite.config.data import Sampled, naming, reference_folders, source_configs
 from areal_lite.config.fields import keys_of
 from areal_lite.config.rollout import MAX_PROMPTS, WHOLE_VOCABULARY
 from areal_lite.config.servers import ServerConfig
 from areal_lite.config.trainer import LoraConfig, TrainerConfig
 from areal_lite.system.network import LOOPBACK
 
+# SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
+_SERVER_WATCHDOG_S = 300.0
+CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
+# Lag, in training steps, from which the learning rate of fresh data was too large.
+_SMALLER_LR_FROM = 32
+
 
 def check_rules(config: Any) -> None:
     """Check every rule that any command's configuration is subject to. Raises ValueError."""
-    check_folders(config)
-    if hasattr(config, "server"):
-        check_server(config.server)
-    if isinstance(config, TrainConfig):
-        check_sources(config)
-        check_training(config)
-    if isinstance(config, SlurmConfig):
-        check_cluster(config)
-
-
-def check_folders(config: Any) -> None:
-    """Check that no folder is empty text, which would mean the working directory."""
     for key in keys_of(type(config)):
+        # An empty folder would be the working directory.
         if key.rpartition(".")[2] in ("model", "out", "run_dir") and attrgetter(key)(config) == "":
             raise ValueError(f"{key} is empty: give a folder")
+    if hasattr(config, "server"):
+        _check_server(config.server)
+    if isinstance(config, TrainConfig):
+        check_sources(config)
+        check_trainer(config.trainer)
+        _check_objective(config)
+        _check_divergence(config)
+        _check_groups(config)
+        check_buffer(config)
+        _check_evaluation(config)
+        check_push(config)
+    if isinstance(config, SlurmConfig):
+        _check_cluster(config)
 
 
 def check_sources(config: Sampled) -> None:
     """Check the data of each source."""
     for name, own in source_configs(config).items():
         with naming(name):
-            check_data(own.data)
+            if own.data.source in ("jsonl", "hf") and not own.data.path:
+                raise ValueError(f"data.path is not set: data.source={own.data.source} needs it")
 
 
-def check_data(data: DataConfig) -> None:
-    if data.source in ("jsonl", "hf") and not data.path:
-        raise ValueError(f"data.path is not set: data.source={data.source} needs it")
-
-
-def check_server(server: ServerConfig) -> None:
+def _check_server(server: ServerConfig) -> None:
     if server.host not in LOOPBACK and not server.api_key:
         raise ValueError(
             f"server.host={server.host} is reachable from outside: "
@@ -68,36 +69,8 @@ def check_server(server: ServerConfig) -> None:
         raise ValueError(f"server.args.max_running_requests={running}: must be an integer from 1")
 
 
-def check_training(config: TrainConfig) -> None:
-    rollout = config.rollout
-    if rollout.group_size > rollout.max_concurrent:
-        raise ValueError(
-            f"rollout.max_concurrent={rollout.max_concurrent} is less than one group "
-            f"(rollout.group_size={rollout.group_size})"
-        )
-    check_trainer(config.trainer)
-    check_algo(config)
-    check_sampling(config)
-    check_buffer(config)
-    check_evaluation(config)
-    check_push(config)
-
-
 def check_trainer(trainer: TrainerConfig, key: str = "trainer") -> None:
     """Check the layout, the schedule and the batch of the trainer at `key`."""
-    _parallel(trainer, key)
-    _schedule(trainer, key)
-    check_targets(trainer.lora, key=f"{key}.lora")
-    shards = trainer.data_parallel * trainer.minibatches
-    if trainer.batch_groups % shards:
-        raise ValueError(
-            f"{key}.batch_groups={trainer.batch_groups} cannot be dealt equally to "
-            f"{key}.data_parallel={trainer.data_parallel} ranks x "
-            f"{key}.minibatches={trainer.minibatches}: make it a multiple of {shards}"
-        )
-
-
-def _parallel(trainer: TrainerConfig, key: str) -> None:
     if trainer.virtual_pipeline > 1 and trainer.pipeline_parallel == 1:
         raise ValueError(
             f"{key}.virtual_pipeline={trainer.virtual_pipeline} interleaves pipeline stages: "
@@ -110,6 +83,22 @@ def _parallel(trainer: TrainerConfig, key: str) -> None:
             f"{key}.tensor_parallel={trainer.tensor_parallel} x "
             f"context_parallel={trainer.context_parallel} x "
             f"data_parallel={trainer.data_parallel}, the ranks that share the experts"
+        )
+    updates = trainer.steps * trainer.minibatches
+    if trainer.lr_warmup_steps > updates:
+        raise ValueError(
+            f"{key}.lr_warmup_steps={trainer.lr_warmup_steps}: must be at most the {updates} "
+            f"updates of the run ({key}.steps x {key}.minibatches)"
+        )
+    if trainer.min_lr > trainer.lr:
+        raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
+    check_targets(trainer.lora, key=f"{key}.lora")
+    shards = trainer.data_parallel * trainer.minibatches
+    if trainer.batch_groups % shards:
+        raise ValueError(
+            f"{key}.batch_groups={trainer.batch_groups} cannot be dealt equally to "
+            f"{key}.data_parallel={trainer.data_parallel} ranks x "
+            f"{key}.minibatches={trainer.minibatches}: make it a multiple of {shards}"
         )
 
 
@@ -126,19 +115,81 @@ def check_targets(lora: LoraConfig, has_experts: bool = False, key: str = "train
         )
 
 
-def _schedule(trainer: TrainerConfig, key: str) -> None:
-    updates = trainer.steps * trainer.minibatches
-    if trainer.lr_warmup_steps > updates:
+def _check_objective(config: TrainConfig) -> None:
+    algo, trainer = config.algo, config.trainer
+    no_target = not algo.kl.coef or algo.entropy_coef or algo.advantage.estimator == "gae"
+    if algo.loss == "tb" and no_target:
         raise ValueError(
-            f"{key}.lr_warmup_steps={trainer.lr_warmup_steps}: must be at most the {updates} "
-            f"updates of the run ({key}.steps x {key}.minibatches)"
+            "algo.loss=tb has a KL term in its target, and no advantages: set algo.kl.coef above "
+            "0, algo.entropy_coef=0 and an estimator other than gae"
         )
-    if trainer.min_lr > trainer.lr:
-        raise ValueError(f"{key}.min_lr={trainer.min_lr}: must be at most {key}.lr={trainer.lr}")
+    margin, limit = algo.shaping.overlong_margin, config.rollout.max_new_tokens
+    if margin > limit:
+        raise ValueError(
+            f"algo.shaping.overlong_margin={margin}: choose 0 to rollout.max_new_tokens={limit}"
+        )
+    if not algo.routing_replay:
+        return
+    if trainer.recompute == "full" and trainer.pipeline_parallel > 1:
+        raise ValueError(
+            f"trainer.recompute=full with trainer.pipeline_parallel={trainer.pipeline_parallel}: "
+            "layers are computed again after the routes of later microbatches were set, so with "
+            "algo.routing_replay=true use recompute=selective or one stage"
+        )
+    if config.server.args.get("enable_return_routed_experts", True) is not True:
+        raise ValueError(
+            "server.args.enable_return_routed_experts=false: algo.routing_replay=true needs the "
+            "routes of the servers, so remove it"
+        )
 
 
-def check_sampling(config: TrainConfig) -> None:
-    rollout = config.rollout
+def _check_divergence(config: TrainConfig) -> None:
+    """Check what a KL term needs."""
+    algo, kl = config.algo, config.algo.kl
+    if kl.coef and None in reference_folders(config).values():
+        where = " or data.sources.NAME.reference" if config.data.sources else ""
+        raise ValueError(
+            f"algo.kl.coef={kl.coef} needs a reference policy: set algo.reference{where} to a "
+            "checkpoint folder (algo.reference='${model}' is the initial policy)"
+        )
+    if kl.coef and kl.into == "advantage" and kl.estimator != "k1":
+        raise ValueError(
+            f"algo.kl.estimator={kl.estimator}: algo.kl.into=advantage follows the gradient "
+            "of the KL divergence with k1 only, set algo.kl.estimator=k1"
+        )
+    before_loss = kl.coef and kl.into != "loss"
+    if algo.prox == "loglinear" and (before_loss or algo.loss == "tb"):
+        cause = f"algo.kl.into={kl.into}" if before_loss else "algo.loss=tb"
+        raise ValueError(
+            f"algo.prox=loglinear: {cause} needs the log-probs before the update, use recompute"
+        )
+    teaches = ":" in algo.loss or (kl.coef and kl.into != "reward")
+    if algo.advantage.estimator == "off" and not teaches:
+        raise ValueError(
+            "algo.advantage.estimator=off leaves nothing to learn from: set algo.kl.coef, and "
+            "algo.kl.into=advantage or loss"
+        )
+
+
+def _check_groups(config: TrainConfig) -> None:
+    """Check that a group fits, and that its members can be compared."""
+    rollout, advantage = config.rollout, config.algo.advantage
+    if rollout.group_size > rollout.max_concurrent:
+        raise ValueError(
+            f"rollout.max_concurrent={rollout.max_concurrent} is less than one group "
+            f"(rollout.group_size={rollout.group_size})"
+        )
+    compares = advantage.estimator in ("grpo", "rloo") and advantage.mean != "batch"
+    if rollout.group_size == 1 and (config.algo.loss == "tb" or compares):
+        raise ValueError(
+            "rollout.group_size=1: a group of one has nothing to be compared with; use 2 or more, "
+            "or algo.advantage.estimator=reinforce_pp or gae"
+        )
+    if "zero_variance" in rollout.filters and advantage.estimator == "off":
+        raise ValueError(
+            "rollout.filters=[zero_variance] leaves out groups of equal rewards, which "
+            "algo.advantage.estimator=off learns from, too: leave it out"
+        )
     if "zero_variance" in rollout.filters and rollout.group_size == 1:
         raise ValueError(
             "rollout.filters=[zero_variance] would filter every group of rollout.group_size=1: "
@@ -146,119 +197,10 @@ def check_sampling(config: TrainConfig) -> None:
         )
 
 
-def check_evaluation(config: TrainConfig) -> None:
-    sets = config.eval.sets
-    if len({Path(path).stem for path in sets}) < len(sets):
-        raise ValueError(
-            f"eval.sets={sets}: two have the same name, by which their results are told apart"
-        )
-    if sets and not config.eval.problems:
-        raise ValueError(
-            f"eval.sets={sets} are not evaluated with eval.problems=0: set how many of each"
-        )
-    if sets and config.data.sources:
-        raise ValueError(
-            f"eval.sets={sets} are for a single source: set data.sources.NAME.eval_path instead"
-        )
-
-
-# SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.
-_SERVER_WATCHDOG_S = 300.0
-
-
-def check_push(config: TrainConfig) -> None:
-    """Check that the servers can take the weights that the trainer pushes."""
-    server, sync = config.server, config.sync
-    quantization = server.args.get("quantization")
-    if quantization is not None:
-        raise ValueError(
-            f"server.args.quantization={quantization}: a push writes unquantized weights and no "
-            "scales, so remove it"
-        )
-    preferred = server.args.get("preferred_sampling_params")
-    if preferred is not None:
-        raise ValueError(
-            f"server.args.preferred_sampling_params={preferred}: {WHOLE_VOCABULARY}, so remove it"
-        )
-    check_devices(config.trainer.device, server.device, sync.transport)
-    if sync.transport == "memory" and server.tensor_parallel > 1:
-        raise ValueError(
-            f"server.tensor_parallel={server.tensor_parallel}: sync.transport=memory is for "
-            "servers of one process; use sync.transport=distributed"
-        )
-    if sync.transport == "adapters":
-        check_adapters(config)
-    if server.args.get("enable_symm_mem"):
-        raise ValueError(
-            "server.args.enable_symm_mem=true changes NCCL's memory in the servers only, and the "
-            "trainer could not connect to them: remove it"
-        )
-    watchdog_s = server.args.get("watchdog_timeout", _SERVER_WATCHDOG_S)
-    if sync.timeout_s >= watchdog_s:
-        raise ValueError(
-            f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
-            "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
-        )
-
-
-def check_adapters(config: TrainConfig) -> None:
-    """Check the settings of a run that pushes adapters alone."""
-    if not config.trainer.lora.rank:
-        raise ValueError(
-            "sync.transport=adapters needs adapters: set trainer.lora.rank, or use distributed"
-        )
-    if config.sync.verify:
-        raise ValueError(
-            "sync.verify=true with sync.transport=adapters: it compares whole weights bit by bit, "
-            "and servers that add adapters by themselves may round otherwise: leave one out"
-        )
-
-
-def check_devices(trainer: str, server: str, transport: str) -> None:
-    """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
-    if transport in ("auto", "distributed", "adapters") and {trainer, server} == {"cpu", "cuda"}:
-        raise ValueError(
-            f"sync.transport={transport} cannot connect trainer.device={trainer} to "
-            f"server.device={server} (auto is cuda on a machine with a GPU): use "
-            "sync.transport=disk, or the same device for both"
-        )
-    if transport == "memory" and server == "cuda":
-        raise ValueError(
-            "sync.transport=memory is for servers without GPUs, and server.device is cuda (auto is "
-            "cuda on a machine with a GPU): use sync.transport=distributed"
-        )
-
-
-def check_cluster(config: SlurmConfig) -> None:
-    cluster, sync = config.cluster, config.sync
-    if cluster.container != "none" and not cluster.image:
-        raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
-    if config.debug != "off":
-        raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
-    if cluster.nodes == 1:
-        return
-    if config.server.host in LOOPBACK:
-        raise ValueError(
-            f"server.host={config.server.host}: other nodes cannot reach that, use node"
-        )
-    if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
-        raise ValueError(
-            f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
-        )
-
-
 def check_buffer(config: TrainConfig) -> None:
     """Check that batches can be made within the staleness bound, or drawn for replay."""
-    if config.buffer.window is not None:
-        _window(config)
     if config.buffer.replay.capacity:
-        _replay(config)
-    else:
-        _staleness(config)
-
-
-def _staleness(config: TrainConfig) -> None:
-    """Check that the steps between two pushes may use what the weights of the first sampled."""
+        return _check_replay(config)
     every, bound = config.sync.every, config.buffer.max_staleness
     needed = min(every, config.trainer.steps) - 1
     if bound < needed:
@@ -277,16 +219,14 @@ def _staleness(config: TrainConfig) -> None:
         )
 
 
-def _window(config: TrainConfig) -> None:
-    """Check that batches are taken in the order in which a window limits them."""
-    window = f"buffer.window={config.buffer.window}"
-    if config.buffer.replay.capacity:
-        raise ValueError(f"{window} is for batches in order, and replay draws them: unset one")
-
-
-def _replay(config: TrainConfig) -> None:
+def _check_replay(config: TrainConfig) -> None:
     replay, group_size = config.buffer.replay, config.rollout.group_size
     capacity = f"buffer.replay.capacity={replay.capacity}"
+    if config.buffer.window is not None:
+        raise ValueError(
+            f"buffer.window={config.buffer.window} is for batches in order, and replay draws them: "
+            "unset one"
+        )
     if config.algo.loss != "tb":
         raise ValueError(
             f"{capacity} trains on tokens of any age, which algo.loss={config.algo.loss} cannot: "
@@ -294,11 +234,6 @@ def _replay(config: TrainConfig) -> None:
         )
     if replay.capacity < group_size:
         raise ValueError(f"{capacity} holds less than a group (rollout.group_size={group_size})")
-    if group_size == 1:
-        raise ValueError(
-            f"{capacity} balances the trajectories of a prompt against each other: "
-            "rollout.group_size must be 2 or more"
-        )
     if config.trainer.batch_groups > MAX_PROMPTS:
         raise ValueError(
             f"trainer.batch_groups={config.trainer.batch_groups} is more than the {MAX_PROMPTS} "
@@ -311,9 +246,88 @@ def _replay(config: TrainConfig) -> None:
         )
 
 
-CLIPPED_LOSSES = ("ppo", "gspo", "cispo")
-_SMALLER_LR_FROM = 32
-"""Lag, in training steps, from which the learning rate of fresh data was too large."""
+def _check_evaluation(config: TrainConfig) -> None:
+    sets = config.eval.sets
+    if len({Path(path).stem for path in sets}) < len(sets):
+        raise ValueError(
+            f"eval.sets={sets}: two have the same name, by which their results are told apart"
+        )
+    if sets and not config.eval.problems:
+        raise ValueError(
+            f"eval.sets={sets} are not evaluated with eval.problems=0: set how many of each"
+        )
+    if sets and config.data.sources:
+        raise ValueError(
+            f"eval.sets={sets} are for a single source: set data.sources.NAME.eval_path instead"
+        )
+
+
+def check_push(config: TrainConfig) -> None:
+    """Check that the servers can take the weights that the trainer pushes."""
+    args, sync = config.server.args, config.sync
+    refused = {
+        "quantization": "a push writes unquantized weights and no scales",
+        "preferred_sampling_params": WHOLE_VOCABULARY,
+        "enable_symm_mem": "it changes NCCL's memory in the servers only, and the trainer could "
+        "not connect to them",
+    }
+    for key, reason in refused.items():
+        if args.get(key) not in (None, False):
+            raise ValueError(f"server.args.{key}={args[key]}: {reason}, so remove it")
+    check_devices(config.trainer.device, config.server.device, sync.transport)
+    if sync.transport == "memory" and config.server.tensor_parallel > 1:
+        raise ValueError(
+            f"server.tensor_parallel={config.server.tensor_parallel}: sync.transport=memory is for "
+            "servers of one process; use sync.transport=distributed"
+        )
+    if sync.transport == "adapters" and not config.trainer.lora.rank:
+        raise ValueError(
+            "sync.transport=adapters needs adapters: set trainer.lora.rank, or use distributed"
+        )
+    if sync.transport == "adapters" and sync.verify:
+        raise ValueError(
+            "sync.verify=true with sync.transport=adapters: it compares whole weights bit by bit, "
+            "and servers that add adapters by themselves may round otherwise: leave one out"
+        )
+    watchdog_s = args.get("watchdog_timeout", _SERVER_WATCHDOG_S)
+    if sync.timeout_s >= watchdog_s:
+        raise ValueError(
+            f"sync.timeout_s={sync.timeout_s:g} must be less than the {watchdog_s:g} s after which "
+            "SGLang ends a paused server: lower it, or raise server.args.watchdog_timeout"
+        )
+
+
+def check_devices(trainer: str, server: str, transport: str) -> None:
+    """Check that weights get from the trainer's device to the servers'. `auto` may be either."""
+    if transport in ("auto", "distributed", "adapters") and {trainer, server} == {"cpu", "cuda"}:
+        raise ValueError(
+            f"sync.transport={transport} cannot connect trainer.device={trainer} to "
+            f"server.device={server} (auto is cuda on a machine with a GPU): use "
+            "sync.transport=disk, or the same device for both"
+        )
+    if transport == "memory" and server == "cuda":
+        raise ValueError(
+            "sync.transport=memory is for servers without GPUs, and server.device is cuda (auto is "
+            "cuda on a machine with a GPU): use sync.transport=distributed"
+        )
+
+
+def _check_cluster(config: SlurmConfig) -> None:
+    cluster, sync = config.cluster, config.sync
+    if cluster.container != "none" and not cluster.image:
+        raise ValueError(f"cluster.container={cluster.container}: set cluster.image")
+    if config.debug != "off":
+        raise ValueError(f"debug={config.debug} is for one machine: use `areal-lite train`")
+    if cluster.nodes == 1:
+        return
+    if config.server.host in LOOPBACK:
+        raise ValueError(
+            f"server.host={config.server.host}: other nodes cannot reach that, use node"
+        )
+    if sync.transport == "disk" and (sync.disk_path or "").startswith("/dev/shm"):
+        raise ValueError(
+            f"sync.disk_path={sync.disk_path} is on one node only: use a folder that all nodes see"
+        )
 
 
 class Tolerance(NamedTuple):
@@ -322,30 +336,6 @@ class Tolerance(NamedTuple):
     steps: int
     objective: str
     shown: str
-
-
-class Finding(NamedTuple):
-    """A caution about a run, or a line of its plan, printed before it starts."""
-
-    level: Literal["caution", "plan"]
-    text: str
-
-
-def findings(config: TrainConfig) -> list[Finding]:
-    """Return what a run with these settings should know beforehand."""
-    found = [_idle_clip(config), _too_stale(config), _fresh_learning_rate(config)]
-    return [finding for finding in found if finding]
-
-
-def clip_is_idle(config: TrainConfig) -> bool:
-    """Return whether the ratio that the loss clips is always 1."""
-    algo = config.algo
-    return (
-        algo.loss in CLIPPED_LOSSES
-        and algo.decoupled
-        and algo.prox != "loglinear"
-        and config.trainer.minibatches == 1
-    )
 
 
 def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
@@ -366,36 +356,27 @@ def tolerated_staleness(algo: AlgoConfig) -> Tolerance | None:
     )
 
 
-def _idle_clip(config: TrainConfig) -> Finding | None:
-    if not clip_is_idle(config):
-        return None
-    return Finding(
-        "plan",
-        "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, "
-        "in which the ratio to the proximal policy is 1. For a clip that acts, set "
-        "trainer.minibatches=2 and algo.prox=recompute",
-    )
+def clip_is_idle(config: TrainConfig) -> bool:
+    """Return whether the ratio that the loss clips is always 1."""
+    algo = config.algo
+    recomputed = algo.decoupled and algo.prox != "loglinear"
+    return algo.loss in CLIPPED_LOSSES and recomputed and config.trainer.minibatches == 1
 
 
-def _too_stale(config: TrainConfig) -> Finding | None:
+def cautions(config: TrainConfig) -> list[str]:
+    """Return what a run with these settings should know beforehand."""
+    found = []
     tolerance, allowed = tolerated_staleness(config.algo), config.buffer.max_staleness
-    if tolerance is None or allowed <= tolerance.steps:
-        return None
-    return Finding(
-        "caution",
-        f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
-        f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
-        "algo.loss=examples.recipes.stale:loss",
-    )
-
-
-def _fresh_learning_rate(config: TrainConfig) -> Finding | None:
-    algo, allowed = config.algo, config.buffer.max_staleness
-    if allowed < _SMALLER_LR_FROM or algo.loss not in CLIPPED_LOSSES:
-        return None
-    return Finding(
-        "caution",
-        f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if it is "
-        "the learning rate of fresh data. 0.6 of it was right at a lag of 32, and a third at 64 "
-        "(benchmarks/results/staleness/README.md)",
-    )
+    if tolerance and allowed > tolerance.steps:
+        found.append(
+            f"buffer.max_staleness={allowed} is more than the {tolerance.steps} that "
+            f"{tolerance.objective} is known to tolerate ({tolerance.shown}): lower it, or use "
+            "algo.loss=examples.recipes.stale:loss"
+        )
+    if allowed >= _SMALLER_LR_FROM and config.algo.loss in CLIPPED_LOSSES:
+        found.append(
+            f"trainer.lr={config.trainer.lr:g} is too large at buffer.max_staleness={allowed} if "
+            "it is the learning rate of fresh data. 0.6 of it was right at a lag of 32, and a "
+            "third at 64 (benchmarks/results/staleness/README.md)"
+        )
+    return found

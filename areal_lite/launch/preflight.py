@@ -6,20 +6,19 @@ files, ports, GPUs, functions given by name, and runs that exist already.
 """
 
 import os
+import re
 import shutil
-import socket
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from areal_lite.config import (
-    DataConfig,
     ServerConfig,
     TrainConfig,
     TrainerConfig,
+    changed_settings,
     check_fields,
     naming,
     reference_folders,
@@ -28,7 +27,7 @@ from areal_lite.config import (
 )
 from areal_lite.config.commands import Command
 from areal_lite.config.data import Sampled
-from areal_lite.config.rules import check_rules, check_targets, findings
+from areal_lite.config.rules import cautions, check_rules, check_targets
 from areal_lite.controller.dispatcher import load_filters
 from areal_lite.data.model_folder import check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
@@ -40,11 +39,14 @@ from areal_lite.rollout.episode import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE
 from areal_lite.system.files import read_json
 from areal_lite.system.gpus import check_cuda, resolve_device
-from areal_lite.system.network import NODE, listen_address
+from areal_lite.system.network import NODE, listen_address, require_free_port
 
-# Settings of a source that a run may change when it continues.
-_CHANGEABLE = ("eval_path", "reward", "workflow", "workflow_args")
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, STORE_FILE, CHECKPOINTS_DIR)
+# What a run that continues keeps: what decides which prompts are drawn, and in which order.
+_FIXED = re.compile(
+    r"(model|seed|data\.sources)$"
+    r"|data\.(sources\.[^.]+\.)?(?!(sources|eval_path|reward|workflow|workflow_args)\b)"
+)
 
 
 def check_config(command: Command, config: Any) -> list[str]:
@@ -56,8 +58,7 @@ def check_config(command: Command, config: Any) -> list[str]:
     check_rules(config)
     if command.check:
         load_object("check", command.check)(config)
-    found = findings(config) if isinstance(config, TrainConfig) else []
-    return [finding.text for finding in found if finding.level == "caution"]
+    return cautions(config) if isinstance(config, TrainConfig) else []
 
 
 def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
@@ -70,8 +71,16 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
         check_layout(config.trainer, config.model)
     check_sources(config)
     check_servers(config.server)
-    _routing_replay(config, dense)
-    _own_loss(config)
+    if config.algo.routing_replay and (dense or expert_layout(Path(config.model)) is None):
+        raise ValueError(
+            f"algo.routing_replay=true: model={config.model} has no experts to route to, so set it "
+            "to false"
+        )
+    if ":" in config.algo.loss:
+        # A loss of your own imports torch, which other runs do not wait for here.
+        from areal_lite.trainer.objective import build_objective
+
+        build_objective(config)
     _training(config)
     check_run_dir_of(config)
 
@@ -79,19 +88,49 @@ def check_run(config: TrainConfig, *, dense: bool | None = None) -> None:
 def check_run_dir_of(config: Any) -> None:
     """Check that `run_dir` has no run, or one that this command may continue."""
     run_dir = Path(config.run_dir)
-    if any(os.path.exists(run_dir / file) for file in _RUN_FILES):
-        if isinstance(config, TrainConfig):
-            _resume(config)
-        _same_command(config, run_dir)
-
-
-def _own_loss(config: TrainConfig) -> None:
-    if ":" not in config.algo.loss:
+    if not any(os.path.exists(run_dir / file) for file in _RUN_FILES):
         return
-    # A loss of your own imports torch, which other runs do not wait for here.
-    from areal_lite.trainer.objective import build_objective
+    kind = type(config)
+    if isinstance(config, TrainConfig):
+        kind = TrainConfig
+        if config.resume == "never":
+            raise ValueError(already_there(config))
+        if config.debug != "off":
+            raise ValueError(f"debug={config.debug} continues no run: choose another run_dir")
+        _same_run(config, run_dir)
+    if set(stored_settings(run_dir)) != {item.name for item in fields(kind)}:
+        raise ValueError(
+            f"run_dir={run_dir} is the folder of another command, such as a training run: choose "
+            "another folder"
+        )
 
-    build_objective(config)
+
+def already_there(config: TrainConfig) -> str:
+    """Say that run_dir holds a run, and what to do."""
+    return (
+        f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
+        "or continue the run with resume=auto"
+    )
+
+
+def _same_run(config: TrainConfig, run_dir: Path) -> None:
+    """Check that what a run cannot change is as in its stored configuration."""
+    changed = changed_settings(config, run_dir)
+    sources = OmegaConf.select(stored_settings(run_dir), "data.sources")
+    if list(sources or {}) != list(config.data.sources):
+        changed["data.sources"] = list(config.data.sources), list(sources or {})
+    for key, (now, before) in changed.items():
+        if _FIXED.match(key):
+            raise ValueError(
+                f"{key}={now}: the run in run_dir={config.run_dir} started with {before} and can "
+                "only continue with that"
+            )
+    now, before = changed.get("buffer.replay.capacity", (0, 0))
+    if bool(before) != bool(now):
+        raise ValueError(
+            f"buffer.replay.capacity={now}: the run started with {before}, and replay cannot be "
+            "turned on or off when it continues"
+        )
 
 
 def _training(config: TrainConfig) -> None:
@@ -133,18 +172,6 @@ def check_layout(trainer: TrainerConfig, model: str) -> None:
     check_split(described, trainer)
 
 
-def _routing_replay(config: TrainConfig, dense: bool | None) -> None:
-    if not config.algo.routing_replay:
-        return
-    if dense is None:
-        dense = expert_layout(Path(config.model)) is None
-    if dense:
-        raise ValueError(
-            f"algo.routing_replay=true: model={config.model} has no experts to route to, so set it "
-            "to false"
-        )
-
-
 def _same_tokens(model: str, key: str, reference: str) -> None:
     """Check that the reference policy gives every token of the model the same id."""
     if not os.path.exists(Path(model) / "tokenizer.json"):
@@ -162,11 +189,22 @@ def check_sources(config: Sampled) -> None:
     """Check the files, the reward and the workflow of each data source."""
     for name, own in source_configs(config).items():
         with naming(name):
-            check_data_source(own.data)
+            prompt_source(own.data)
+            is_file = own.data.source == "jsonl"
+            if is_file and not os.path.exists(own.data.path or ""):
+                raise ValueError(f"data.path={own.data.path}: no such file")
             load_reward_function(own.reward.function)
             load_workflow(own.rollout)
-            if isinstance(own, TrainConfig) and own.eval.problems:
-                _eval_file(own.data)
+            if is_file and isinstance(own, TrainConfig) and own.eval.problems:
+                _eval_file(own.data.eval_path)
+
+
+def _eval_file(path: str | None) -> None:
+    remedy = "give held-out problems, or set eval.problems=0"
+    if path is None:
+        raise ValueError(f"data.eval_path is not set: {remedy}")
+    if not os.path.exists(path):
+        raise ValueError(f"data.eval_path={path}: no such file; {remedy}")
 
 
 def _prompts_come_again(config: TrainConfig) -> None:
@@ -183,42 +221,12 @@ def _prompts_come_again(config: TrainConfig) -> None:
         )
 
 
-def check_data_source(data: DataConfig) -> None:
-    """Check that a data source and its file are there."""
-    prompt_source(data)
-    if data.source == "jsonl" and not os.path.exists(data.path or ""):
-        raise ValueError(f"data.path={data.path}: no such file")
-
-
-def _eval_file(data: DataConfig) -> None:
-    if data.source == "jsonl":
-        remedy = "give held-out problems, or set eval.problems=0"
-        if data.eval_path is None:
-            raise ValueError(f"data.eval_path is not set: {remedy}")
-        if not os.path.exists(data.eval_path):
-            raise ValueError(f"data.eval_path={data.eval_path}: no such file; {remedy}")
-
-
 def check_servers(server: ServerConfig) -> None:
     """Check that servers can run on this machine."""
-    _ports(server)
+    for port in range(server.port, server.port + server.count) if server.port else ():
+        require_free_port(listen_address(server.host), port)
     if server.host != NODE and resolve_device(server.device) == "cuda":
         check_cuda()
-
-
-def _ports(server: ServerConfig) -> None:
-    if not server.port:
-        return
-    for port in range(server.port, server.port + server.count):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((listen_address(server.host), port))
-            except (OSError, OverflowError, UnicodeError) as error:
-                raise ValueError(
-                    f"server.port={server.port}: port {port} cannot be used "
-                    f"({getattr(error, 'strerror', error)}); 0 picks free ports"
-                ) from None
 
 
 def _weight_folder(config: TrainConfig) -> None:
@@ -234,61 +242,3 @@ def _weight_folder(config: TrainConfig) -> None:
             f"two versions of the weights take {needed / 2**30:.1f}; choose another folder, or "
             "make it larger (`docker run --shm-size` for /dev/shm)"
         )
-
-
-def _resume(config: TrainConfig) -> None:
-    if config.resume == "never":
-        raise ValueError(already_there(config))
-    if config.debug != "off":
-        raise ValueError(f"debug={config.debug} continues no run: choose another run_dir")
-    _same_run(config, stored_settings(Path(config.run_dir)))
-
-
-def already_there(config: TrainConfig) -> str:
-    """Say that run_dir holds a run, and what to do."""
-    return (
-        f"run_dir={config.run_dir} holds a run already: choose another folder, remove it, "
-        "or continue the run with resume=auto"
-    )
-
-
-def _same_command(config: Any, run_dir: Path) -> None:
-    """Check that the run directory is not one of another command, whose files would be lost."""
-    kind = TrainConfig if isinstance(config, TrainConfig) else type(config)
-    if set(stored_settings(run_dir)) != {item.name for item in fields(kind)}:
-        raise ValueError(
-            f"run_dir={run_dir} is the folder of another command, such as a training run: choose "
-            "another folder"
-        )
-
-
-def _same_run(config: TrainConfig, stored: DictConfig) -> None:
-    """Check that what a run cannot change is as in its stored configuration."""
-    now = {"model": config.model, "seed": config.seed, **_prompts(asdict(config.data))}
-    started: Any = OmegaConf.to_container(stored)
-    before = {key: started.get(key) for key in ("model", "seed")}
-    before |= _prompts(started.get("data") or {})
-    for key in {**now, **before}:
-        if now.get(key) != before.get(key):
-            raise ValueError(
-                f"{key}={now.get(key)}: the run in run_dir={config.run_dir} started with "
-                f"{before.get(key)} and can only continue with that"
-            )
-    capacity = config.buffer.replay.capacity
-    before = OmegaConf.select(stored, "buffer.replay.capacity")
-    if bool(before) != bool(capacity):
-        raise ValueError(
-            f"buffer.replay.capacity={capacity}: the run started with {before}, "
-            "and replay cannot be turned on or off when it continues"
-        )
-
-
-def _prompts(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by key the settings that decide which prompts are drawn, and in which order."""
-    sources = data.get("sources", {})
-    found: dict[str, Any] = {"data.sources": list(sources)}
-    sections = {"data": data, **{f"data.sources.{name}": sources[name] for name in sources}}
-    for section, own in sections.items():
-        fixed = own.keys() - {"sources", *_CHANGEABLE}
-        found |= {f"{section}.{key}": own[key] for key in sorted(fixed)}
-    return found

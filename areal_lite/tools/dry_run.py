@@ -20,7 +20,7 @@ from areal_lite.config import (
     source_configs,
 )
 from areal_lite.config.data import shares
-from areal_lite.config.rules import findings
+from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
@@ -38,6 +38,11 @@ from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 _STORED_BYTES = 6
 _ITEMSIZE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _SHOWN = 200  # characters of a prompt and of an answer
+_IDLE_CLIP = (
+    "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, in "
+    "which the ratio to the proximal policy is 1. For a clip that acts, set trainer.minibatches=2 "
+    "and algo.prox=recompute"
+)
 _PARALLEL = ("tensor", "pipeline", "context", "data", "expert")
 
 
@@ -97,7 +102,7 @@ def objective_lines(config: TrainConfig) -> list[str]:
         f"tokens at most {counted(config.buffer.max_staleness, 'step')} stale",
         *_window_lines(config),
         *_scored_by(config),
-        *(finding.text for finding in findings(config) if finding.level == "plan"),
+        *([_IDLE_CLIP] if clip_is_idle(config) else []),
     ]
 
 

@@ -132,7 +132,7 @@ def test_two_commands_do_not_share_a_folder(command, model, tmp_path, capsys):
 
 def test_training_does_not_continue_an_evaluation(real_model, tmp_path, capsys):
     run_dir = tmp_path / "eval"
-    wrong = ["server.start_timeout_s=0.05", "restart.max=0"]
+    wrong = ["server.start_timeout_s=0.05"]
     assert run(*arguments("eval", real_model, run_dir), *wrong) == 1
     capsys.readouterr()
     before = content(run_dir)

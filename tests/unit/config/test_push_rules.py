@@ -33,7 +33,7 @@ WITH_ADAPTERS = TrainerConfig(lora=LoraConfig(rank=4))
         ),
         (
             dict(server=ServerConfig(args={"enable_symm_mem": True})),
-            "server.args.enable_symm_mem=true .* remove it",
+            "server.args.enable_symm_mem=True: .* remove it",
         ),
         (
             dict(server=ServerConfig(args={"preferred_sampling_params": {"top_p": 0.9}})),

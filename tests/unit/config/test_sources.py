@@ -164,7 +164,7 @@ def test_a_run_continues_with_the_same_sources(model, tmp_path) -> None:
     for sources, message in (
         ({"b": first["b"], "a": first["a"]}, r"data.sources=\['b', 'a'\]: .* with \['a', 'b'\]"),
         ({"a": {**first["a"], "weight": 1}, "b": {}}, "data.sources.a.weight=1: .* with 2"),
-        ({"a": {"weight": 2}, "b": {}}, "data.sources.a.args=None: .* with {'max_digits': 3}"),
+        ({"a": {"weight": 2}, "b": {}}, "data.sources.a.args.max_digits=None: .* with 3"),
         ({}, r"data.sources=\[\]: the run in run_dir"),
     ):
         with pytest.raises(ValueError, match=message):

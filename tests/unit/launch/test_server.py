@@ -195,7 +195,7 @@ def test_a_missing_model_is_refused(tmp_path):
 def test_a_taken_port_is_refused(tmp_path, model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"127.0.0.1:{port} .*server.port"):
+        with pytest.raises(ValueError, match=f"server.port: port {port} .* 127.0.0.1"):
             process(tmp_path, model, port).start()
 
 
