@@ -1,8 +1,7 @@
 """The configuration of every command: typed sections, and the file of a run.
 
-Each part of the settings has its module. fields.py declares one setting with its allowed values
-and help, rules.py holds the rules over several, compose.py reads conf/ and the command line, and
-reference.py makes the help and docs/configuration.md. Nothing here imports torch.
+fields.py declares a setting with its allowed values and help, rules.py has the rules over several,
+command_line.py composes conf/ and the overrides. Nothing here imports torch.
 """
 
 # ruff: noqa: F401 - the other rooms import these names from here
@@ -39,6 +38,15 @@ from areal_lite.config.files import (
     stored_settings,
     to_dataclass,
 )
-from areal_lite.config.rollout import BufferConfig, ReplayConfig, RolloutConfig, StoreConfig
-from areal_lite.config.servers import RestartConfig, ServerConfig, SyncConfig
-from areal_lite.config.trainer import LoggerConfig, LoraConfig, TrainerConfig
+from areal_lite.config.sections import (
+    BufferConfig,
+    LoggerConfig,
+    LoraConfig,
+    ReplayConfig,
+    RestartConfig,
+    RolloutConfig,
+    ServerConfig,
+    StoreConfig,
+    SyncConfig,
+    TrainerConfig,
+)

@@ -26,10 +26,8 @@ class CorrectionConfig:
         "tokens' weights.",
         choices=("token", "geometric", "product"),
     )
-    cap: float = setting(5.0, "Upper bound of w.", minimum=1, maximum=1e6)
-    low: float | None = setting(
-        None, "mask: lower bound of w. null is 1 / cap.", minimum=0, maximum=1
-    )
+    cap: float = setting(5.0, "Upper bound of w.", within=(1, 1e6))
+    low: float | None = setting(None, "mask: lower bound of w. null is 1 / cap.", within=(0, 1))
 
 
 @dataclass
@@ -53,8 +51,8 @@ class AdvantageConfig:
         choices=("group", "batch", "off"),
     )
     whiten: bool = setting(False, "Normalize the advantages over all tokens of the batch.")
-    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", minimum=0, maximum=1)
-    lam: float = setting(1.0, "gae: lambda, which trades variance for bias.", minimum=0, maximum=1)
+    gamma: float = setting(1.0, "reinforce_pp, gae: discount per token.", within=(0, 1))
+    lam: float = setting(1.0, "gae: lambda, which trades variance for bias.", within=(0, 1))
 
 
 @dataclass
@@ -62,7 +60,7 @@ class ShapingConfig:
     """The reward that is trained on: scale (R + bias), clipped, plus penalties."""
 
     scale: float = setting(1.0, "Factor of the reward.", above=0, maximum=1e6)
-    bias: float = setting(0.0, "Added to the reward before scaling.", minimum=-1e6, maximum=1e6)
+    bias: float = setting(0.0, "Added to the reward before scaling.", within=(-1e6, 1e6))
     clip: float | None = setting(
         None, "Limit the scaled reward to [-clip, clip].", above=0, maximum=1e6
     )
@@ -70,8 +68,7 @@ class ShapingConfig:
         0,
         "Within this many tokens of rollout.max_new_tokens a penalty grows linearly from 0 to 1. "
         "0: no penalty.",
-        minimum=0,
-        maximum=MAX_TOKENS,
+        within=(0, MAX_TOKENS),
     )
     mask_truncated: bool = setting(
         False, "Leave trajectories that reached rollout.max_new_tokens out of the loss."
@@ -85,8 +82,7 @@ class KLConfig:
     coef: float = setting(
         0.0,
         "Coefficient. 0: no KL term. tb: the temperature beta of the target, ref exp(R / beta).",
-        minimum=0,
-        maximum=100,
+        within=(0, 100),
     )
     estimator: str = setting("k3", "Estimator of the KL divergence.", choices=("k1", "k2", "k3"))
     into: str = setting(
@@ -130,8 +126,8 @@ class AlgoConfig:
         "versions, without a forward pass.",
         choices=("recompute", "loglinear"),
     )
-    eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", minimum=0, maximum=1)
-    eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", minimum=0, maximum=1e6)
+    eps_low: float = setting(0.2, "Lower clip range of r: 1 - eps_low.", within=(0, 1))
+    eps_high: float = setting(0.2, "Upper clip range of r: 1 + eps_high.", within=(0, 1e6))
     dual_clip: float | None = setting(
         None, "ppo: bound of the loss of tokens with a negative advantage.", above=1, maximum=1e6
     )
@@ -141,7 +137,7 @@ class AlgoConfig:
         "sequence's sum divided by rollout.max_new_tokens.",
         choices=("token", "sequence", "constant"),
     )
-    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", minimum=0, maximum=100)
+    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus.", within=(0, 100))
     routing_replay: bool = setting(
         False,
         "Mixture of experts: the trainer computes each token with the experts that the server "

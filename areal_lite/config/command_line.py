@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from areal_lite.config.commands import find_command
 from areal_lite.config.fields import did_you_mean, keys_of
-from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
+from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 
 # Groups of conf/ from which nothing is chosen by default: `+experiment=NAME`.
 ADDED_GROUPS = ("experiment", "task")

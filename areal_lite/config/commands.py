@@ -12,9 +12,16 @@ from areal_lite import extensions
 from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.data import DataConfig, EvalConfig, RewardConfig
 from areal_lite.config.fields import MAX_SEED, WEEK_S, setting
-from areal_lite.config.rollout import BufferConfig, RolloutConfig, StoreConfig
-from areal_lite.config.servers import RestartConfig, ServerConfig, SyncConfig
-from areal_lite.config.trainer import LoggerConfig, TrainerConfig
+from areal_lite.config.sections import (
+    BufferConfig,
+    LoggerConfig,
+    RestartConfig,
+    RolloutConfig,
+    ServerConfig,
+    StoreConfig,
+    SyncConfig,
+    TrainerConfig,
+)
 
 MODEL_HELP = "Folder of a Hugging Face checkpoint."
 RUN_DIR_HELP = "Run directory, to which the command writes everything."
@@ -71,7 +78,7 @@ class TrainConfig:
 
     model: str = setting(MISSING, MODEL_HELP)
     run_dir: str = setting("runs/${now:%Y%m%d-%H%M%S}", RUN_DIR_HELP)
-    seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
+    seed: int = setting(1, SEED_HELP, within=(0, MAX_SEED))
     resume: str = setting(
         "never",
         "auto: continue the run in run_dir, if there is one, from its newest checkpoint.",
@@ -118,31 +125,26 @@ class TrainConfig:
 class ClusterConfig:
     """The Slurm job: whole nodes, all alike, with a file system that they share."""
 
-    nodes: int = setting(1, "Number of nodes.", minimum=1, maximum=10_000)
-    gpus_per_node: int = setting(
-        8, "GPUs of a node. 0: nodes without GPUs.", minimum=0, maximum=1024
-    )
+    nodes: int = setting(1, "Number of nodes.", within=(1, 10_000))
+    gpus_per_node: int = setting(8, "GPUs of a node. 0: nodes without GPUs.", within=(0, 1024))
     trainer_nodes: int | None = setting(
         None,
         "The first nodes, which hold the trainer; the others hold the servers. null: as many as "
         "the trainer's ranks need. A single node holds both.",
-        minimum=1,
-        maximum=10_000,
+        within=(1, 10_000),
     )
     time: str = setting("24:00:00", "Time limit of the job, as Slurm writes it.")
     stop_before_s: int = setting(
         600,
         "This many seconds before the time limit the trainer finishes its step and saves a "
         "checkpoint, and the job is queued again. 0: the job just ends.",
-        minimum=0,
-        maximum=WEEK_S,
+        within=(0, WEEK_S),
     )
     chain: int = setting(
         1,
         "More than 1: submit this many jobs, each to start when the previous one has ended, "
         "instead of one job that is queued again.",
-        minimum=1,
-        maximum=1000,
+        within=(1, 1000),
     )
     job_name: str = setting("areal_lite", "Name of the job.")
     options: dict[str, Any] = setting(

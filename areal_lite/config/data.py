@@ -22,8 +22,7 @@ from areal_lite.config.fields import (
     keys_of,
     setting,
 )
-from areal_lite.config.rollout import RolloutConfig
-from areal_lite.config.servers import ServerConfig
+from areal_lite.config.sections import RolloutConfig, ServerConfig
 
 
 @dataclass
@@ -48,9 +47,7 @@ class DataConfig:
     answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
     chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
-    max_prompt_tokens: int = setting(
-        1024, "Longer prompts are left out.", minimum=1, maximum=MAX_TOKENS
-    )
+    max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", within=(1, MAX_TOKENS))
     sources: dict[str, Any] = setting(
         {},
         "Several sources by name: data.sources.NAME.KEY=VALUE. KEY is one of data; weight, the "
@@ -66,9 +63,9 @@ class RewardConfig:
     function: str = setting(
         "", "module:function, called as f(completion: str, answer: str) -> float. It may be async."
     )
-    workers: int = setting(1, "Processes that run the function.", minimum=1, maximum=1024)
+    workers: int = setting(1, "Processes that run the function.", within=(1, 1024))
     timeout_s: float = setting(
-        15.0, "Longest time for one reward, in seconds.", minimum=0.001, maximum=WEEK_S
+        15.0, "Longest time for one reward, in seconds.", within=(0.001, WEEK_S)
     )
 
 
@@ -77,24 +74,21 @@ class EvalConfig:
     """Evaluation on held-out problems, on the same servers, while training continues."""
 
     problems: int = setting(
-        200, "Problems of each set. 0 turns evaluation off.", minimum=0, maximum=1_000_000
+        200, "Problems of each set. 0 turns evaluation off.", within=(0, 1_000_000)
     )
     every: int = setting(
         0,
         "Steps between evaluations. 0: only before and after training. With sync.every, the first "
         "push from then on is evaluated.",
-        minimum=0,
-        maximum=MAX_COUNT,
+        within=(0, MAX_COUNT),
     )
     samples: int = setting(
         1,
         "Completions of each problem sampled at rollout.temperature, besides a greedy one.",
-        minimum=0,
-        maximum=10_000,
+        within=(0, 10_000),
     )
     sets: list[str] = setting(
-        [],
-        "More sets of held-out problems: .jsonl files, or names and folders as in data.path.",
+        [], "More sets of held-out problems: .jsonl files, or names and folders as in data.path."
     )
 
 
@@ -122,7 +116,7 @@ C = TypeVar("C", bound=Sampled)
 class SourceConfig(DataConfig):
     """The settings of one source: the settings of `data`, and its own."""
 
-    weight: int = setting(1, "Relative frequency of its prompts.", minimum=1, maximum=_MAX_WEIGHT)
+    weight: int = setting(1, "Relative frequency of its prompts.", within=(1, _MAX_WEIGHT))
     reward: RewardConfig = field(default_factory=RewardConfig)
     workflow: str = setting("", "As rollout.workflow.")
     workflow_args: dict[str, Any] = setting({}, "As rollout.workflow_args.")

@@ -2,7 +2,7 @@
 
     @dataclass
     class TrainerConfig:
-        lr: float = setting(1e-4, "Learning rate.", above=0)
+        lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
 
 `check_fields`, `areal-lite COMMAND --help` and docs/configuration.md all read this metadata.
 `null` (None) is allowed where the field's type says so. Rules over several fields are in rules.py.
@@ -94,6 +94,7 @@ def setting(
     *,
     choices: tuple[str, ...] = (),
     importable: bool = False,
+    within: tuple[float, float] | None = None,
     **bounds: float,
 ) -> Any:
     """Declare a dataclass field. A list or dict default is copied for each instance.
@@ -103,8 +104,11 @@ def setting(
         help: What the setting is, with its unit, in sentences.
         choices: The allowed strings. Empty: any value of the field's type.
         importable: Allow `module:name` besides the choices.
+        within: the least and the largest value.
         bounds: minimum, above, maximum, below; `above` and `below` exclude the bound itself.
     """
+    if within:
+        bounds |= {"minimum": within[0], "maximum": within[1]}
     limits = [(_BOUNDS[name], limit) for name, limit in bounds.items()]
     about = Setting(help=help, choices=choices, importable=importable, limits=limits)
     if isinstance(default, (list, dict)):

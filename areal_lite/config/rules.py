@@ -13,9 +13,13 @@ from areal_lite.config.algo import AlgoConfig
 from areal_lite.config.commands import SlurmConfig, TrainConfig
 from areal_lite.config.data import Sampled, naming, reference_folders, source_configs
 from areal_lite.config.fields import keys_of
-from areal_lite.config.rollout import MAX_PROMPTS, WHOLE_VOCABULARY
-from areal_lite.config.servers import ServerConfig
-from areal_lite.config.trainer import LoraConfig, TrainerConfig
+from areal_lite.config.sections import (
+    MAX_PROMPTS,
+    WHOLE_VOCABULARY,
+    LoraConfig,
+    ServerConfig,
+    TrainerConfig,
+)
 from areal_lite.system.network import LOOPBACK
 
 # SGLang ends a server whose scheduler makes no step for this many seconds, even a paused one.

@@ -32,7 +32,7 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.config import ReplayConfig
-from areal_lite.config.rollout import MAX_PROMPTS
+from areal_lite.config.sections import MAX_PROMPTS
 from areal_lite.controller.buffer import BatchAssignment, make_shards
 from areal_lite.trajectory import Group, Trajectory, episode_reward
 

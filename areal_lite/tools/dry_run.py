@@ -55,7 +55,7 @@ def run(config: TrainConfig) -> int:
     dtype = select_dtype(trainer, select_device(trainer))
     name = str(dtype).removeprefix("torch.")
     default = 2 if resolve_device(config.server.device) == "cuda" else 4
-    serving = _ITEMSIZE.get(config.server.args.get("dtype"), default)
+    serving = _ITEMSIZE.get(config.server.args.get("dtype", ""), default)
     server_title = f"memory of each GPU or process of a server ({serving} bytes a number)"
     trains_on_gpu = select_device(trainer).type == "cuda"
     sections = {

@@ -35,7 +35,6 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.servers.client import (
         parse_generation,
-        parse_load,
         parse_model_info,
         parse_reply,
         parse_server_info,
@@ -60,7 +59,7 @@ def generation(raw: bytes) -> None:
 
 
 def other_answers(raw: bytes) -> None:
-    for parse in (parse_model_info, parse_load, parse_server_info, parse_reply):
+    for parse in (parse_model_info, parse_server_info, parse_reply):
         with contextlib.suppress(ValueError, RecursionError):
             parse(raw)
 

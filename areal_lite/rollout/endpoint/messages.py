@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from areal_lite.config.rollout import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
+from areal_lite.config.sections import TRUNCATED_SAMPLING, WHOLE_VOCABULARY
 from areal_lite.data.tokenizer import Message
 from areal_lite.rollout.workflows.tools import ToolCall, parse_tool_calls, without_tool_calls
 
