@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -48,16 +47,22 @@ def run_command(command: str, args: list[str]) -> int:
     try:
         flags, overrides = parse(command, args)
         overrides = [*_first_overrides(command, flags, overrides), *overrides]
-        if text := _shown(command, flags, overrides):
-            print(text)
+        if not flags.isdisjoint(_HELP):
+            print(_help(command, compose_config(command, overrides)))
             return 0
-        configs = _configs(command, flags, overrides)
+        if "--cfg" in flags:
+            print(OmegaConf.to_yaml(compose_config(command, overrides)), end="")
+            return 0
+        runs = [overrides]
+        if not flags.isdisjoint(_SWEEP):
+            runs = sweep(overrides, compose_config(command, []).get("run_dir"))
+        configs = [checked_config(command, run) for run in runs]
     except (HydraException, OmegaConfBaseException) as error:
         return _fail(explain(error, command))
     except RecursionError:
         return _fail("an override has too many brackets in each other")
     except (ValueError, OSError) as error:
-        return _NO_READER if _reader_left(error) else _fail(_reason(error))
+        return _failed(error, 2)
     except KeyboardInterrupt:
         return 130
     return _run(command, flags, configs)
@@ -121,23 +126,6 @@ def _first_overrides(command: str, flags: set[str], overrides: list[str]) -> lis
     return [*first, *(s for flag in about.modes.keys() & flags for s in about.modes[flag].settings)]
 
 
-def _shown(command: str, flags: set[str], overrides: list[str]) -> str:
-    """Return the text that is asked for instead of a run: the help, the settings, or nothing."""
-    if not flags.isdisjoint(_HELP):
-        return _help(command, compose_config(command, overrides))
-    if "--cfg" in flags:
-        return OmegaConf.to_yaml(compose_config(command, overrides)).rstrip("\n")
-    return ""
-
-
-def _configs(command: str, flags: set[str], overrides: list[str]) -> list[Any]:
-    """Return the checked configuration of each run."""
-    if flags.isdisjoint(_SWEEP):
-        return [checked_config(command, overrides)]
-    run_dir = compose_config(command, []).get("run_dir")
-    return [checked_config(command, one) for one in sweep(overrides, run_dir)]
-
-
 def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
     """Return the overrides of each run of `-m key=a,b`; the values of the last key vary fastest.
 
@@ -151,19 +139,18 @@ def sweep(overrides: list[str], run_dir: str | None) -> list[list[str]]:
         raise ValueError("-m: each run gets its own folder in run_dir: give one run_dir")
     if not any(override.is_sweep_override() for override in parsed):
         raise ValueError("-m: no setting has several values: write key=a,b")
-    varied = (_alternatives(override) for override in parsed if override not in own)
+    varied = (
+        [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
+        if one.is_sweep_override()
+        else [one.input_line or ""]
+        for one in parsed
+        if one not in own
+    )
     runs = [list(combination) for combination in itertools.product(*varied)]
     if run_dir is None:
         return runs
     base = own[-1].value() if own else run_dir
     return [[*run, f"run_dir={base}/{number}"] for number, run in enumerate(runs)]
-
-
-def _alternatives(override: Override) -> list[str]:
-    """Return the overrides, one for each value, that `override` stands for."""
-    if not override.is_sweep_override():
-        return [override.input_line or ""]
-    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def _run(command: str, flags: set[str], configs: list[Any]) -> int:
@@ -175,7 +162,7 @@ def _run(command: str, flags: set[str], configs: list[Any]) -> int:
             run = _entry(command, flags)
             return next((status for config in configs if (status := run(config))), 0)
     except (ValueError, OSError) as error:
-        return _NO_READER if _reader_left(error) else _fail(_reason(error), status=1)
+        return _failed(error, 1)
     except KeyboardInterrupt:
         return 130
 
@@ -189,10 +176,7 @@ def _entry(command: str, flags: set[str]) -> Callable[[Any], int]:
         return load_object("entry", entry)
     if found := extensions.load(extensions.MODES, flag.removeprefix("--")):
         return found
-    raise ValueError(
-        f"{flag} needs the tools of areal-lite, which are not installed here: install areal-lite "
-        "with them"
-    )
+    raise ValueError(f"{flag} needs the tools of areal-lite: install areal-lite with them")
 
 
 def _usage() -> str:
@@ -232,23 +216,17 @@ def _help(command: str, composed: Any) -> str:
     return "\n\n".join([*parts, settings, help_text(command, composed)])
 
 
-def _reason(error: ValueError | OSError) -> str:
-    """Say what is wrong. An error of the system names its file: a full disk, a wrong permission."""
+def _failed(error: ValueError | OSError, status: int) -> int:
+    """Say what is wrong and return `status`, or drop the output that nobody reads any more."""
+    if isinstance(error, BrokenPipeError):
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _NO_READER
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-def _reader_left(error: Exception) -> bool:
-    """Return whether `error` is a stdout without a reader. If so, drop what is left to write."""
-    if not isinstance(error, BrokenPipeError):
-        return False
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    left = any(event & select.POLLERR for _, event in poll.poll(0))
-    if left:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return left
+        return _fail(f"{error.filename}: {error.strerror}", status)  # a full disk, a permission
+    return _fail(str(error), status)
 
 
 def _fail(message: str, status: int = 2) -> int:
