@@ -1,8 +1,8 @@
 """The GPUs of each process of a run on one machine.
 
 The trainer ranks get the first GPUs, one each. The servers get the next ones, `tensor_parallel`
-each. A single GPU is shared by all, and each takes a share of its memory. Weights then travel
-through a folder (`sync.transport=disk`), because NCCL refuses two ranks on one device.
+each. A single GPU is shared by all, by shares of its memory. Weights then travel through a folder
+(`sync.transport=disk`), because NCCL refuses two ranks on one device.
 """
 
 from dataclasses import dataclass
@@ -65,13 +65,8 @@ def place(
 ) -> Placement:
     """Assign GPUs to the trainer ranks and the servers.
 
-    Raises ValueError when there are too few GPUs, or when one is shared that cannot be.
-
-    Args:
-        gpus: the visible GPUs; empty on a machine without any.
-        trainer: says how many ranks there are.
-        server: says how many servers there are, and of which size. They may be on the CPU.
-        transport: `sync.transport`.
+    `gpus` are the visible ones. Raises ValueError when there are too few, or when one is shared
+    that cannot be.
     """
     ranks = trainer.world_size
     size = 0 if server.device == "cpu" else server.tensor_parallel
@@ -84,7 +79,12 @@ def place(
                 f"sync.transport={transport} with server and trainer on one GPU: "
                 "NCCL refuses that; use +experiment=one_gpu"
             )
-        _check_shares(trainer.gpu_memory_fraction, server.mem_fraction)
+        own, other = trainer.gpu_memory_fraction, server.mem_fraction
+        if own is None or other is None or own + other > _MOST_SHARED:
+            raise ValueError(
+                f"trainer.gpu_memory_fraction={own}, server.args.mem_fraction_static={other} on "
+                f"one GPU: set both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
+            )
         return Placement(gpus, [gpus])
     if len(gpus) < needed:
         raise ValueError(
@@ -93,11 +93,3 @@ def place(
             "(or another of its parallel sizes), server.count or server.tensor_parallel"
         )
     return Placement(gpus[:ranks], divide_gpus(gpus[ranks:], server.count, size))
-
-
-def _check_shares(trainer: float | None, server: float | None) -> None:
-    if trainer is None or server is None or trainer + server > _MOST_SHARED:
-        raise ValueError(
-            f"trainer.gpu_memory_fraction={trainer}, server.args.mem_fraction_static={server} on "
-            f"one GPU: set both, with a sum of at most {_MOST_SHARED}; +experiment=one_gpu does"
-        )

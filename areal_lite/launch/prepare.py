@@ -1,7 +1,7 @@
 """`areal-lite train --prepare`: write a run directory for roles that start one by one.
 
-The roles can run in containers or on several machines. They may start in any order, and find each
-other in the run directory, which all of them must see:
+They may start in any order, in containers or on several machines, and find each other in the run
+directory, which all of them must see:
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT    servers FIRST, FIRST + 1, …
     python -m areal_lite.controller.service RUN_DIR                the controller, once
@@ -10,12 +10,10 @@ other in the run directory, which all of them must see:
     python -m areal_lite.launch.prepare health RUN_DIR             0 if all announced servers answer
 
 Servers use the GPUs that their command sees. The option sets `server.host=node`: servers and
-controller listen on their machine's own address and answer only requests with the keys in the run
-directory.
-
-A run that is going on is left alone if its settings are these, and refused otherwise. To start the
-roles of another one again, first run `python -m areal_lite.launch.prepare begin RUN_DIR` or
-`areal-lite train --prepare … resume=auto`. The run then resumes from its newest checkpoint.
+controller listen on their machine's own address. A run that is going on is left alone if its
+settings are these, and refused otherwise. To start the roles of another one again, first run
+`python -m areal_lite.launch.prepare begin RUN_DIR` or `areal-lite train --prepare … resume=auto`.
+It then resumes from its newest checkpoint.
 """
 
 import sys
@@ -45,19 +43,11 @@ def run(config: TrainConfig) -> int:
 
     Raises ValueError while a run with other settings is going on there.
     """
-    if is_locked(Path(config.run_dir)):
-        return _leave_alone(config, Path(config.run_dir).resolve())
-    with lock_run_dir(Path(config.run_dir)):
-        run_dir = write(config)
-        print(run_dir)
-        return _begin(run_dir)
-
-
-def _leave_alone(config: TrainConfig, run_dir: Path) -> int:
-    """Say that the run is going on with the settings of `config`. Returns the exit status 0.
-
-    Raises ValueError if it has others.
-    """
+    run_dir = Path(config.run_dir).resolve()
+    if not is_locked(run_dir):
+        with lock_run_dir(run_dir):
+            print(write(config))
+            return _begin(run_dir)
     if changed := changed_settings(_settings(config), run_dir):
         raise ValueError(
             f"run_dir={run_dir}: a run is going on there with other settings of "
@@ -76,8 +66,7 @@ def _settings(config: TrainConfig) -> TrainConfig:
 def write(config: TrainConfig) -> Path:
     """Write config.yaml and make a folder for logs. Returns the absolute run directory.
 
-    The caller holds the lock of the run directory.
-    Settings of commands other than `train` are left out of config.yaml.
+    The caller holds its lock.
     """
     run_dir = Path(config.run_dir).resolve()
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)

@@ -174,7 +174,8 @@ class Watchdog:
             log_stacks([running[state.name] for state in group if state.stopped_at is None])
             role = running[process.name]
             signal_group(role, signal.SIGKILL)
-            raise role.failure(f"{process.name} hangs: it {how}; its phase: {process.phase}")
+            text = f"{process.name} hangs: it {how}; its phase: {process.phase}"
+            raise ProcessFailed(role, text)
 
     def forget(self, role: Role) -> None:
         """Forget the heartbeats of the process that `role` has replaced."""

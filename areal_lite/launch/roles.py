@@ -1,10 +1,7 @@
-"""The processes of a run, one or more per role.
+"""The processes of a run, one or more per role, each with a log file.
 
-* Each process has a name and a log file.
-* Each process runs in a session of its own, so Ctrl-C reaches the supervisor only, which ends the
-  processes in order.
-* Each process asks the kernel to die with the supervisor, so that even a SIGKILL of the supervisor
-  leaves none behind.
+* Each runs in a session of its own: Ctrl-C reaches the supervisor only, which ends them in order.
+* Each asks the kernel to die with the supervisor, so even a SIGKILL of that leaves none behind.
 """
 
 from __future__ import annotations
@@ -48,21 +45,13 @@ class ProcessFailed(RoleFailed):
 
 @dataclass
 class Role:
-    """A running process. Its log and the file of its heartbeat are named after it.
-
-    `log_start` is the size of the log in bytes when the process started.
-    """
+    """A running process. `log_start` is the size of the log in bytes when it started."""
 
     name: str
     process: subprocess.Popen
     log: Path
     log_start: int
     heartbeat: Path
-
-    def failure(self, what: str | None = None) -> ProcessFailed:
-        """Describe how the process ended, or `what` happened to it."""
-        status = self.process.returncode
-        return ProcessFailed(self, what or f"{self.name} exited with status {status}")
 
     def output(self) -> str:
         """Return the last 64 KiB that this process has written to its log."""
@@ -123,7 +112,6 @@ class Roles:
 
         Args:
             name: the name of the only rank; with more ranks `-<rank>` is added.
-            module: the module to run.
             config: says how many ranks there are.
             gpus: the GPUs that all ranks may see.
         """
@@ -136,18 +124,12 @@ class Roles:
         world = config.world_size
         if world == 1:
             return [self.start_module(name, module, env=common)]
-        common |= {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+        common |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": str(free_port())}
+        ranks = map(str, range(world))
         return [
-            self.start_module(
-                f"{name}-{rank}",
-                module,
-                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(world)
+            self.start_module(f"{name}-{n}", module, env={**common, "RANK": n, "LOCAL_RANK": n})
+            for n in ranks
         ]
 
     def check(self) -> None:
@@ -158,9 +140,10 @@ class Roles:
         """
         failed = [role for role in self.roles if role.process.poll() not in (None, 0)]
         if failed:
-            raise min(
-                failed, key=lambda role: (role.process.returncode > 0, role.log.stat().st_mtime)
-            ).failure()
+            role = min(
+                failed, key=lambda one: (one.process.returncode > 0, one.log.stat().st_mtime)
+            )
+            raise ProcessFailed(role, f"{role.name} exited with status {role.process.returncode}")
 
     def wait(
         self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None

@@ -1,9 +1,8 @@
 """`areal-lite slurm`: submit a training run as one job of whole nodes (job.sbatch.j2).
 
-Servers, controller and trainer are named steps of the job. The first `cluster.trainer_nodes` nodes
-hold the trainer and the controller, the others the servers. A single node holds everything: its
-first GPUs are the trainer's. Steps find each other in the run directory, trainer ranks through
-torchrun's rendezvous on the first node.
+The first `cluster.trainer_nodes` nodes hold the trainer and the controller, the others the servers.
+A single node holds everything: its first GPUs are the trainer's. Steps of the job find each other
+in the run directory, trainer ranks through torchrun's rendezvous on the first node.
 
 * The job succeeds when the trainer and the controller have ended well, and fails as soon as any
   step fails. The end of the batch script ends all steps that still run.
@@ -45,14 +44,10 @@ class Layout:
 
 def layout(config: SlurmConfig) -> Layout:
     """Assign nodes to the roles. Raises ValueError when the roles do not fill whole nodes."""
-    return _one_node(config) if config.cluster.nodes == 1 else _many_nodes(config)
-
-
-def _one_node(config: SlurmConfig) -> Layout:
-    gpus = config.cluster.gpus_per_node
-    ranks = config.trainer.world_size
-    servers = config.server.count
-    size = config.server.tensor_parallel
+    if config.cluster.nodes > 1:
+        return _many_nodes(config)
+    gpus, size = config.cluster.gpus_per_node, config.server.tensor_parallel
+    ranks, servers = config.trainer.world_size, config.server.count
     needed = ranks + servers * size
     if gpus and needed > gpus:
         raise ValueError(
@@ -70,10 +65,8 @@ def _one_node(config: SlurmConfig) -> Layout:
 
 def _many_nodes(config: SlurmConfig) -> Layout:
     cluster = config.cluster
-    gpus = cluster.gpus_per_node
-    ranks = config.trainer.world_size
-    servers = config.server.count
-    size = config.server.tensor_parallel
+    gpus, size = cluster.gpus_per_node, config.server.tensor_parallel
+    ranks, servers = config.trainer.world_size, config.server.count
     first = cluster.trainer_nodes or (-(-ranks // gpus) if gpus else 1)
     rest = cluster.nodes - first
     if rest < 1:
@@ -166,10 +159,7 @@ def show(config: SlurmConfig) -> int:
 def render(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
     """Return the text of the job. Raises ValueError as `layout` does.
 
-    Args:
-        config: the run and its cluster.
-        run_dir: the run directory, absolute.
-        work_dir: the directory in which all steps start, absolute.
+    Both folders are absolute. All steps start in `work_dir`.
     """
     from jinja2 import Environment, StrictUndefined  # only this command needs it
 
@@ -182,16 +172,16 @@ def render(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
 
 
 def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """Return the variables of the template."""
     cluster = config.cluster
     nodes = layout(config)
     python = cluster.python or (sys.executable if cluster.container == "none" else "python3")
+    environment = rank_environment(on_gpu=cluster.gpus_per_node > 0)
     trainer_gpus = server_gpus = ""
     if nodes.shared and cluster.gpus_per_node:
         ranks = nodes.ranks_per_node
         end = ranks + nodes.servers_per_node * config.server.tensor_parallel
-        trainer_gpus = _visible_gpus(0, ranks)
-        server_gpus = _visible_gpus(ranks, end)
+        trainer_gpus = f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(ranks)))} "
+        server_gpus = f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(ranks, end)))} "
     return {
         **asdict(nodes),
         **asdict(cluster),
@@ -202,7 +192,7 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "python": shlex.quote(python),
         "run_dir": run_dir,
         "work_dir": work_dir,
-        "rank_environment": _assignments(rank_environment(on_gpu=cluster.gpus_per_node > 0)),
+        "rank_environment": " ".join(f"{k}={shlex.quote(v)}" for k, v in environment.items()),
         "checkpoints": CHECKPOINTS_DIR,
         "marker": CHECKPOINT_MARKER,
         "complete_status": COMPLETE,
@@ -211,14 +201,6 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         "trainer_gpus": trainer_gpus,
         "server_gpus": server_gpus,
     }
-
-
-def _visible_gpus(first: int, end: int) -> str:
-    return f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(first, end)))} "
-
-
-def _assignments(environment: dict[str, str]) -> str:
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
 
 
 def _options(cluster: ClusterConfig, run_dir: Path) -> list[str]:
