@@ -79,7 +79,7 @@ class Controller:
     def begin_push(self, version: int) -> PushTargets:
         async def begin() -> list:
             if self.mode == "abort":
-                self.fleet.pause_dispatch()
+                self.fleet.gate.close()
             servers = list(self.fleet.router.servers.values())
             self.fleet.begin_push(version, servers)
             return servers

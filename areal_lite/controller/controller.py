@@ -229,7 +229,7 @@ class Controller:
         mode = self.config.rollout.interrupt
         drained = 0
         if is_new and mode in (InterruptMode.NONE, InterruptMode.ABORT):
-            self.fleet.pause_dispatch()
+            self.fleet.gate.close()
         if is_new and mode == InterruptMode.NONE:
             drained = await self.fleet.gate.drain()
             self.drained += drained

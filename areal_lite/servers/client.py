@@ -461,17 +461,19 @@ def _parse_version(version: str) -> int:
     return int(version)
 
 
-def check_versions(chunk: GenerationChunk, oldest: int, newest: int) -> None:
-    """Raise ValueError if a token's version is not in [oldest, newest].
+def check_versions(
+    server: ServerInfo, request: str, chunk: GenerationChunk, oldest: int, newest: int
+) -> None:
+    """Raise ServerFailed if a token's version is not in [oldest, newest].
 
     `oldest` is the version when the request was sent, `newest` the last that was pushed.
     """
-    if not len(chunk.versions):
-        return
-    first, last = int(chunk.versions[0]), int(chunk.versions[-1])  # they never decrease
-    if first < oldest or last > newest:
-        raise ValueError(
-            f"tokens of weight versions {first} to {last}: only {oldest} to {newest} are possible"
+    versions = chunk.versions  # they never decrease
+    if len(versions) and (versions[0] < oldest or versions[-1] > newest):
+        raise ServerFailed(
+            server,
+            f"/generate ({request}): tokens of weight versions {versions[0]} to {versions[-1]}: "
+            f"only {oldest} to {newest} are possible",
         )
 
 

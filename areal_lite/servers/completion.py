@@ -46,13 +46,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(
-                f"rollout.max_new_tokens is {self.max_new_tokens}: it must be at least 1"
-            )
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
         if self.temperature < 0:
-            raise ValueError(
-                f"rollout.temperature is {self.temperature}: it must be 0 (greedy) or more"
-            )
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

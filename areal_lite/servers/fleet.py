@@ -2,32 +2,25 @@
 
     Transcript -> Fleet (chooses servers) -> RequestGate (one completion) -> Client
 
-* A completion is never lost with its server. It waits until another one is ready, and continues
-  after its last known token.
-* A server has failed when its health check says so, which the server's own scheduler must answer,
-  or when its connection breaks. A slow completion alone says nothing.
-* A server whose answer is not exactly the expected one has failed, too (client.py). So has one
-  that refuses what another server accepts.
-* A server that failed is marked unhealthy, so that the process that started it replaces it.
-
-A completion survives interruption: it is made of as many requests as it takes. After an abort (a
-push in mode `abort`) and after the failure of a server, the prompt and the tokens so far are sent
-again with the rest of the budget, until the sequence has really ended. In the modes `in_place` and
-`retract` the server itself continues the request under the new weights. Either way each token
-carries the version that the *server* reports for it (`meta_info.weight_versions`, SGLang >=
-0.5.19) and its log-probability under that version.
-
-A token's route is that of the forward pass that sampled the next token. When a request is sent
-again, the server computes its prefix once more, perhaps with newer weights and other routes. Only
-the routes of tokens after the known ones are asked for. A request that was aborted in the queue
-brings none: the next request asks for those, too.
+* A server has failed when its health check says so, which its own scheduler must answer, when its
+  connection breaks, when its answer is not exactly the expected one (client.py), or when it refuses
+  what another server accepts. A slow completion alone says nothing. It is marked unhealthy, so that
+  the process that started it replaces it.
+* A completion is made of as many requests as it takes. After an abort (a push in mode `abort`) or
+  the failure of its server, the prompt and the tokens so far are sent again with the rest of the
+  budget. In the modes `in_place` and `retract` the server itself continues the request under the
+  new weights. Either way each token carries the version that the *server* reports for it
+  (`meta_info.weight_versions`, SGLang >= 0.5.19) and its log-probability under that version.
+* A token's route is that of the forward pass that sampled the next token. A request that is sent
+  again computes its prefix once more, perhaps with other routes: only routes of tokens after the
+  known ones are asked for.
 """
 
 import asyncio
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -77,10 +70,6 @@ class RequestGate:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
     def open(self) -> None:
         self._open.set()
 
@@ -102,16 +91,12 @@ class RequestGate:
         rid: str,
         completion: Completion,
     ) -> None:
-        """Continue `completion` on `server` until it ends.
+        """Continue `completion` of `prompt` (int32 [n]) on `server` until it ends.
 
         Raises ServerNotReady if `server` is not ready, ServerFailed for tokens of a version that it
         cannot have, and what Client.generate raises. `completion` then holds what is known: call
-        again with another server.
-
-        Args:
-            prompt: int32 [n].
-            params: the budget counts from the start of the completion.
-            rid: the start of the requests' ids.
+        again with another server. The budget of `params` counts from the start of the completion.
+        Ids of requests begin with `rid`.
         """
         empty_aborts = 0
         while completion.finish_reason == "abort":
@@ -129,14 +114,16 @@ class RequestGate:
                 call = self._client.generate(server, sequence, left, name, key)
                 with self._ended_with(server, asyncio.ensure_future(call)) as answer:
                     chunk = await answer
-                _check_versions(server, name, chunk, version, self._router.newest_version)
+                newest = max(self._router.version, self._router.pushing)
+                check_versions(server, name, chunk, version, newest)
             self._counts["aborts"] += chunk.finish_reason == "abort"
             if len(chunk.tokens):
                 completion.chunks.append(replace(chunk, kv_version=version))
             completion.finish_reason = _true_finish_reason(chunk, left)
             # A paused server holds requests, so sending again does not spin. A late abort without a
             # token may come once after an interruption is over.
-            empty_aborts = empty_aborts + 1 if self.is_open and not len(chunk.tokens) else 0
+            is_open = self._open.is_set()
+            empty_aborts = empty_aborts + 1 if is_open and not len(chunk.tokens) else 0
             if empty_aborts > 1:
                 raise ServerFailed(server, "aborts requests that nothing has interrupted")
 
@@ -209,16 +196,6 @@ def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:
     return chunk.finish_reason
 
 
-def _check_versions(
-    server: ServerInfo, request: str, chunk: GenerationChunk, oldest: int, newest: int
-) -> None:
-    """Raise ServerFailed if a token's version is not in [oldest, newest]."""
-    try:
-        check_versions(chunk, oldest, newest)
-    except ValueError as error:
-        raise ServerFailed(server, f"/generate ({request}): {error}") from error
-
-
 log = logging.getLogger(__name__)
 _WATCH_EVERY_S = 0.5
 
@@ -282,14 +259,10 @@ class Fleet:
         end_requests = self._client.abort_all if trainer_runs else self._client.reset
         if pushing or not trainer_runs:
             self.taken_over = set(servers)
-        calls = (end_requests(server) for server in servers)
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(error, ServerError):
-                self.router.mark_failed(error.server)
-                self._mark_unhealthy(error.server, str(error))
-                log.error("%s: left out until it is announced again", error)
-            elif error is not None:
-                raise error
+        for error in await _errors(end_requests, servers):
+            self.router.mark_failed(error.server)
+            self._mark_unhealthy(error.server, str(error))
+            log.error("%s: left out until it is announced again", error)
 
     async def watch(self) -> None:
         """Monitor every server from its announcement until it is gone. Runs until cancelled."""
@@ -404,9 +377,7 @@ class Fleet:
         """Return whether a request failed with its connection while its server is healthy."""
         if not isinstance(error, ConnectionLost):
             return False
-        try:
-            await self._client.check_health(error.server)
-        except ServerError:
+        if await _errors(self._client.check_health, [error.server]):
             return False
         log.warning("%s: the server is healthy, the request is sent again", error)
         return True
@@ -445,16 +416,9 @@ class Fleet:
             return
         self.gate.cancel(error)
         self._mark_unhealthy(error.server, str(error))
-        log.error(
-            "%s: left out until it is announced again; servers left: %d",
-            error,
-            len(self.router.servers),
-        )
+        left = len(self.router.servers)
+        log.error("%s: left out until it is announced again; servers left: %d", error, left)
         self._on_change()
-
-    def pause_dispatch(self) -> None:
-        """Send no requests until `finish_push`."""
-        self.gate.close()
 
     def begin_push(self, version: int, servers: list[ServerInfo]) -> None:
         """Record that `servers` take `version` from now on. `finish_push` ends it."""
@@ -478,7 +442,15 @@ class Fleet:
 
     async def abort_all(self) -> None:
         """End all requests on the servers, of which some may be gone."""
-        calls = (self._client.abort_all(server) for server in self.router.servers.values())
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(error, BaseException) and not isinstance(error, ServerError):
-                raise error
+        await _errors(self._client.abort_all, self.router.servers.values())
+
+
+async def _errors(
+    call: Callable[[ServerInfo], Awaitable[None]], servers: Iterable[ServerInfo]
+) -> list[ServerError]:
+    """Call all servers at once, and return the errors of those that failed."""
+    results = await asyncio.gather(*map(call, servers), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, ServerError):
+            raise result
+    return [result for result in results if isinstance(result, ServerError)]

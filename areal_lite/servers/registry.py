@@ -174,11 +174,6 @@ class Router:
         return True
 
     @property
-    def newest_version(self) -> int:
-        """Return the newest version that a server can have."""
-        return max(self.version, self.pushing)
-
-    @property
     def ready(self) -> set[str]:
         return {s.name for s, version in self._versions.items() if version == self.version}
 

@@ -232,7 +232,7 @@ def test_drain_waits_for_what_is_in_flight() -> None:
             for i in range(2)
         ]
         await asyncio.sleep(0)
-        fleet.pause_dispatch()
+        fleet.gate.close()
         assert await fleet.gate.drain() == 2 and fleet.gate.in_flight == 0
         held = asyncio.create_task(fleet.complete(await fleet.open_session("2"), PROMPT, PARAMS))
         await asyncio.sleep(0.01)
@@ -398,7 +398,7 @@ def test_a_request_does_not_go_to_a_server_that_became_stale_while_it_waited() -
     async def run() -> None:
         client, unhealthy = OneToken(), []
         async with watched(client, [A, B], unhealthy) as fleet:
-            fleet.pause_dispatch()
+            fleet.gate.close()
             held = asyncio.create_task(
                 fleet.complete(await fleet.open_session("0"), PROMPT, PARAMS)
             )
