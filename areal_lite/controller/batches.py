@@ -22,11 +22,10 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.buffer import BatchAssignment, GroupQueue
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.metrics import LoopLag, batch_info
 from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
-from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group
@@ -244,7 +243,7 @@ class Batches:
                         await asyncio.to_thread(assignment.join_routes)
                     await asyncio.sleep(0)  # others may run before the batch is described
                     info = self._info(assignment, step, started)
-                    if isinstance(self.queue, GroupQueue):
+                    if not isinstance(self.queue, ReplayBuffer):
                         await self._store.submit(Store.assign, assignment.group_ids, step)
                     return _AssignedBatch(assignment, info)
                 await self.request_resync()
@@ -259,7 +258,7 @@ class Batches:
         after a restart. With a window, a batch is taken when it passes few enough groups that still
         run. A batch that an earlier controller has assigned stays as it is.
         """
-        if self._inherited and isinstance(self.queue, GroupQueue):
+        if self._inherited:
             inherited = self.queue.deal(self._inherited, step, world)
             self._inherited = []
             return inherited
@@ -300,7 +299,7 @@ class Batches:
         }
 
 
-def _make_queue(config: TrainConfig) -> GroupQueue | ReplayBuffer:
+def _make_queue(config: TrainConfig) -> GroupQueue:
     if config.buffer.replay.capacity:
         return ReplayBuffer(config.buffer.replay, config.rollout.group_size, config.seed)
     return GroupQueue(config.buffer.max_staleness, config.buffer.overdue, config.buffer.window)

@@ -1,4 +1,4 @@
-"""The buffer between generation and training: admission, queue and concurrency.
+"""The buffer between generation and training: admission, queue and replay. No clock, no I/O.
 
 **Admission** (`AdmissionGate`): no group starts that would be too stale when it is used. With B
 groups per training step, the servers' version v and the bound eta = `max_staleness`, a group may
@@ -26,15 +26,13 @@ staleness 1. If one group fails, `on_rejected()`, one more may start at once. Wi
 groups of the coming step may start: synchronous training.
 
 A run that resumes after s steps has used s * B groups. These and the finished groups that wait
-count as accepted again (`recover`). Groups that were in flight are lost and do not count. Counters
-that started at 0 would admit the groups of all completed steps at once.
+count as accepted again (`recover`); groups that were in flight are lost and do not.
 
-**The queue** (`GroupQueue`) holds finished groups, oldest first.
+**The queue** (`GroupQueue`) holds finished groups. The group that was admitted first (lowest
+`group_id`) comes first: a slow group is next as soon as it has finished. While it runs, younger
+groups pass it, so it may exceed `max_staleness`. The hard bound is therefore applied when the
+trainer takes a batch. At step s a token is overdue if its version is below s - max_staleness.
 
-* Oldest means admitted first (lowest `group_id`): a slow group is next as soon as it has finished.
-  While it runs, younger groups pass it.
-* A group that was passed may exceed `max_staleness`, so the hard bound is applied when the trainer
-  takes a batch. At step s a token is overdue if its version is below s - max_staleness.
 * `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
   sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
   prompt is drawn again. Dropped groups are counted by length, because long groups tend to be late.
@@ -60,25 +58,43 @@ Example, B = 4, max_staleness = 3 and W = 6: the window takes two steps, and adm
 Group 5 is slow. The second batch is 4, 6, 7 and 8, of which three pass it. Four more would make
 seven, so the third batch waits until group 5 has finished, and takes it first.
 
-No clock and no I/O here.
+**Replay** (`ReplayBuffer`) decouples search from training (TBA, arXiv 2503.18929): generation never
+waits, and a batch is drawn whenever the trainer wants one. A batch mixes episodes of any version,
+so only Trajectory Balance can learn from it (algo/trajectory_balance.py). It has distinct prompts,
+each chosen as follows, with m = `recency_probability` and group size K:
+
+    with probability m   the prompt that was added to last, and its newest K episodes
+    otherwise            any prompt, and K of its episodes without replacement (Gumbel top-K),
+                         with probability ~ exp(reward)
+
+* A prompt with fewer than K episodes gives all it has. A prompt with one is not drawn: there is
+  nothing to balance.
+* The buffer holds distinct episodes of a prompt, each with all of its traces (the newer of two
+  equal ones), the newest `capacity` of each prompt, and the `MAX_PROMPTS` prompts that were added
+  to last.
+* A draw depends only on the seed, the version and the content. The store records it, because the
+  content depends on when groups finish. A resumed run fills the buffer again from
+  `Store.finished_groups`; the store keeps the tokens of `group_ids`.
 """
 
 import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from areal_lite.config import ReplayConfig
+from areal_lite.config.sections import MAX_PROMPTS
 from areal_lite.routes import join_routes
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trajectory import Group
+from areal_lite.trajectory import Group, Trajectory, episode_reward
 
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionGate:
-    """Counts groups and decides whether another one may start. No clock and no I/O.
+    """Counts groups and decides whether another one may start.
 
     Args:
         max_staleness: the bound eta in steps. With None, as replay needs it, generation never
@@ -97,16 +113,6 @@ class AdmissionGate:
     running: int = 0
     accepted: int = 0
     rejected: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ValueError(
-                f"buffer.max_staleness is {self.max_staleness}: it must be 0 (synchronous) or more"
-            )
-        if self.batch_groups < 1:
-            raise ValueError(
-                f"trainer.batch_groups is {self.batch_groups}: a step needs at least one group"
-            )
 
     @property
     def capacity(self) -> float:
@@ -220,8 +226,6 @@ class GroupQueue:
             overdue: `mask` or `drop`.
             window: groups that may pass one that still runs; None for no limit.
         """
-        if overdue not in ("mask", "drop"):
-            raise ValueError(f"buffer.overdue is {overdue!r}: use mask or drop")
         self._max_staleness = _NO_BOUND if max_staleness is None else max_staleness
         self._overdue = overdue
         self._window = window
@@ -305,12 +309,11 @@ class GroupQueue:
         Equal arguments give an equal batch. Raises ValueError if the shards cannot be equal.
         """
         shards = make_shards(groups, num_shards)
+        oldest = version - self._max_staleness
         return BatchAssignment(
             groups=groups,
             shards=shards,
-            masked_tokens=sum(
-                _mask_overdue(shard, version - self._max_staleness) for shard in shards
-            ),
+            masked_tokens=sum(_mask_overdue(shard, oldest) for shard in shards),
             group_ids=[group.group_id for group in groups],
             passed=passed,
         )
@@ -353,3 +356,129 @@ def _mask_overdue(batch: TrainBatch, oldest: int) -> int:
     overdue = batch.loss_mask & (batch.versions < oldest)
     batch.loss_mask &= ~overdue
     return int(np.count_nonzero(overdue))
+
+
+class ReplayBuffer(GroupQueue):
+    """A queue that draws batches. `len` is the number of prompts that can be drawn."""
+
+    def __init__(self, config: ReplayConfig, group_size: int, seed: int):
+        super().__init__(None, "mask")
+        self._config = config
+        self._group_size = group_size
+        self._seed = seed
+        # The prompt that was added to last comes last. Of each, the oldest episode comes first.
+        self._prompts: dict[str, list[list[Trajectory]]] = {}
+        # Ids of the rollout groups that have an episode in the buffer, and of those used by a step.
+        self.group_ids: set[int] = set()
+        self._used: set[int] = set()
+
+    def __len__(self) -> int:
+        return sum(len(episodes) > 1 for episodes in self._prompts.values())
+
+    def __iter__(self) -> Iterator[list[list[Trajectory]]]:
+        """Iterate over the episodes of each prompt."""
+        return iter(self._prompts.values())
+
+    @property
+    def num_trajectories(self) -> int:
+        """Return the number of trajectories in the buffer."""
+        return sum(len(traces) for episodes in self._prompts.values() for traces in episodes)
+
+    def put(self, group: Group, used: bool = False) -> None:
+        """Add a finished group. `used` says that a step has used it, before a resume."""
+        before = self._prompts.pop(group.prompt_id, [])
+        distinct: dict[tuple[bytes, ...], list[Trajectory]] = {}
+        for traces in reversed([*before, *group.episodes]):
+            distinct.setdefault(tuple(t.tokens.tobytes() for t in traces), traces)
+        newest = list(distinct.values())[: self._config.capacity]
+        after = self._prompts[group.prompt_id] = newest[::-1]
+        self.group_ids.add(group.group_id)
+        if used:
+            self._used.add(group.group_id)
+        self._forget(before, after)
+        if len(self._prompts) > MAX_PROMPTS:
+            self._forget(self._prompts.pop(next(iter(self._prompts))), [])
+
+    def _forget(self, before: list[list[Trajectory]], after: list[list[Trajectory]]) -> None:
+        """Forget the groups that have left the buffer."""
+        gone = {traces[0].group_id for traces in before} - {e[0].group_id for e in after}
+        self.group_ids -= gone
+        self._used -= gone
+
+    def take(
+        self, count: int, version: int, num_shards: int, oldest_running: int | None = None
+    ) -> BatchAssignment | None:
+        """Draw `count` groups for a trainer at `version`; None while there are fewer prompts.
+
+        Raises ValueError if the shards cannot be equal.
+        """
+        if len(self) < count:
+            return None
+        rng = np.random.default_rng([self._seed, version])
+        drawn = [
+            self._draw(prompt_id, recent, rng) for prompt_id, recent in self._choose(count, rng)
+        ]
+        group_ids = sorted(
+            {traces[0].group_id for episodes in drawn for traces in episodes} - self._used
+        )
+        assignment = drawn_batch(drawn, version, num_shards)
+        self._used.update(group_ids)
+        assignment.group_ids = group_ids
+        return assignment
+
+    def _choose(self, count: int, rng: np.random.Generator) -> list[tuple[str, bool]]:
+        """Choose `count` prompts, each with whether it was chosen for its recency."""
+        newest = [prompt_id for prompt_id, held in reversed(self._prompts.items()) if len(held) > 1]
+        others = iter(rng.permutation(len(newest)).tolist())
+        chosen: dict[str, bool] = {}
+        for recent in (rng.random(count) < self._config.recency_probability).tolist():
+            candidates = iter(newest) if recent else (newest[i] for i in others)
+            chosen[next(prompt_id for prompt_id in candidates if prompt_id not in chosen)] = recent
+        return list(chosen.items())
+
+    def _draw(
+        self, prompt_id: str, recent: bool, rng: np.random.Generator
+    ) -> list[list[Trajectory]]:
+        """Draw up to K episodes of one prompt, oldest first."""
+        held = self._prompts[prompt_id]
+        if recent:
+            return held[-self._group_size :]
+        logits = np.array([episode_reward(traces) for traces in held], np.float64)
+        best = np.argsort(-(logits + rng.gumbel(size=len(held))))[: self._group_size]
+        return [held[i] for i in sorted(best.tolist())]
+
+
+def drawn_batch(
+    drawn: list[list[list[Trajectory]]], version: int, num_shards: int
+) -> BatchAssignment:
+    """Make the batch of the step at `version` from the episodes of its draws.
+
+    The store records the draws. It uses up no groups. Raises ValueError if the shards cannot be
+    equal.
+    """
+    groups = [
+        _as_group(number, episodes)
+        for number, episodes in enumerate(drawn, start=version * len(drawn))
+    ]
+    return BatchAssignment(
+        groups=groups,
+        shards=make_shards(groups, num_shards),
+        masked_tokens=0,
+        group_ids=[],
+        draws=[[(e[0].group_id, e[0].sample_index) for e in episodes] for episodes in drawn],
+    )
+
+
+def _as_group(number: int, episodes: list[list[Trajectory]]) -> Group:
+    """Make a group of a draw: its episodes may come from several rollout groups."""
+    renamed = [
+        replace(trace, group_id=number, sample_index=sample_index)
+        for sample_index, traces in enumerate(episodes)
+        for trace in traces
+    ]
+    return Group(
+        group_id=number,
+        prompt_id=renamed[0].prompt_id,
+        size=len(episodes),
+        trajectories=renamed,
+    )

@@ -20,6 +20,7 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches, begin_handover, read_handover, record_handover
+from areal_lite.controller.buffer import ReplayBuffer
 from areal_lite.controller.dispatcher import Dispatcher
 from areal_lite.controller.evaluation import Evaluator
 from areal_lite.controller.metrics import (
@@ -43,7 +44,6 @@ from areal_lite.controller.protocol import (
     RunTotals,
     StepDone,
 )
-from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.controller.sources import Dependencies
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.run_dir.resume import needed_since

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.controller.buffer import BatchAssignment, GroupQueue
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import FAILURE_COUNTS, Dispatcher
-from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.run_dir.controller_status import ControllerStatus, TrainerPhase
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import FinishReason, Group, Trajectory, episode_reward
@@ -161,7 +160,7 @@ def batch_info(
     version: int,
     max_staleness: int | None,
     dispatcher: Dispatcher,
-    queue: GroupQueue | ReplayBuffer,
+    queue: GroupQueue,
 ) -> dict[str, Any]:
     """Describe a batch for a trainer at `version` and, with cumulative counts, the run."""
     return {
@@ -183,9 +182,7 @@ def batch_info(
     }
 
 
-def run_totals(
-    dispatcher: Dispatcher, queue: GroupQueue | ReplayBuffer, fleet: Fleet
-) -> dict[str, Any]:
+def run_totals(dispatcher: Dispatcher, queue: GroupQueue, fleet: Fleet) -> dict[str, Any]:
     """Return the counts of the run at its end."""
     dropped_by_length = sorted(queue.dropped_by_length.items())
     return {
@@ -199,7 +196,7 @@ def run_totals(
 
 def controller_status(
     dispatcher: Dispatcher,
-    queue: GroupQueue | ReplayBuffer,
+    queue: GroupQueue,
     fleet: Fleet,
     trainer: TrainerPhase,
     pending_steps: Sequence[int],

@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config, stored_settings
-from areal_lite.controller.buffer import BatchAssignment, GroupQueue
+from areal_lite.controller.buffer import BatchAssignment, GroupQueue, drawn_batch
 from areal_lite.controller.metrics import batch_stats, source_stats
 from areal_lite.controller.protocol import (
     Answer,
@@ -39,7 +39,6 @@ from areal_lite.controller.protocol import (
     StepDone,
     run_until,
 )
-from areal_lite.controller.replay import drawn_batch
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller

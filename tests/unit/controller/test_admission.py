@@ -1,6 +1,5 @@
 """Admission by maximum staleness."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -40,12 +39,6 @@ def test_nothing_starts_that_no_step_would_use() -> None:
     assert gate.capacity == 1
     gate.on_admitted(), gate.on_version(1)
     assert not gate.can_admit()
-
-
-@pytest.mark.parametrize("arguments", [(-1, 4), (0, 0)])
-def test_bad_settings_are_refused(arguments: tuple[int, int]) -> None:
-    with pytest.raises(ValueError):
-        AdmissionGate(max_staleness=arguments[0], batch_groups=arguments[1])
 
 
 class Run(RuleBasedStateMachine):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from areal_lite.config import ReplayConfig
+from areal_lite.controller.buffer import ReplayBuffer, drawn_batch
 from areal_lite.controller.metrics import diversity
-from areal_lite.controller.replay import ReplayBuffer, drawn_batch
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
 
@@ -82,7 +82,7 @@ def test_an_episode_is_held_and_drawn_with_all_of_its_traces() -> None:
 
 
 def test_prompts_beyond_the_limit_leave_in_the_order_of_their_last_addition(monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.controller.replay.MAX_PROMPTS", 2)
+    monkeypatch.setattr("areal_lite.controller.buffer.MAX_PROMPTS", 2)
     replay = buffer()
     for number, prompt in enumerate("abac"):
         replay.put(group(number, prompt, (2 * number, 0), (2 * number + 1, 0)))

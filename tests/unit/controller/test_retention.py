@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from areal_lite.config import ReplayConfig, TrainConfig
-from areal_lite.controller.buffer import GroupQueue
+from areal_lite.controller.buffer import GroupQueue, ReplayBuffer
 from areal_lite.controller.controller import Retention
-from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, STORE_FILE
 from areal_lite.run_dir.store import Store, StoreThread
 from tests.unit.run_dir.test_store_bound import MIB, add, group, with_tokens
@@ -95,7 +94,7 @@ def test_groups_of_a_replay_buffer_stay_also_before_they_are_in_it(tmp_path: Pat
 
 
 def test_a_replay_buffer_knows_its_groups(monkeypatch) -> None:
-    monkeypatch.setattr("areal_lite.controller.replay.MAX_PROMPTS", 2)
+    monkeypatch.setattr("areal_lite.controller.buffer.MAX_PROMPTS", 2)
     replay = ReplayBuffer(ReplayConfig(capacity=3), 2, 1)
     for number in range(5):
         one = group(number)

@@ -13,10 +13,9 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, source_configs
 from areal_lite.config.data import weight_of
-from areal_lite.controller.buffer import GroupQueue
+from areal_lite.controller.buffer import GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Curriculum
 from areal_lite.controller.metrics import batch_stats
-from areal_lite.controller.replay import ReplayBuffer
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.manifest import write_manifest
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
@@ -90,7 +89,7 @@ class History:
         self.drawn = [row["drawn"] for row in self.store.groups()]
         self.flying: list[int] = []
         buffer = self.config.buffer
-        self.queue: GroupQueue | ReplayBuffer
+        self.queue: GroupQueue
         if buffer.replay.capacity:
             self.queue = ReplayBuffer(buffer.replay, SIZE, self.config.seed)
             for group, used in self.store.finished_groups():
