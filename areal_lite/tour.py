@@ -9,7 +9,7 @@ admission of groups, the queue, the batch, the advantages and the loss are those
                     └── version ──────────┴────────────── push ◀──────────────────────┘
 
 Real runs: the server is SGLang on GPUs of its own (launch/server_pool.py, servers/fleet.py). The
-controller is a process (controller/controller.py). The trainer is Megatron-core (trainer/step.py).
+controller is a process (controller/service.py). The trainer is Megatron-core (trainer/step.py).
 tests/ranks/test_tour.py shows that `update` below and the trainer change a model equally.
 """
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Dispatcher
-from areal_lite.controller.metrics import LoopLag, batch_info
+from areal_lite.controller.metrics import LoopLag, batch_stats, diversity, source_stats
 from areal_lite.controller.protocol import Answer, BatchReady, PullBatch, Resync
 from areal_lite.run_dir.store import Store, StoreThread
 from areal_lite.servers.fleet import Fleet
@@ -290,8 +290,24 @@ class Batches:
         self._held_since = None
         buffer = self._config.buffer
         bound = None if buffer.replay.capacity else buffer.max_staleness
+        groups, queue = assignment.groups, self.queue
+        names = [source.name for source in self._dispatcher.sampler.sources]
+        replay = {}
+        if isinstance(queue, ReplayBuffer):
+            replay = {
+                "replay_prompts": len(queue),
+                "replay_trajectories": queue.num_trajectories,
+                "replay_distinct_correct": diversity(queue)["distinct_correct"],
+            }
         return {
-            **batch_info(assignment, step, bound, self._dispatcher, self.queue),
+            **batch_stats(groups, step, bound),
+            **source_stats(groups, names),
+            **diversity(group.episodes for group in groups),
+            **replay,
+            "masked_tokens": assignment.masked_tokens,
+            "passed_groups": assignment.passed,
+            "queue_depth": len(queue),
+            **self._dispatcher.facts(),
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,
             "wait_s": now - started,
             "loop_lag_p99_s": self.lag.take_p99(),

@@ -38,10 +38,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import AdmissionGate
+from areal_lite.controller.metrics import of_source
 from areal_lite.controller.sources import Dependencies, Source, drawn_prompts
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
@@ -260,6 +261,7 @@ _MIN_FILTERED_LIMIT = 500
 
 FAILURE_COUNTS = ("workflow_failures", "reward_failures")
 """Counts that the rows of the store do not show. The controller saves them there."""
+COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +380,20 @@ class Dispatcher:
                 self._fail_if_exhausted()
                 self._wake.clear()
                 await self._wake.wait()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the counts of the run so far, for the metrics of a step."""
+        sampler = self.sampler
+        return {
+            "in_flight": self.in_flight,
+            "concurrency_limit": self.max_concurrent,
+            **{name: self.counts[name] for name in COUNTS},
+            "filtered_groups": self.filtered.total(),
+            **{f"filtered_{reason}": groups for reason, groups in self.filtered.items()},
+            "retired_prompts": len(sampler.retired),
+            "resting_prompts": sampler.num_resting,
+            **{of_source("epochs", name): n for name, n in sampler.epochs.items()},
+        }
 
     def on_step(self, step: int) -> None:
         """Record that `step` steps are complete, while the servers keep their version."""

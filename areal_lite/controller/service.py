@@ -1,7 +1,17 @@
-"""The controller process: `python -m areal_lite.controller.service RUN_DIR [trainer-runs]`.
+"""The controller: prompts -> trajectories -> batches, which the trainer pulls.
 
-It reads `<run_dir>/config.yaml`, finds the servers by their announcements in the run directory, and
-answers the trainer until `Finish`, SIGTERM or an error. With `trainer-runs` it takes the place of a
+    prompts -> Dispatcher (dispatcher.py) -> GroupQueue (buffer.py) -> Batches (batches.py) -> ranks
+                    ^ admission                                                          |
+                    +------------ step_done, or begin_push and pushed <------------------+
+
+* Generation continues while the trainer works. Only admission (buffer.py) makes it wait.
+* The router's version is that of the last push: the number of completed steps of its weights.
+* A group becomes used when the end of its step is recorded, with a push or without one.
+* An error in any part ends the process, and every open request gets its message.
+
+`python -m areal_lite.controller.service RUN_DIR [trainer-runs]` reads `<run_dir>/config.yaml`,
+finds the servers by their announcements in the run directory, and answers the trainer
+(protocol.py) until `Finish`, SIGTERM or an error. With `trainer-runs` it takes the place of a
 controller that was killed (batches.py).
 """
 
@@ -9,36 +19,363 @@ import asyncio
 import gc
 import itertools
 import logging
+import math
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from areal_lite.config import TrainConfig, load_config
-from areal_lite.controller.controller import Controller
-from areal_lite.controller.metrics import status_line
-from areal_lite.controller.protocol import MessageServer, run_until
+from areal_lite.controller.batches import Batches, begin_handover, read_handover, record_handover
+from areal_lite.controller.buffer import ReplayBuffer
+from areal_lite.controller.dispatcher import COUNTS, FAILURE_COUNTS, Dispatcher
+from areal_lite.controller.evaluation import Evaluator
+from areal_lite.controller.protocol import (
+    Answer,
+    AwaitEvaluation,
+    BeginPush,
+    Evaluate,
+    Evaluation,
+    Finish,
+    MessageServer,
+    PullBatch,
+    Pushed,
+    PushTargets,
+    Recorded,
+    Request,
+    RunTotals,
+    StepDone,
+    run_until,
+)
 from areal_lite.controller.sources import Dependencies, Source, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.run_dir.controller_status import remove_status, write_status
+from areal_lite.run_dir.controller_status import (
+    ControllerStatus,
+    TrainerPhase,
+    remove_status,
+    write_status,
+)
 from areal_lite.run_dir.paths import STORE_FILE
-from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, start_version
+from areal_lite.run_dir.resume import TRAINER_RUNS, lock_controller, needed_since, start_version
 from areal_lite.run_dir.store import Store, StoreThread
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.registry import announced_servers, mark_unhealthy
+from areal_lite.servers.client import Client, SGLangClient
+from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
 from areal_lite.system.clock import steady_time
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
 from areal_lite.system.processes import die_with_parent
+from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
+_MIB_PER_GIB = 1024
 _STATUS_INTERVAL_S = 1.0
 _LOG_EVERY = 10  # statuses
+_REQUEST_COUNTS = ("requests", "aborts", "retries")  # of the fleet
+
+
+class Retention:
+    """Removes tokens from the store after each step, in a task of its own."""
+
+    def __init__(
+        self, config: TrainConfig, store: StoreThread, dispatcher: Dispatcher, batches: Batches
+    ):
+        self._max_gib = config.store.max_gib
+        self._run_dir = Path(config.run_dir)
+        self._store = store
+        self._dispatcher = dispatcher
+        self._batches = batches
+        self._due = asyncio.Event()
+        self._due.set()
+        self._last_step: list[int] = []
+        self._warned = False
+
+    def on_step(self, group_ids: Sequence[int]) -> None:
+        """Record that a step used these groups, and that the store may have grown."""
+        self._last_step = list(group_ids)
+        self._due.set()
+
+    async def run(self) -> None:
+        """Measure and trim the store after each step. Runs until cancelled."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            size = await self._store.submit(Store.size, self._last_step)
+            if self._max_gib and size.get("store_mib", 0) > _MIB_PER_GIB * self._max_gib:
+                size = await self._trim(self._max_gib)
+            self._batches.store_size = size
+
+    async def _trim(self, max_gib: float) -> dict[str, float]:
+        """Remove tokens until the store fits, if it can, and return its new size."""
+        since = await asyncio.to_thread(needed_since, self._run_dir)
+        while await self._store.submit(Store.trim, int(max_gib * 2**30), since, self._held()):
+            pass
+        size = await self._store.submit(Store.size, self._last_step)
+        if size["store_mib"] > _MIB_PER_GIB * max_gib and not self._warned:
+            self._warned = True
+            log.warning(
+                "the store takes %.1f GiB, more than store.max_gib=%g: a resume needs the rest, "
+                "which are the steps since step %d and the groups that wait; save checkpoints more "
+                "often (trainer.save_every), or raise store.max_gib",
+                size["store_mib"] / _MIB_PER_GIB,
+                max_gib,
+                since,
+            )
+        return size
+
+    def _held(self) -> list[int] | None:
+        """Return the groups that a replay buffer holds or is about to get; None without one."""
+        queue = self._batches.queue
+        if not isinstance(queue, ReplayBuffer):
+            return None
+        return list(queue.group_ids | self._dispatcher.running)
+
+
+class Controller:
+    """Answers the trainer's requests, and runs the dispatcher and the fleet."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dependencies: Dependencies,
+        client: Client,
+        announced: Callable[[], list[ServerInfo]],
+        mark_unhealthy: Callable[[ServerInfo, str], None] = lambda server, reason: None,
+    ):
+        """Build all parts. `announced` and `mark_unhealthy` are as in Fleet."""
+        assert dependencies.store is not None
+        self.config = config
+        self._store = dependencies.store
+        self.fleet = Fleet(
+            client,
+            announced,
+            lambda: self.batches.notify(),
+            mark_unhealthy,
+            config.sync.health_interval_s,
+            config.seed,
+        )
+        self.dispatcher = Dispatcher(
+            config,
+            dependencies,
+            self.fleet,
+            deliver=lambda group: self.batches.put(group),
+            on_rejected=lambda: self.batches.notify(),
+        )
+        self.batches = Batches(config, self.dispatcher, self.fleet, self._store, dependencies.clock)
+        self.evaluator = Evaluator(
+            config, dependencies, self.fleet, self.dispatcher.workflows, self.batches, self._store
+        )
+        self.retention = Retention(config, self._store, self.dispatcher, self.batches)
+        # Requests that were waited for, over all pushes in mode `none`.
+        self.drained = 0
+        self._pushing = False
+        self._generation: asyncio.Task[None] | None = None
+        self._saved_totals: dict[str, int] = {}
+        self._resumes = False
+        # Whether this controller has taken the place of one that was killed under the trainer.
+        self._trainer_runs = False
+
+    def recover(self, store: Store, step: int, trainer_runs: bool = False) -> None:
+        """Resume after `step` steps with the content of `store`, which may be empty.
+
+        Call it before `run`. If the trainer runs, `step` is that of its newest checkpoint, and the
+        store says how many steps it has completed since. Nothing else may use the store yet. Raises
+        ValueError if the run began with another data set. See run_dir/resume.py.
+        """
+        self._trainer_runs = trainer_runs
+        if trainer_runs:
+            step, handover = max(step, store.completed_steps()), read_handover(store)
+        else:
+            handover = begin_handover(store, step)
+        self._pushing = bool(handover.pushing)
+        self.dispatcher.recover(store, step, handover.version, trainer_runs)
+        self.fleet.router.version = handover.version
+        self.batches.recover(store, step, handover)
+        self.evaluator.recover(handover)
+        totals = store.totals()
+        self.drained = totals.get("drained", 0)
+        self.fleet.counts.update({name: totals.get(name, 0) for name in _REQUEST_COUNTS})
+        self._saved_totals = totals
+        self._resumes = sum(store.counts().values()) > 0
+
+    async def run(self) -> None:
+        """Run all parts until cancelled. Raises the error of any part."""
+        if self._resumes:
+            await self.fleet.take_over(self._trainer_runs, self._pushing)
+        async with asyncio.TaskGroup() as tasks:
+            self._generation = tasks.create_task(self.dispatcher.run())
+            tasks.create_task(self.fleet.watch())
+            tasks.create_task(self.batches.lag.watch())
+            tasks.create_task(self.retention.run())
+
+    async def handle(self, request: Request) -> Answer:
+        """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
+        match request:
+            case PullBatch():
+                return await self.batches.pull(request)
+            case StepDone(step):
+                return await self._record_step(step), ()
+            case BeginPush(version):
+                return await self._begin_push(version), ()
+            case Pushed(version, failed):
+                return await self._record_push(version, failed), ()
+            case Evaluate(version):
+                return Evaluation(dict(await self.evaluator.evaluate(version))), ()
+            case AwaitEvaluation(_, resyncs):
+                return await self.evaluator.await_last(resyncs), ()
+            case Finish():
+                return RunTotals(await self._finish()), ()
+
+    async def _begin_push(self, version: int) -> PushTargets:
+        """Start a push.
+
+        A new version goes to every server. The version of the last push goes to stale servers only,
+        and the others keep generating. In mode `none` this waits until no request is in flight.
+        """
+        router = self.fleet.router
+        is_new = version > router.version
+        mode = self.config.rollout.interrupt
+        drained = 0
+        if is_new and mode in (InterruptMode.NONE, InterruptMode.ABORT):
+            self.fleet.gate.close()
+        if is_new and mode == InterruptMode.NONE:
+            drained = await self.fleet.gate.drain()
+            self.drained += drained
+        servers = list(router.servers.values()) if is_new else router.stale
+        await record_handover(self._store, pushing=1)
+        self.fleet.begin_push(version, servers)
+        self._pushing = True
+        return PushTargets(servers, drained)
+
+    async def _record_push(self, version: int, failed: list[str]) -> Recorded:
+        """End a push and open admission for `version`.
+
+        If it began under an earlier controller, the servers stay stale until the next resync. If
+        that one has recorded the end, and was killed before its reply, nothing is left to do.
+        """
+        if not self._pushing and version == self.fleet.router.version == self.batches.step:
+            return Recorded()
+        if not self._pushing or version < self.batches.step:
+            raise ValueError(
+                f"version {version} was pushed without permission: call begin_push first "
+                f"({self.batches.step} steps are complete)"
+            )
+        self.fleet.finish_push(version, failed)
+        self._pushing = False
+        self.dispatcher.on_version(version)
+        self.batches.on_push()
+        await self._complete(version)
+        await record_handover(self._store, pushing=0, version=version)
+        return Recorded()
+
+    async def _record_step(self, step: int) -> Recorded:
+        """Record that `step` steps are complete, while the servers keep their version.
+
+        The rank reports a step again if a controller was killed before its reply.
+        """
+        if step < self.batches.step:
+            raise ValueError(
+                f"step {step} is reported, but {self.batches.step} steps are complete already"
+            )
+        self.dispatcher.on_step(step)
+        await self._complete(step)
+        return Recorded()
+
+    async def _complete(self, step: int) -> None:
+        """Let the batch of `step` be assigned, and mark the batches before it as used."""
+        for used in self.batches.on_step(step):
+            await asyncio.gather(
+                self.save_totals(),
+                # A checkpoint of this step must not outlive what the store says of it.
+                self._store.submit(Store.use, used.group_ids, used.step, used.draws, durable=True),
+            )
+            self.retention.on_step(used.group_ids)
+
+    async def save_totals(self) -> None:
+        """Commit the counts that the store cannot make from its rows, if they have changed."""
+        totals = {
+            "drained": self.drained,
+            **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
+            **{name: self.dispatcher.counts[name] for name in FAILURE_COUNTS},
+        }
+        if totals.items() - self._saved_totals.items():
+            self._saved_totals = totals
+            await self._store.submit(Store.set_totals, totals)
+
+    async def _finish(self) -> dict[str, Any]:
+        """Stop generation and return the totals of the run."""
+        if self._generation is not None:
+            self._generation.cancel()
+        await self.fleet.abort_all()
+        await self.save_totals()
+        by_state = await self._store.submit(Store.counts)
+        missing = await self._store.submit(Store.missing_trajectories)
+        counts, dropped = self.dispatcher.counts, self.batches.queue.dropped_by_length
+        return {
+            "groups": by_state,
+            "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
+            "drained": self.drained,
+            **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
+            "dropped_by_length": {str(length): dropped[length] for length in sorted(dropped)},
+            **{name: counts[name] for name in COUNTS},
+            "filtered": dict(self.dispatcher.filtered),
+            "retired_prompts": len(self.dispatcher.sampler.retired),
+        }
+
+    def status(self) -> ControllerStatus:
+        """Describe the controller's work and its present wait."""
+        batches, dispatcher = self.batches, self.dispatcher
+        admission, router, pending = dispatcher.admission, self.fleet.router, batches.pending
+        phase = TrainerPhase.TRAINING if batches.was_asked else TrainerPhase.LOADING
+        if self._pushing:
+            phase = TrainerPhase.PUSHING
+        elif pending:
+            phase = TrainerPhase.WAITING
+        oldest = min(dispatcher.running, default=None)
+        held_back = bool(pending) and batches.queue.held_back(admission.batch_groups, oldest)
+        return ControllerStatus(
+            version=admission.version,
+            step=admission.step,
+            trainer=phase,
+            batch_step=pending[0] if pending else None,
+            missing_groups=max(0, admission.batch_groups - len(batches.queue)),
+            held_by=oldest if held_back else None,
+            queued_groups=len(batches.queue),
+            running_groups=admission.running,
+            capacity=None if math.isinf(admission.capacity) else int(admission.capacity),
+            in_flight=dispatcher.in_flight,
+            concurrency_limit=dispatcher.max_concurrent,
+            requests=self.fleet.gate.in_flight,
+            servers_ready=len(router.ready),
+            servers_announced=len(router.servers),
+            evaluating=sorted(self.evaluator.running),
+        )
+
+
+def status_line(status: ControllerStatus) -> str:
+    """Write a status as a line of the log."""
+    if not status.servers_ready:
+        need = f"a server ({status.servers_announced} announced, none ready)"
+    elif status.batch_step is not None and status.missing_groups:
+        need = f"{status.missing_groups} more groups for the batch of step {status.batch_step}"
+    elif status.held_by is not None:
+        need = f"group {status.held_by}, which no more groups may pass"
+    elif status.can_admit:
+        need = "trajectories in flight"
+    else:
+        need = f"the trainer (step {status.step})"
+    capacity = "any number" if status.capacity is None else status.capacity
+    return (
+        f"version {status.version}: {status.queued_groups} groups queued, "
+        f"{status.running_groups} running, capacity for {capacity}; {status.requests} requests on "
+        f"{status.servers_ready} servers; waiting for {need}"
+    )
 
 
 async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
@@ -62,13 +399,8 @@ async def _control(
         clock=steady_time,
         eval_sets=load_eval_sets(config.eval.sets, config.data, config.model),
     )
-    controller = Controller(
-        config,
-        dependencies,
-        client,
-        partial(announced_servers, run_dir),
-        partial(mark_unhealthy, run_dir),
-    )
+    announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
+    controller = Controller(config, dependencies, client, announced, replace)
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
     server = MessageServer(run_dir, controller.handle, host, trainer_runs)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
@@ -78,7 +410,9 @@ async def _control(
         status = _publish_status(controller, run_dir)
         await run_until(server.finished, controller.run(), server.serve(), status)
     except BaseExceptionGroup as group:
-        error = _first_error(group)
+        error = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         raise error from group
     finally:
         await server.close(error=f"the controller failed: {error}" if error else None)
@@ -99,13 +433,6 @@ async def _publish_status(controller: Controller, run_dir: Path) -> None:
         await controller.save_totals()
         if number % _LOG_EVERY == 0:
             log.info("%s", status_line(status))
-
-
-def _first_error(error: BaseException) -> BaseException:
-    """Return the first error inside nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def main() -> int:

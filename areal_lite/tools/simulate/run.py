@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.controller import Controller
 from areal_lite.controller.protocol import (
     BatchReady,
     BeginPush,
@@ -25,6 +24,7 @@ from areal_lite.controller.protocol import (
     Resync,
     StepDone,
 )
+from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies, Source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool

@@ -9,8 +9,8 @@ import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller import buffer as queue
-from areal_lite.controller.controller import Controller
 from areal_lite.controller.protocol import BatchReady, PullBatch, Resync, StepDone
+from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies
 from areal_lite.servers.registry import UNTRUSTED, ServerInfo
 from areal_lite.train_batch import TrainBatch

@@ -9,7 +9,7 @@ import pytest
 
 from areal_lite.config import ReplayConfig, TrainConfig
 from areal_lite.controller.buffer import GroupQueue, ReplayBuffer
-from areal_lite.controller.controller import Retention
+from areal_lite.controller.service import Retention
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER, CHECKPOINTS_DIR, STORE_FILE
 from areal_lite.run_dir.store import Store, StoreThread
 from tests.unit.run_dir.test_store_bound import MIB, add, group, with_tokens

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from areal_lite.controller.metrics import status_line
+from areal_lite.controller.service import status_line
 from areal_lite.run_dir.controller_status import read_status, remove_status, write_status
 from tests.unit.run_dir.sample_status import STATUS
 

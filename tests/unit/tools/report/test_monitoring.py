@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from areal_lite.config import TrainConfig
-from areal_lite.controller.controller import Controller
 from areal_lite.controller.protocol import PullBatch
+from areal_lite.controller.service import Controller
 from areal_lite.controller.sources import Dependencies
 from areal_lite.run_dir.metrics import STEP_KEYS
 from areal_lite.tools.report.exporter import FACTS, main
