@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -190,3 +191,15 @@ def source_key(prompt_id: str) -> int:
 def _cumulative(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return [0, l0, l0 + l1, ...], int64."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+
+
+def save_batch(batch: TrainBatch, path: Path) -> None:
+    """Write `batch` to the file `path`; `load_batch` reads it."""
+    frames = [bytes(frame) for frame in batch.to_frames()]
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.msgpack.encode(frames))
+
+
+def load_batch(path: str | Path) -> TrainBatch:
+    """Read a batch that `save_batch` wrote. Raises ValueError for anything else."""
+    return TrainBatch.from_frames(msgspec.msgpack.decode(Path(path).read_bytes(), type=list[bytes]))

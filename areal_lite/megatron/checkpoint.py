@@ -49,9 +49,8 @@ from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.parallel import on_every_rank
-from areal_lite.run_dir.manifest import checksum, write_manifest
 from areal_lite.run_dir.paths import CHECKPOINT_MARKER
-from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
+from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpoint, write_manifest
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
 

@@ -28,7 +28,7 @@ from areal_lite.megatron.checkpoint import load_weights, stored_lora, weights_dt
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone, Chunks, build_chunks
 from areal_lite.megatron.parallel import init_distributed, shutdown
-from areal_lite.run_dir.manifest import write_manifest
+from areal_lite.run_dir.resume import write_manifest
 from areal_lite.system import heartbeat
 from areal_lite.system.files import new_folder
 

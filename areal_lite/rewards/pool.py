@@ -12,7 +12,7 @@ Invariants:
   * only the executing sample fails with its process; samples behind it are executed elsewhere,
     once;
   * a process outlives neither the pool nor the process that owns the pool, and nor does what it
-    started, nor its temporary files (keeper.py);
+    started, nor its temporary files (worker.py);
   * a killed or dead process is replaced. If a replacement cannot start, the pool shrinks; an empty
     pool raises RuntimeError;
   * nothing blocks the event loop.
@@ -34,7 +34,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from areal_lite.rewards.messages import Ready, Reply, Request, frame, take_frames
+from areal_lite.rewards.worker import Ready, Reply, Request, frame, take_frames
 from areal_lite.system.processes import dying_with_me
 
 # Tells a reward function its own limit.

@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import stored_settings
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.run_dir.manifest import damage
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, check_run_dir
-from areal_lite.run_dir.resume import checkpoint_steps, newest_whole_step
+from areal_lite.run_dir.resume import checkpoint_steps, damage, newest_whole_step
 from areal_lite.system.processes import environment
 from areal_lite.tools.commands import ExportConfig
 

@@ -27,7 +27,6 @@ from areal_lite.config import TrainConfig, load_config
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.megatron.checkpoint import Checkpoints
 from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shutdown
-from areal_lite.run_dir.bad_batches import save_batch
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, TOTALS_FILE
 from areal_lite.run_dir.resume import clear_stop_request, stop_requested
@@ -36,7 +35,7 @@ from areal_lite.system import heartbeat
 from areal_lite.system.clock import steady_time
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, start_daemon
-from areal_lite.train_batch import TrainBatch
+from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
@@ -205,7 +204,7 @@ class TrainingRun:
             raise FloatingPointError(
                 f"the loss or the gradient was not finite in {self.skipped} steps in a row, up to "
                 f"step {step + 1}: inspect their batches in {BAD_BATCHES_DIR}/ "
-                "(areal_lite.run_dir.bad_batches.load_batch), lower trainer.lr, or resume from an "
+                "(areal_lite.train_batch.load_batch), lower trainer.lr, or resume from an "
                 "earlier checkpoint"
             )
 

@@ -26,13 +26,13 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.data.rows import _jsonl_file
     from areal_lite.rewards.gsm8k import gsm8k_reward
     from areal_lite.rewards.math import is_oversized, stated_result
-    from areal_lite.rewards.messages import take_frames
     from areal_lite.rewards.program import extract_program, parse_tests
+    from areal_lite.rewards.worker import take_frames
     from areal_lite.rollout.endpoint import anthropic, openai
     from areal_lite.rollout.endpoint.messages import RequestRefused, parse_body
     from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
-    from areal_lite.run_dir.manifest import damage
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
+    from areal_lite.run_dir.resume import damage
     from areal_lite.servers.client import (
         parse_generation,
         parse_model_info,

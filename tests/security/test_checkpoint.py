@@ -19,9 +19,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.launch import prepare
 from areal_lite.megatron.checkpoint import only_data
-from areal_lite.run_dir.manifest import damage, write_manifest
 from areal_lite.run_dir.metrics import read_events
-from areal_lite.run_dir.resume import checkpoint_steps, set_aside_damaged, start_version
+from areal_lite.run_dir.resume import (
+    checkpoint_steps,
+    damage,
+    set_aside_damaged,
+    start_version,
+    write_manifest,
+)
 from tests.security.mutation import mutated
 
 

@@ -7,7 +7,7 @@ and system_calls.py only. Its steps, in order:
   3. no capabilities and no new privileges;
   4. Landlock (landlock(7)): read the interpreter's folders, write the working directory, nothing
      else; where the kernel can (Linux 6.12), no signals to processes outside;
-  5. seccomp(2), a first filter: each new thread, file and folder needs a yes of supervisor.py,
+  5. seccomp(2), a first filter: each new thread, file and folder needs a yes of run.py,
      which gets the filter's descriptor;
   6. seccomp, a second filter: only the calls of system_calls.py, so no sockets, no new processes,
      no signals to others, no change of limits or permissions;

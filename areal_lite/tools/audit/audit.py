@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from areal_lite.run_dir.manifest import damage
 from areal_lite.run_dir.paths import (
     CHECKPOINTS_DIR,
     HF_DIR,
@@ -41,6 +40,7 @@ from areal_lite.run_dir.paths import (
     TOTALS_FILE,
 )
 from areal_lite.run_dir.reader import Chunk, Groups, RunReader
+from areal_lite.run_dir.resume import damage
 from areal_lite.tools.audit.records import Check, Records, open_records
 from areal_lite.tools.audit.store import (
     COLUMNS,

@@ -12,7 +12,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.launch import restarts as module
 from areal_lite.launch.restarts import LOG, Restarts
 from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
-from areal_lite.run_dir.manifest import write_manifest
+from areal_lite.run_dir.resume import write_manifest
 
 STEPS = 9
 

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from areal_lite.megatron.checkpoint import AsyncRequest, _host_copy
-from areal_lite.run_dir.bad_batches import load_batch, save_batch
 from areal_lite.run_dir.resume import checkpoint_steps, latest_checkpoint
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
-from areal_lite.train_batch import TrainBatch
+from areal_lite.train_batch import TrainBatch, load_batch, save_batch
 
 
 def checkpoint(folder: Path) -> Path:

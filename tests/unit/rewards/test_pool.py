@@ -13,9 +13,8 @@ import psutil
 import pytest
 import uvloop
 
-from areal_lite.rewards.messages import Reply
 from areal_lite.rewards.pool import RewardError, RewardPool, Sample
-from areal_lite.rewards.worker import load_reward_function
+from areal_lite.rewards.worker import Reply, load_reward_function
 from tests.processes import running
 
 BAD_REWARDS = '''

@@ -21,10 +21,9 @@ from areal_lite.rollout.episode import (
     load_workflow,
     sampled_turns,
 )
-from areal_lite.rollout.workflows.calculator import calculator
 from areal_lite.rollout.workflows.multi_turn import MultiTurn, Together
 from areal_lite.rollout.workflows.single_turn import single_turn
-from areal_lite.rollout.workflows.tools import Tools
+from areal_lite.rollout.workflows.tools import Tools, calculator
 from areal_lite.routes import ExpertLayout, is_recorded
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import (

@@ -17,9 +17,8 @@ from areal_lite.controller.buffer import GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Curriculum
 from areal_lite.controller.metrics import batch_stats
 from areal_lite.data.sampler import PromptSampler, SourceOrder
-from areal_lite.run_dir.manifest import write_manifest
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
-from areal_lite.run_dir.resume import needed_since, start_version
+from areal_lite.run_dir.resume import needed_since, start_version, write_manifest
 from areal_lite.run_dir.store import Store
 from areal_lite.system.files import publish_folder, scratch_folder, write_atomically, write_json
 from areal_lite.trajectory import Group, GroupState, Trajectory
