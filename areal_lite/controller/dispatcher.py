@@ -1,7 +1,7 @@
 """The dispatcher turns prompts into finished groups.
 
     admit -> reserve -> play -> score    -> classify -> deliver
-             (`GroupPlayer`)                (`Dispatcher`)
+             (`Player`, sources.py)         (`Dispatcher`)
 
 * A group is in the store before its first request is sent.
 * Every submitted group ends exactly once: as finished, filtered or dropped. A dropped group's
@@ -9,7 +9,7 @@
 * submitted = running + accepted + rejected (buffer.py), so no capacity leaks.
 * All rollouts of a group start on one server, which then shares the prompt's KV cache.
 * An episode is scored when it is finished; it does not wait for its group.
-* Every rollout ends as a `Rollout` or a `RolloutFailure`. Any other error is a bug and is raised.
+* An error of a workflow or of a reward costs its rollout. Any other error is a bug and is raised.
 
 tests/unit/controller/test_dispatcher.py asserts these.
 
@@ -31,37 +31,26 @@ and must be quick: they run on the controller's event loop.
 """
 
 import asyncio
-import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import AdmissionGate
 from areal_lite.controller.metrics import of_source
-from areal_lite.controller.sources import Dependencies, Source, drawn_prompts
+from areal_lite.controller.sources import Dependencies, Player, Rollout, Source, drawn_prompts
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.extensions import load_object
-from areal_lite.rewards.pool import RewardError
-from areal_lite.rollout.episode import (
-    Episode,
-    Workflow,
-    WorkflowFailed,
-    WorkflowRun,
-    load_workflow,
-    sampled_turns,
-    started,
-)
+from areal_lite.rollout.episode import load_workflow, started
 from areal_lite.run_dir.store import Store
-from areal_lite.servers.completion import Session, sampling_params
+from areal_lite.servers.completion import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.trajectory import Group, GroupState, Trajectory
+from areal_lite.trajectory import Group, GroupState
 
 # The last groups of a prompt decide whether it is retired. One group alone may have been luck.
 _NUM_RATES = 2
@@ -126,132 +115,6 @@ def first_reason(filters: Sequence[Filter], group: Group) -> str | None:
     return next((reason for f in filters if (reason := f(group)) is not None), None)
 
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """The scored traces of an episode, with the text before and after the first sampled token."""
-
-    traces: list[Trajectory]
-    texts: list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFailure:
-    """The reason why a rollout has no scored traces."""
-
-    reason: Literal["workflow", "reward"]
-    detail: str
-
-
-class GroupPlayer:
-    """Plays and scores the rollouts of the groups of one data source.
-
-    Args:
-        source: where the prompts are from; its settings and its rewards are used.
-        dependencies: tokenizer and clock are used.
-        fleet: the servers.
-        workflow: plays one episode per rollout.
-        counts: `workflow_failures` and `reward_failures` are counted here.
-        on_end: called when a rollout has ended.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        dependencies: Dependencies,
-        fleet: Fleet,
-        workflow: Workflow,
-        counts: Counter[str],
-        on_end: Callable[[], None],
-    ):
-        config = source.config
-        self._group_size = config.rollout.group_size
-        self._tokenizer = dependencies.tokenizer
-        self._rewards = source.rewards
-        self._clock = dependencies.clock
-        self._fleet = fleet
-        self._workflow = workflow
-        self._counts = counts
-        self._on_end = on_end
-        self._params = sampling_params(config.rollout, self._tokenizer)
-        if isinstance(config, TrainConfig) and config.algo.routing_replay:
-            self._params = replace(self._params, experts=expert_layout(Path(config.model)))
-
-    async def play(self, group_id: int, prompt: Prompt) -> list[Rollout | RolloutFailure]:
-        """Wait for a ready server, then for all rollouts of the group."""
-        sessions = await self._reserve(group_id)
-        episodes = [
-            Episode(
-                prompt=prompt,
-                sample_index=sample_index,
-                group_id=group_id,
-                tokenizer=self._tokenizer,
-                params=self._params,
-                clock=self._clock,
-                complete=partial(self._fleet.complete, session),
-            )
-            for sample_index, session in enumerate(sessions)
-        ]
-        run = WorkflowRun(self._workflow, episodes)
-        results = await asyncio.gather(*(self._play(episode, run) for episode in episodes))
-        for session, result in zip(sessions, results):
-            self._fleet.close_session(session)
-            if isinstance(result, Rollout):
-                for trace in result.traces:
-                    trace.server = session.server.name
-        return results
-
-    async def _reserve(self, group_id: int) -> list[Session]:
-        """Wait for a ready server, and open a session on it for each rollout."""
-        server = await self._fleet.reserve(self._group_size)
-        return [Session(f"{group_id}-{i}", server) for i in range(self._group_size)]
-
-    async def _play(self, episode: Episode, run: WorkflowRun) -> Rollout | RolloutFailure:
-        """Play one episode and score its traces."""
-        try:
-            return await self._score(episode, await run.traces(episode.sample_index))
-        except WorkflowFailed as error:
-            return self._failure("workflow", episode, str(error))
-        finally:
-            self._on_end()
-
-    async def _score(self, episode: Episode, traces: list[Trajectory]) -> Rollout | RolloutFailure:
-        """Give all traces the reward of the last answer, unless their workflow gave rewards."""
-        texts = [self._texts(episode.prompt, trace) for trace in traces]
-        if traces[-1].reward is None:
-            turns = sampled_turns(traces[-1])
-            answer = texts[-1][1]
-            if len(turns) > 1:
-                answer = self._tokenizer.decode(traces[-1].tokens[turns[-1]])
-            try:
-                reward = await self._rewards.score(answer, episode.prompt.answer)
-            except RewardError as error:
-                return self._failure("reward", episode, f"no reward: {error}")
-            for trace in traces:
-                trace.reward = reward
-        return Rollout(traces, texts)
-
-    def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
-        """Return the text before the first sampled token of a trace, and the text from there on."""
-        decode = self._tokenizer.decode
-        start = int(trace.loss_mask.argmax())
-        before, after = trace.tokens[:start], trace.tokens[start:]
-        # The prompt's own text has the special tokens of the chat template.
-        return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)
-
-    def _failure(
-        self, reason: Literal["workflow", "reward"], episode: Episode, detail: str
-    ) -> RolloutFailure:
-        """Count and log a failure."""
-        self._counts[f"{reason}_failures"] += 1
-        log.warning(
-            "rollout of %s, sample %d: %s", episode.prompt.prompt_id, episode.sample_index, detail
-        )
-        return RolloutFailure(reason, detail)
-
-
 # Groups that start in one turn of the event loop. A new version may admit hundreds.
 _STARTS_AT_ONCE = 4
 
@@ -307,13 +170,23 @@ class Dispatcher:
         self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.workflows = _workflows(dependencies)
+        self.workflows = {
+            name: dependencies.workflow or load_workflow(source.config.rollout)
+            for name, source in self._sources.items()
+        }
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.max_concurrent = rollout.max_concurrent
         self.in_flight = 0
         self.running: set[int] = set()
-        self._players = self._make_players(dependencies, fleet)
+        end = self._on_rollout_end
+        self._players = {
+            name: Player(source, dependencies, fleet, self.workflows[name], self.counts, end)
+            for name, source in self._sources.items()
+        }
+        self._params = {
+            name: _params(source, dependencies) for name, source in self._sources.items()
+        }
         self._prompts, self.sampler = drawn_prompts(self._sources)
         self._filters = load_filters(rollout.filters)
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
@@ -327,14 +200,6 @@ class Dispatcher:
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
-
-    def _make_players(self, dependencies: Dependencies, fleet: Fleet) -> dict[str, GroupPlayer]:
-        """Return the player of each data source, by its name."""
-        counts, end = self.counts, self._on_rollout_end
-        return {
-            name: GroupPlayer(source, dependencies, fleet, self.workflows[name], counts, end)
-            for name, source in self._sources.items()
-        }
 
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.
@@ -442,8 +307,10 @@ class Dispatcher:
                 self._config.rollout.group_size,
                 self._clock(),
             )
-        results = await self._players[prompt.source].play(submission.group_id, prompt)
-        await self._classify(submission, prompt, results)
+        group_id, player = submission.group_id, self._players[prompt.source]
+        rids = [f"{group_id}-{i}" for i in range(self._config.rollout.group_size)]
+        rollouts = await player.play(group_id, prompt, rids, self._params[prompt.source])
+        await self._classify(submission, prompt, rollouts)
         self._wake.set()
 
     def _on_rollout_end(self) -> None:
@@ -451,11 +318,11 @@ class Dispatcher:
         self._wake.set()
 
     async def _classify(
-        self, submission: _Submission, prompt: Prompt, results: list[Rollout | RolloutFailure]
+        self, submission: _Submission, prompt: Prompt, played: list[Rollout]
     ) -> None:
         """End the group: drop it if every rollout failed, filter it, or finish and deliver it."""
-        rollouts = [result for result in results if isinstance(result, Rollout)]
-        failures = [result for result in results if isinstance(result, RolloutFailure)]
+        rollouts = [rollout for rollout in played if not rollout.failure]
+        failures = [rollout.failure for rollout in played if rollout.failure]
         self.counts["failed_rollouts"] += len(failures)
         if not rollouts:
             await self._drop_empty(submission, failures[0])
@@ -464,7 +331,7 @@ class Dispatcher:
         group = Group(
             group_id=submission.group_id,
             prompt_id=prompt.prompt_id,
-            size=len(results),
+            size=len(played),
             trajectories=[trace for rollout in rollouts for trace in rollout.traces],
             prompt_index=submission.prompt_index,
         )
@@ -475,7 +342,7 @@ class Dispatcher:
             self._on_filtered(reason)
             self._reject(submission.group_id)
             return
-        detail = f"{len(failures)} rollouts failed: {failures[0].detail}" if failures else None
+        detail = f"{len(failures)} rollouts failed: {failures[0]}" if failures else None
         await self._end(group, texts, detail, GroupState.FINISHED)
         self._consecutive_filtered = 0
         self.running.remove(group.group_id)
@@ -488,16 +355,16 @@ class Dispatcher:
         """Commit the end of a group."""
         await self._store.submit(Store.finish, group, texts, reason, self._clock(), state)
 
-    async def _drop_empty(self, submission: _Submission, failure: RolloutFailure) -> None:
+    async def _drop_empty(self, submission: _Submission, failure: str) -> None:
         """Drop a group in which every rollout failed."""
         self.counts["empty_groups"] += 1
         self._consecutive_empty += 1
         if self._consecutive_empty > 2 * self._batch_groups:
             raise RuntimeError(
                 f"{self._consecutive_empty} groups in a row lost all their rollouts; "
-                f"the last one: {failure.detail}"
+                f"the last one: {failure}"
             )
-        reason = f"empty: {failure.detail}"
+        reason = f"empty: {failure}"
         await self._drop(submission.group_id, submission.prompt_index, reason)
         self._reject(submission.group_id)
 
@@ -554,9 +421,10 @@ class Dispatcher:
         return f"{self.filtered.total()} groups were filtered ({reasons or 'none'})"
 
 
-def _workflows(dependencies: Dependencies) -> dict[str, Workflow]:
-    """Return the workflow of each data source. Raises ValueError if one cannot be used."""
-    return {
-        name: dependencies.workflow or load_workflow(source.config.rollout)
-        for name, source in dependencies.sources.items()
-    }
+def _params(source: Source, dependencies: Dependencies) -> SamplingParams:
+    """Return how the completions of a data source are sampled."""
+    config = source.config
+    params = sampling_params(config.rollout, dependencies.tokenizer)
+    if isinstance(config, TrainConfig) and config.algo.routing_replay:
+        params = replace(params, experts=expert_layout(Path(config.model)))
+    return params

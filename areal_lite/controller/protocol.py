@@ -10,18 +10,17 @@
     AwaitEvaluation(version)       EvaluationEnded; or Resync: push `version` and ask again
     Finish()                       RunTotals; then the controller exits
 
-A repeated request gets the answer that the first one got or would have got. A client repeats one
-after a loss of its connection: the server knows it by the client's name and the request's number.
-If the controller is killed, the client waits for the next one and asks that (batches.py).
-
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
 frame (`Reply`), plus the frames of the batch after a `BatchReady`.
 
-The connections are those of CurveZMQ (https://rfc.zeromq.org/spec/26): encrypted, and only for
-clients that know the controller's random key. libzmq refuses all others before the controller
-sees a byte of theirs. The address and the key are in `<run_dir>/controller.json`, which only its
-owner can read. The controller listens on loopback, or on this machine's address for a run on
-several machines.
+A client repeats a request after a loss of its connection. The server knows it by the client's name
+and the request's number, and answers it once. If the controller is killed, the client waits for the
+next one and asks that (batches.py).
+
+Connections are encrypted (CurveZMQ, https://rfc.zeromq.org/spec/26), and only for clients that know
+the controller's random key: libzmq refuses all others before the controller sees a byte. Address
+and key are in `<run_dir>/controller.json`, which only its owner can read. The controller listens on
+loopback, or on this machine's address for a run on several machines.
 """
 
 import asyncio
@@ -31,10 +30,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
@@ -101,10 +102,7 @@ class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
 
 
 class AwaitEvaluation(msgspec.Struct, tag="await_evaluation", frozen=True):
-    """Wait until the evaluation of the last version has succeeded or failed. Every rank asks.
-
-    `resyncs` counts the `Resync` replies that this rank has had.
-    """
+    """Wait until the evaluation of the last version has succeeded or failed. Every rank asks."""
 
     version: int
     resyncs: int = 0
@@ -210,8 +208,7 @@ SILENCE_MS = 120_000
 Answer = tuple[Response, Sequence[bytes | memoryview]]
 """A response, and the frames of the batch if it is a `BatchReady`."""
 
-Handler = Callable[[Request], Awaitable[Answer]]
-
+R = TypeVar("R", bound=Response)
 
 log = logging.getLogger(__name__)
 
@@ -231,9 +228,7 @@ _LOG_EVERY = 1000
 class MessageServer:
     """Answers requests by `handler`, many at the same time.
 
-    * Only clients that know the key of controller.json can connect.
-    * A message that cannot be decoded is dropped.
-    * A request that a client repeats, because its connection was lost, is handled once.
+    * A message that cannot be decoded is dropped. A repeated request is handled once.
     * The caller hears of every error at once.
     * A ValueError or RuntimeError of the handler only fails its request, a StoreError excepted.
     * Any other error also ends `serve`, for example a response that cannot be encoded.
@@ -242,7 +237,7 @@ class MessageServer:
     def __init__(
         self,
         run_dir: Path,
-        handler: Handler,
+        handler: Callable[[Request], Awaitable[Answer]],
         host: str = "127.0.0.1",
         takes_over: bool = False,
     ):
@@ -268,7 +263,7 @@ class MessageServer:
         # The newest reply to each client, with the id of its request. A batch in it is one that
         # the controller keeps anyway.
         self._sent: dict[bytes, tuple[int, list[Any]]] = {}
-        # set once `Finish` was answered
+        # Set once `Finish` was answered.
         self.finished = asyncio.Event()
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self._file = run_dir / CONTROLLER_FILE
@@ -316,32 +311,25 @@ class MessageServer:
     async def _answer(self, client: bytes, envelope: Envelope) -> None:
         """Handle one request and send its reply. Raises errors that must end the server."""
         request, number = envelope.request, envelope.id
+        response: Response | None = None
         try:
             response, frames = await self._handler(request)
-        except (ValueError, RuntimeError) as error:
-            await self._refuse(client, number, str(error))
-            if isinstance(error, StoreError):
-                raise
-            return
+            await self._send(client, number, response, frames)  # may raise before it sends anything
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            await self._refuse(
-                client, number, f"asked for {request}, the controller failed: {reason}"
-            )
-            raise
-        try:
-            await self._send(client, number, response, frames)
-        except Exception as error:  # raised while encoding: nothing was sent
-            reason = f"{type(error).__name__}: {error}"
-            await self._refuse(client, number, f"the controller cannot send {request}: {reason}")
-            raise
+            refuses = response is None and isinstance(error, ValueError | RuntimeError)
+            if refuses:
+                text = str(error)
+            else:
+                asked = f"asked for {request}, the controller failed"
+                what = f"the controller cannot send {request}" if response else asked
+                text = f"{what}: {type(error).__name__}: {error}"
+            self._pending.discard((client, number))
+            await self._send(client, number, Failed(text))
+            if not refuses or isinstance(error, StoreError):
+                raise
         self._pending.discard((client, number))
-        if isinstance(request, Finish):
+        if isinstance(response, RunTotals):
             self.finished.set()
-
-    async def _refuse(self, client: bytes, number: int, error: str) -> None:
-        self._pending.discard((client, number))
-        await self._send(client, number, Failed(error))
 
     async def _send(
         self, client: bytes, number: int, response: Response, frames: Sequence[Any] = ()
@@ -374,10 +362,6 @@ async def run_until(event: asyncio.Event, *coroutines: Coroutine[Any, Any, None]
             task.cancel()
 
 
-log = logging.getLogger(__name__)
-R = TypeVar("R", bound=Response)
-Frames = list[memoryview]
-
 _POLL_S = 1.0
 # Another controller starts within a minute, and loads prompts and store before it answers.
 _SUCCESSOR_S = 600.0
@@ -388,7 +372,7 @@ class ControllerClient:
 
     * Every call raises RuntimeError with the controller's error message.
     * If the connection is lost, libzmq connects again, and the call sends its request again: the
-      reply may have been on its way. The controller answers it once (protocol.py).
+      reply may have been on its way.
     * If the controller is killed, the call waits for the one that takes its place, and asks it. It
       raises RuntimeError if none does within ten minutes.
     * After `timeout_s` seconds it raises TimeoutError, which names the request.
@@ -444,19 +428,12 @@ class ControllerClient:
         Returns:
             The shard, and facts about the batch of all ranks.
         """
-        while True:
-            request = PullBatch(step, rank, world, self._resyncs)
-            response, frames = self._call(request, BatchReady, Resync)
-            if isinstance(response, BatchReady):
-                return TrainBatch.from_frames(frames), response.info
-            self._resyncs += 1
-            resync()
+        ask = partial(PullBatch, step, rank, world)
+        response, frames = self._call_with_resyncs(ask, BatchReady, resync)
+        return TrainBatch.from_frames(frames), response.info
 
     def step_done(self, step: int) -> None:
-        """Report that `step` steps are complete and that no push follows the last one.
-
-        The batch of the last step counts as used.
-        """
+        """Report that `step` steps are complete and that no push follows the last one."""
         self._call(StepDone(step), Recorded)
 
     def begin_push(self, version: int) -> PushTargets:
@@ -464,10 +441,7 @@ class ControllerClient:
         return self._call(BeginPush(version), PushTargets)[0]
 
     def pushed(self, version: int, failed: Sequence[str] = ()) -> None:
-        """Report that every target of the push except `failed` now serves `version`.
-
-        Admission opens for `version`, and the batches that led to it count as used.
-        """
+        """Report that every target of the push except `failed` now serves `version`."""
         self._call(Pushed(version, list(failed)), Recorded)
 
     def evaluate(self, version: int) -> dict[str, Any]:
@@ -479,19 +453,24 @@ class ControllerClient:
 
         Every rank calls it. `resync` is as in `batch`: it pushes `version` to the stale servers.
         """
-        while True:
-            request = AwaitEvaluation(version, self._resyncs)
-            response, _ = self._call(request, EvaluationEnded, Resync)
-            if isinstance(response, EvaluationEnded):
-                return
-            self._resyncs += 1
-            resync()
+        self._call_with_resyncs(partial(AwaitEvaluation, version), EvaluationEnded, resync)
 
     def finish(self) -> dict[str, Any]:
         """End the run and return its totals. The controller exits afterwards."""
         return self._call(Finish(), RunTotals)[0].totals
 
-    def _call(self, request: Request, *expected: type[R]) -> tuple[R, Frames]:
+    def _call_with_resyncs(
+        self, ask: Callable[[int], Request], expected: type[R], resync: Callable[[], object]
+    ) -> tuple[R, list[memoryview]]:
+        """Call `resync` as often as the controller asks for it instead of answering."""
+        while True:
+            response, frames = self._call(ask(self._resyncs), expected, Resync)
+            if not isinstance(response, Resync):
+                return response, frames
+            self._resyncs += 1
+            resync()
+
+    def _call(self, request: Request, *expected: type[R]) -> tuple[R, list[memoryview]]:
         """Send a request and wait for its reply, which is one of the `expected` responses."""
         self._last_id += 1
         frame = msgspec.msgpack.encode(Envelope(self._last_id, request))
@@ -551,7 +530,7 @@ class ControllerClient:
     def _check_alive(self, request: Request) -> None:
         """Raise RuntimeError if the controller's process died ten minutes ago."""
         now, pid = time.monotonic(), self._address.pid
-        if self._address.namespace != process_namespace() or _alive(pid):
+        if self._address.namespace != process_namespace() or psutil.pid_exists(pid):
             return
         if self._died_at is None:
             self._died_at = now
@@ -561,14 +540,6 @@ class ControllerClient:
                 f"the controller (process {pid}) died while the trainer waited for {request}, and "
                 "none took its place: see its log"
             )
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _read_address(path: Path, timeout_s: float) -> Address:

@@ -1,17 +1,32 @@
-"""The data sources of a run: their prompts and their rewards."""
+"""The data sources of a run: their prompts, their rewards, and how their episodes are played."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from areal_lite.config import TrainConfig, naming, source_configs
 from areal_lite.config.data import Sampled, weight_of
-from areal_lite.data.prompts import MixedPrompts, PromptSet, load_prompts
+from areal_lite.data.prompts import MixedPrompts, Prompt, PromptSet, load_prompts
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rewards.pool import RewardPool
-from areal_lite.rollout.episode import Workflow
+from areal_lite.rewards.pool import RewardError, RewardPool
+from areal_lite.rollout.episode import (
+    Episode,
+    Workflow,
+    WorkflowFailed,
+    WorkflowRun,
+    sampled_turns,
+)
 from areal_lite.run_dir.store import StoreThread
+from areal_lite.servers.completion import SamplingParams, Session
+from areal_lite.servers.fleet import Fleet
+from areal_lite.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,3 +103,122 @@ class Dependencies:
     clock: Callable[[], float]
     eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)
     workflow: Workflow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The scored traces of an episode, or the reason why it has no reward in `failure`.
+
+    `texts` has the text before and after the first sampled token of each trace.
+    """
+
+    traces: list[Trajectory]
+    texts: list[tuple[str, str]]
+    failure: str = ""
+
+
+class Player:
+    """Plays and scores episodes of one data source.
+
+    Args:
+        source: where the prompts are from; its rewards are used.
+        dependencies: tokenizer and clock are used.
+        fleet: the servers.
+        workflow: plays one episode per rollout.
+        counts: `workflow_failures` and `reward_failures` are counted here.
+        on_end: called when a rollout has ended.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        dependencies: Dependencies,
+        fleet: Fleet,
+        workflow: Workflow,
+        counts: Counter[str],
+        on_end: Callable[[], None] = lambda: None,
+    ):
+        self._tokenizer = dependencies.tokenizer
+        self._rewards = source.rewards
+        self._clock = dependencies.clock
+        self._fleet = fleet
+        self._workflow = workflow
+        self._counts = counts
+        self._on_end = on_end
+
+    async def play(
+        self,
+        group_id: int,
+        prompt: Prompt,
+        rids: Sequence[str],
+        params: SamplingParams,
+        first: int = 0,
+    ) -> list[Rollout]:
+        """Wait for a ready server, then for a rollout for each request id.
+
+        All of them start on this server. They are the samples `first`, `first` + 1, …
+        """
+        server = await self._fleet.reserve(len(rids))
+        sessions = [Session(rid, server) for rid in rids]
+        episodes = [
+            Episode(
+                prompt=prompt,
+                sample_index=number,
+                group_id=group_id,
+                tokenizer=self._tokenizer,
+                params=params,
+                clock=self._clock,
+                complete=partial(self._fleet.complete, session),
+            )
+            for number, session in enumerate(sessions, first)
+        ]
+        run = WorkflowRun(self._workflow, episodes)
+        try:
+            rollouts = await asyncio.gather(*(self._play(run, i) for i in range(len(episodes))))
+        finally:
+            for session in sessions:
+                self._fleet.close_session(session)
+        for session, rollout in zip(sessions, rollouts):
+            for trace in rollout.traces:
+                trace.server = session.server.name
+        return rollouts
+
+    async def _play(self, run: WorkflowRun, index: int) -> Rollout:
+        """Play one episode and score its traces."""
+        episode = run.episodes[index]
+        traces: list[Trajectory] = []
+        try:
+            traces = await run.traces(index)
+            texts = [self._texts(episode.prompt, trace) for trace in traces]
+            await self._score(episode.prompt, traces, texts[-1][1])
+            return Rollout(traces, texts)
+        except (WorkflowFailed, RewardError) as error:
+            reason = "workflow" if isinstance(error, WorkflowFailed) else "reward"
+            detail = f"no reward: {error}" if reason == "reward" else str(error)
+            self._counts[f"{reason}_failures"] += 1
+            name = (episode.prompt.prompt_id, episode.sample_index)
+            log.warning("rollout of %s, sample %d: %s", *name, detail)
+            return Rollout(traces, [], detail)
+        finally:
+            self._on_end()
+
+    async def _score(self, prompt: Prompt, traces: list[Trajectory], sampled: str) -> None:
+        """Give all traces the reward of the last answer, unless their workflow gave rewards.
+
+        `sampled` is the text of the last trace from its first sampled token on.
+        """
+        if traces[-1].reward is None:
+            turns = sampled_turns(traces[-1])
+            if len(turns) > 1:
+                sampled = self._tokenizer.decode(traces[-1].tokens[turns[-1]])
+            reward = await self._rewards.score(sampled, prompt.answer)
+            for trace in traces:
+                trace.reward = reward
+
+    def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
+        """Return the text before the first sampled token of a trace, and the text from there on."""
+        decode = self._tokenizer.decode
+        start = int(trace.loss_mask.argmax())
+        before, after = trace.tokens[:start], trace.tokens[start:]
+        # The prompt's own text has the special tokens of the chat template.
+        return prompt.text if before.tolist() == prompt.tokens else decode(before), decode(after)

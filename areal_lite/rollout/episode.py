@@ -119,11 +119,11 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
 
 
 class WorkflowRun:
-    """A workflow at work on the episodes of a group."""
+    """A workflow at work on the `episodes` of a group."""
 
     def __init__(self, workflow: Workflow, episodes: list[Episode]):
         self._workflow = workflow
-        self._episodes = episodes
+        self.episodes = episodes
         self._group: asyncio.Future[Any] | None = None
 
     async def traces(self, index: int) -> list[Trajectory]:
@@ -135,7 +135,7 @@ class WorkflowRun:
             result = await self._result(index)
             traces = result if isinstance(result, list) else [result]
             for number, trace in enumerate(traces):
-                _check(self._episodes[index], trace)
+                _check(self.episodes[index], trace)
                 trace.trace_index = number
             _check_together(traces)
         except Exception as error:  # a user's code may raise anything
@@ -147,14 +147,14 @@ class WorkflowRun:
     async def _result(self, index: int) -> Any:
         """Return the workflow's result for an episode."""
         if not getattr(self._workflow, "grouped", False):
-            return await self._workflow(self._episodes[index])
+            return await self._workflow(self.episodes[index])
         if self._group is None:
-            self._group = asyncio.ensure_future(self._workflow(self._episodes))
+            self._group = asyncio.ensure_future(self._workflow(self.episodes))
         results = await self._group
-        if len(results) != len(self._episodes):
+        if len(results) != len(self.episodes):
             raise ValueError(
                 f"a grouped workflow returned {len(results)} results for"
-                f" {len(self._episodes)} episodes"
+                f" {len(self.episodes)} episodes"
             )
         return results[index]
 
