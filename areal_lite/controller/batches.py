@@ -6,8 +6,8 @@
 * `step` counts the trainer's completed steps. With `sync.every`, only some of them end with a push.
 
 The trainer loses no step when its controller is killed. Its ranks wait for the next controller, and
-ask it again what the last one did not answer (protocol.py). The answers must fit what other ranks
-have been told. The store therefore knows, before any rank does (`Handover`):
+ask it what the last one did not answer (protocol.py). The answers must fit what other ranks have
+been told. The store therefore knows, before any rank does (`Handover`):
 
 * the batch that was assigned to a step (`Store.assign`);
 * how many resyncs were requested. Every rank makes them in the same order relative to the batches;
@@ -17,8 +17,8 @@ have been told. The store therefore knows, before any rank does (`Handover`):
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from areal_lite.config import TrainConfig
@@ -51,7 +51,6 @@ class Handover:
 
 
 def read_handover(store: Store) -> Handover:
-    """Read the record of the last controller."""
     totals = store.totals()
     return Handover(**{f.name: totals.get(_PREFIX + f.name, 0) for f in fields(Handover)})
 
@@ -59,25 +58,14 @@ def read_handover(store: Store) -> Handover:
 def begin_handover(store: Store, version: int) -> Handover:
     """Record that a trainer starts at `version`: nothing has been requested of it."""
     handover = Handover(version=version)
-    store.set_totals(_named({f.name: getattr(handover, f.name) for f in fields(Handover)}))
+    store.set_totals({_PREFIX + name: value for name, value in asdict(handover).items()})
     return handover
 
 
 async def record_handover(store: StoreThread, **changes: int) -> None:
     """Record changed fields of Handover. They outlive this process when this returns."""
-    await store.submit(Store.set_totals, _named(changes))
-
-
-def _named(values: Mapping[str, int]) -> dict[str, int]:
-    return {_PREFIX + name: value for name, value in values.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _AssignedBatch:
-    """The batch of one step, and its facts for the metrics."""
-
-    assignment: BatchAssignment
-    info: dict[str, Any]
+    named = {_PREFIX + name: value for name, value in changes.items()}
+    await store.submit(Store.set_totals, named)
 
 
 class UsedBatch(NamedTuple):
@@ -124,7 +112,7 @@ class Batches:
         # Set, and replaced by a new one, when a batch may have become ready.
         self._changed = asyncio.Event()
         # By step. A task ends when the batch is assigned.
-        self._assignments: dict[int, asyncio.Task[_AssignedBatch]] = {}
+        self._assignments: dict[int, asyncio.Task[BatchAssignment]] = {}
         # How many resyncs were requested, the event of the next one, and whether one is pending.
         self._resyncs = 0
         self._resync_requested = asyncio.Event()
@@ -180,7 +168,7 @@ class Batches:
         self.notify()
         done = [s for s, task in self._assignments.items() if s < step and task.done()]
         for s in done:
-            batch = self._assignments.pop(s).result().assignment
+            batch = self._assignments.pop(s).result()
             used.append(UsedBatch(s, batch.group_ids, batch.draws))
         return used
 
@@ -189,9 +177,12 @@ class Batches:
 
         Raises ValueError for a step that is over, and for a rank that the batch was not dealt to.
         """
-        self._check_pull(request)
-        self.was_asked = True
         step, rank, world = request.step, request.rank, request.world
+        if step < self.step:
+            raise ValueError(f"{request} was asked for, but {self.step} steps are complete")
+        if not 0 <= rank < world:
+            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
+        self.was_asked = True
         if step not in self._assignments:
             self._assignments[step] = asyncio.create_task(self._assign(step, world))
         task = self._assignments[step]
@@ -204,18 +195,9 @@ class Batches:
             # The next request tries again.
             self._assignments.pop(step, None)
             raise
-        shards = batch.assignment.shards
-        if len(shards) != world:
-            raise ValueError(
-                f"{request}, but that batch was assigned to {len(shards)} ranks already"
-            )
-        return BatchReady(batch.info), shards[rank].to_frames()
-
-    def _check_pull(self, request: PullBatch) -> None:
-        if request.step < self.step:
-            raise ValueError(f"{request} was asked for, but {self.step} steps are complete")
-        if not 0 <= request.rank < request.world:
-            raise ValueError(f"{request}: the rank must be at least 0 and less than the world size")
+        if (ranks := len(batch.shards)) != world:
+            raise ValueError(f"{request}, but that batch was assigned to {ranks} ranks already")
+        return BatchReady(batch.info), batch.shards[rank].to_frames()
 
     async def resync_comes_first(self, resyncs: int, task: asyncio.Future[Any]) -> bool:
         """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
@@ -228,7 +210,7 @@ class Batches:
             requested.cancel()
         return resyncs < self._resyncs
 
-    async def _assign(self, step: int, world: int) -> _AssignedBatch:
+    async def _assign(self, step: int, world: int) -> BatchAssignment:
         """Wait until the batch of `step` is complete, and assign it to `world` ranks.
 
         It waits for groups, and for the end of the step before: a rank may ask for the next batch
@@ -238,14 +220,14 @@ class Batches:
         while step >= self.step:
             changed = self._changed
             if step == self.step:
-                if assignment := await self._take(step, world):
-                    if assignment.has_routes:
-                        await asyncio.to_thread(assignment.join_routes)
+                if batch := await self._take(step, world):
+                    if batch.has_routes:
+                        await asyncio.to_thread(batch.join_routes)
                     await asyncio.sleep(0)  # others may run before the batch is described
-                    info = self._info(assignment, step, started)
+                    batch.info = self._info(batch, step, started)
                     if not isinstance(self.queue, ReplayBuffer):
-                        await self._store.submit(Store.assign, assignment.group_ids, step)
-                    return _AssignedBatch(assignment, info)
+                        await self._store.submit(Store.assign, batch.group_ids, step)
+                    return batch
                 await self.request_resync()
             await changed.wait()
         raise ValueError(f"{self.step} steps are complete, but step {step} never got its batch")
@@ -284,13 +266,13 @@ class Batches:
             self._resync_requested.set()
             self._resync_requested = asyncio.Event()
 
-    def _info(self, assignment: BatchAssignment, step: int, started: float) -> dict[str, Any]:
+    def _info(self, batch: BatchAssignment, step: int, started: float) -> dict[str, Any]:
         """Describe the batch and the run, for the metrics."""
         now, held_since = self._clock(), self._held_since
         self._held_since = None
         buffer = self._config.buffer
         bound = None if buffer.replay.capacity else buffer.max_staleness
-        groups, queue = assignment.groups, self.queue
+        groups, queue = batch.groups, self.queue
         names = [source.name for source in self._dispatcher.sampler.sources]
         replay = {}
         if isinstance(queue, ReplayBuffer):
@@ -304,8 +286,8 @@ class Batches:
             **source_stats(groups, names),
             **diversity(group.episodes for group in groups),
             **replay,
-            "masked_tokens": assignment.masked_tokens,
-            "passed_groups": assignment.passed,
+            "masked_tokens": batch.masked_tokens,
+            "passed_groups": batch.passed,
             "queue_depth": len(queue),
             **self._dispatcher.facts(),
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,

@@ -82,6 +82,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -191,6 +192,7 @@ class BatchAssignment:
         group_ids: the groups that the step uses up.
         passed: number of groups, up to this batch, that passed the oldest group that still runs.
         draws: replay: group id and sample index of each episode, by group of the batch.
+        info: facts for the metrics.
     """
 
     groups: list[Group]
@@ -199,6 +201,7 @@ class BatchAssignment:
     group_ids: list[int]
     passed: int = 0
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_routes(self) -> bool:
