@@ -191,10 +191,9 @@ class RunReader(StoreFile):
         super().__init__(path, read_only=True)
 
     def rewards(self) -> Iterator[tuple[int, list[float], int]]:
-        """Yield the prompt index of each group that was not dropped, in finishing order.
+        """Yield (prompt index, rewards, drawn) of each group not dropped, in finishing order.
 
-        With it come the rewards of its episodes, which are the means of those of their traces, and
-        the number of draws when the group was admitted.
+        The reward of an episode is the mean of its traces'. `drawn` is as in `Store.admit`.
         """
         for index, rewards, drawn in self._query(
             "SELECT prompt_index, json_group_array(mean), drawn FROM groups JOIN "
@@ -210,10 +209,7 @@ class RunReader(StoreFile):
         return {state.value: found.get(state, 0) for state in GroupState}
 
     def missing_trajectories(self) -> int:
-        """Count the trajectories that finished and used groups should have, but do not have.
-
-        Anything but 0 is a bug.
-        """
+        """Count the trajectories that finished and used groups lack. Anything but 0 is a bug."""
         ((missing,),) = self._query(
             "SELECT (SELECT coalesce(sum(num_trajectories), 0) FROM groups "
             "        WHERE state IN ('finished', 'used')) - "
@@ -315,11 +311,6 @@ class RunReader(StoreFile):
             while rows := cursor.fetchmany(_CHUNK):
                 yield to_chunk(names, rows)
 
-    def used_prompts(self) -> Iterator[str]:
-        """Yield the prompt ids of the used groups, in the order of admission."""
-        query = "SELECT prompt_id FROM groups WHERE state = 'used' ORDER BY group_id"
-        return (prompt for (prompt,) in self._query(query))
-
     def solved_shares(self) -> Iterator[tuple[int, float]]:
         """Yield the prompt index of each group, and its share of positive rewards."""
         return self._query(
@@ -381,25 +372,23 @@ class RunReader(StoreFile):
 
         Groups whose tokens are not kept are left out.
         """
-        yield from self._select(
-            "state IN ('finished', 'used') AND kept_bytes > 0 ORDER BY finished_at, group_id"
-        )
+        where = "state IN ('finished', 'used') AND kept_bytes > 0 ORDER BY finished_at, group_id"
+        for row in self._rows(f"SELECT * FROM groups WHERE {where}"):
+            yield self._group(row), row["state"] == GroupState.USED
 
     def waiting_groups(self) -> list[Group]:
         """Return the finished groups that no step has, in the order of admission.
 
         Raises DamagedGroup, also for one whose tokens were removed although it waits.
         """
-        where = "state = 'finished' AND step IS NULL ORDER BY group_id"
-        return [group for group, _ in self._select(where)]
+        return self._groups("state = 'finished' AND step IS NULL")
 
     def assigned_groups(self, step: int) -> list[Group]:
         """Return the batch of `step`, if it is assigned and its end is not recorded.
 
         The groups are in the order of admission. Raises DamagedGroup.
         """
-        where = "state = 'finished' AND step = ? ORDER BY group_id"
-        return [group for group, _ in self._select(where, (step,))]
+        return self._groups("state = 'finished' AND step = ?", step)
 
     def completed_steps(self) -> int:
         """Return the number of training steps whose end is recorded. Not for a replay buffer."""
@@ -411,8 +400,7 @@ class RunReader(StoreFile):
 
         Raises DamagedGroup, and ValueError if their tokens are not kept.
         """
-        where = "state = 'used' AND step = ? ORDER BY group_id"
-        return [group for group, _ in self._select(where, (step,))]
+        return self._groups("state = 'used' AND step = ?", step)
 
     def drawn(self, step: int) -> list[list[list[Trajectory]]]:
         """Return the episodes of each group that `step` drew from the replay buffer, in order.
@@ -445,9 +433,9 @@ class RunReader(StoreFile):
     def _ids(self, query: str) -> list[int]:
         return [value for (value,) in self._query(query)]
 
-    def _select(self, where: str, values: Sequence[Any] = ()) -> Iterator[tuple[Group, bool]]:
-        for row in self._rows(f"SELECT * FROM groups WHERE {where}", values):
-            yield self._group(row), row["state"] == GroupState.USED
+    def _groups(self, where: str, *values: Any) -> list[Group]:
+        rows = self._rows(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values)
+        return list(map(self._group, rows))
 
     def _group(self, row: dict[str, Any]) -> Group:
         """Return the group of a row of `groups`.
@@ -455,22 +443,16 @@ class RunReader(StoreFile):
         Raises DamagedGroup, and ValueError if its tokens are not kept.
         """
         self._check_kept(row)
-        rows = list(
-            self._rows(
-                f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} WHERE group_id = ? "
-                "ORDER BY sample_index, trace_index",
-                (row["group_id"],),
-            )
-        )
+        query = f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} WHERE group_id = ?"
+        rows = list(self._rows(f"{query} ORDER BY sample_index, trace_index", (row["group_id"],)))
         if len(rows) != row["num_trajectories"]:
             reason = f"group {row['group_id']} has {len(rows)} trajectories"
             raise DamagedGroup(f"{self._path}: {reason}, not {row['num_trajectories']}: {REMEDY}")
-        trajectories = [self._trajectory(t, row["prompt_id"]) for t in rows]
         return Group(
             group_id=row["group_id"],
             prompt_id=row["prompt_id"],
             size=row["size"],
-            trajectories=trajectories,
+            trajectories=[self._trajectory(t, row["prompt_id"]) for t in rows],
             prompt_index=row["prompt_index"],
         )
 

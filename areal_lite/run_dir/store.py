@@ -1,6 +1,6 @@
 """The trajectory store, `<run_dir>/trajectories.sqlite`: every rollout group of a run.
 
-It says what a run has and what it still owes. Any SQLite client can read it at any time.
+Any SQLite client can read it at any time.
 
 * A group has a row in `groups` before its first request is sent. The row moves through the states
   of GroupState: in_flight -> finished -> used, or to filtered or dropped.
@@ -10,22 +10,21 @@ It says what a run has and what it still owes. Any SQLite client can read it at 
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
   its episodes that did not fail, each numbered from 0.
 * Tokens, log-probs, texts and routes of prompt and completion are in `sequences`, compressed
-  (store_format.py). `kept_bytes` of a group is their size. When the file reaches its bound
-  (`store.max_gib`), old groups lose them and have `kept_bytes` 0.
+  (store_format.py). `kept_bytes` of a group is their size.
 * `draws` has the episodes of each batch that was drawn from a replay buffer. `totals` has the
   counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
-* Each row of `groups` and `trajectories` has a checksum. A damaged group that
-  waits is dropped when a run resumes. Other damage is a ValueError that names the file.
+* Each row has a checksum. A damaged group that waits is dropped when a run resumes. Other damage is
+  a ValueError that names the file.
 * The write-ahead log survives the death of any process at any moment. A power cut does not damage
   the file. It may lose the commits after the last durable one, such as the end of a step.
 
-The bound, `store.max_gib`:
+When the file reaches its bound (`store.max_gib`), old groups lose their rows in `sequences`:
 
-* Groups of which nothing was learned lose their tokens first: a filter left them out, or they
-  became too stale. Groups that steps have used follow, and groups with failed rollouts: they
-  show what the model learned from and what goes wrong. Among both, the oldest go first.
-* A group loses tokens, log-probs, texts and routes of all its trajectories in one transaction, and
-  its `kept_bytes` becomes 0. Its other columns stay, so what the audit proves stays provable.
+* First the groups of which nothing was learned: a filter left them out, or they became too stale.
+  Groups that steps have used follow, and groups with failed rollouts: they show what the model
+  learned from and what goes wrong. Among both, the oldest go first.
+* A group loses all of them in one transaction, and its `kept_bytes` becomes 0. Its other columns
+  stay, so what the audit proves stays provable.
 * Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
   that a resume may take back.
 * New groups fill the pages that become free. What is left beyond the bound returns to the file
@@ -77,8 +76,51 @@ ORDER BY finished_at
 """
 
 
-class BoundedStore(RunReader):
-    """The part of a store that keeps its file small."""
+log = logging.getLogger(__name__)
+
+# Draws that `recover` returns to check the data set: another order of prompts agrees on so many
+# only by an unlikely chance.
+_NUM_DRAWS = 100
+
+# The beginnings of statements that lose groups when a run resumes.
+_DROP = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason = :reason"
+_PLAY_AGAIN = (
+    "UPDATE groups SET state = 'in_flight', step = NULL, finished_at = NULL, reason = NULL,"
+    " num_trajectories = NULL, kept_bytes = NULL"
+)
+
+# Rows per INSERT. SQLite takes at most 32766 values in a statement.
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """State recovered from the store when a run resumes.
+
+    Args:
+        groups: number of groups, in any state.
+        waiting: number of finished groups that no step has used.
+        drawn: number of prompts that the sampler had drawn.
+        put_back: prompt indices that the sampler must serve again, in order.
+        again: (group_id, prompt_index, drawn) of the groups to play again, in order.
+        draws: (`drawn` after the draw, prompt index) of the last draws.
+        filtered: number of filtered groups by reason.
+    """
+
+    groups: int
+    waiting: int
+    drawn: int
+    put_back: list[int]
+    again: list[tuple[int, int, int]]
+    draws: list[tuple[int, int]]
+    filtered: Counter[str]
+
+
+class Store(RunReader):
+    """The store of one run, for one thread at a time.
+
+    Each method is one change or one query. `begin` ... `commit` make several changes one.
+    """
 
     # Groups that ended before this time, and of which nothing was learned, have lost their tokens.
     _unlearned_since = 0.0
@@ -88,10 +130,7 @@ class BoundedStore(RunReader):
         StoreFile.__init__(self, path)
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
-        """Return the metrics of the store's size; those per token are of some groups.
-
-        The tokens are those of prompt and completion.
-        """
+        """Return the metrics of the store's size. Those per token are of the given groups."""
         ids = (msgspec.json.encode(list(group_ids)).decode(),)
         chosen = "WHERE group_id IN (SELECT value FROM json_each(?))"
         ((kept,),) = self._query(f"SELECT sum(kept_bytes) FROM groups {chosen}", ids)
@@ -144,53 +183,6 @@ class BoundedStore(RunReader):
         ((value,),) = self._query(f"PRAGMA {name}")
         return value
 
-
-log = logging.getLogger(__name__)
-
-# Draws that `recover` returns to check the data set: another order of prompts agrees on so many
-# only by an unlikely chance.
-_NUM_DRAWS = 100
-
-# The beginnings of statements that lose groups when a run resumes.
-_DROP = "UPDATE groups SET state = 'dropped', step = NULL, finished_at = :now, reason = :reason"
-_PLAY_AGAIN = (
-    "UPDATE groups SET state = 'in_flight', step = NULL, finished_at = NULL, reason = NULL,"
-    " num_trajectories = NULL, kept_bytes = NULL"
-)
-
-# Rows per INSERT. SQLite takes at most 32766 values in a statement.
-_ROWS_AT_ONCE = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """State recovered from the store when a run resumes.
-
-    Args:
-        groups: number of groups, in any state.
-        waiting: number of finished groups that no step has used.
-        drawn: number of prompts that the sampler had drawn.
-        put_back: prompt indices that the sampler must serve again, in order.
-        again: (group_id, prompt_index, drawn) of the groups to play again, in order.
-        draws: (`drawn` after the draw, prompt index) of the last draws.
-        filtered: number of filtered groups by reason.
-    """
-
-    groups: int
-    waiting: int
-    drawn: int
-    put_back: list[int]
-    again: list[tuple[int, int, int]]
-    draws: list[tuple[int, int]]
-    filtered: Counter[str]
-
-
-class Store(BoundedStore):
-    """The store of one run, for one thread at a time.
-
-    Each method is one change or one query. `begin` ... `commit` make several changes one.
-    """
-
     def admit(
         self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
     ) -> None:
@@ -225,7 +217,7 @@ class Store(BoundedStore):
             texts: (prompt, completion) of each trajectory.
             reason: why the group was filtered, or why trajectories are missing.
             now: wall-clock seconds.
-            state: finished or filtered.
+            state: the new state.
         """
         assert state in (GroupState.FINISHED, GroupState.FILTERED)
         rows = [
@@ -245,11 +237,7 @@ class Store(BoundedStore):
         )
 
     def _insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert rows, many in one statement.
-
-        Each statement releases the interpreter lock once, and then waits for it while the event
-        loop is busy.
-        """
+        """Insert rows, many in one statement: each waits for the interpreter lock once."""
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[first : first + _ROWS_AT_ONCE]
             marks = f"({', '.join('?' * len(some[0]))})"
@@ -290,13 +278,7 @@ class Store(BoundedStore):
             for draw, members in enumerate(draws)
             for position, member in enumerate(members)
         ]
-        if rows:
-            self._execute(
-                "INSERT INTO draws SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'),"
-                " json_extract(value, '$[2]'), json_extract(value, '$[3]'),"
-                " json_extract(value, '$[4]') FROM json_each(?)",
-                (msgspec.json.encode(rows).decode(),),
-            )
+        self._insert("draws", rows)
 
     def drop(self, group_id: int, reason: str, now: float) -> None:
         """Move a group from in_flight or finished to dropped."""

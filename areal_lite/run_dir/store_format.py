@@ -1,22 +1,20 @@
 """The format of the trajectory store: its tables, checksums, rows, compression and file.
 
 **Tables.** A trajectory has a row in `trajectories`, which stays. What takes the space is in its
-row in `sequences`, which goes when the store reaches its bound (store.py). Each row has a checksum.
-SQLite notices damage to its own structures only, and a flipped bit in a blob, a reward or a prompt
-index would train on wrong data without a sign.
+row in `sequences`, which goes when the store reaches its bound (store.py). Each row has a checksum:
+SQLite does not notice a flipped bit in a blob, a reward or a prompt index.
 
-**Rows.** Per token the store has an id and a log-prob, with the text where texts are recorded, and
-with `algo.routing_replay` the route. Versions and the loss mask follow from the segments, which
-name each run of sampled tokens with its version.
+**Rows.** Per token the store has an id, a log-prob and its text, and with `algo.routing_replay` the
+route. Versions and the loss mask follow from the segments, which name each run of sampled tokens
+with its version.
 
 **Compression** is without loss. Items of four bytes are split into byte planes: the first byte of
 every item, then the second byte of every item, and so on. The high bytes of ids and the exponents
 of log-probs are alike, so zlib (RFC 1950) makes them small. The low bytes of log-probs are noise,
 in which a search for repetitions finds none and takes twice the time. Log-probs therefore get
-Huffman codes and runs only (`Z_RLE`). The experts of a route ascend, so each is kept as its
-distance from the expert before, and those of one layer and place stand together. Distances are
-small and need fewer bits. They get Huffman codes, too. `benchmarks/store.py` measures the bytes per
-token and the time.
+Huffman codes and runs only (`Z_RLE`). So do routes: the experts of a route ascend, each is kept as
+its distance from the expert before, which is small, and those of one layer and place stand
+together. `benchmarks/store.py` measures the bytes per token and the time.
 """
 
 import math

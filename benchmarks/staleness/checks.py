@@ -74,9 +74,10 @@ def prompt_order(store: Path) -> int:
     """Return a checksum of the ids of all used prompts in their order, to compare runs."""
     checksum, between = 0, b""
     with closing(RunReader(store)) as reader:
-        for prompt in reader.used_prompts():
-            checksum = zlib.crc32(between + prompt.encode(), checksum)
-            between = b"\n"
+        for group in reader.groups():
+            if group["state"] == "used":
+                checksum = zlib.crc32(between + group["prompt_id"].encode(), checksum)
+                between = b"\n"
     return checksum
 
 

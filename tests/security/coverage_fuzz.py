@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.program import extract_program, parse_tests
     from areal_lite.rewards.worker import take_frames
     from areal_lite.rollout.endpoint import anthropic, openai
-    from areal_lite.rollout.endpoint.messages import RequestRefused, parse_body
+    from areal_lite.rollout.endpoint.openai import RequestRefused, parse_body
     from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.run_dir.resume import damage

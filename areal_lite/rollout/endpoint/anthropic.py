@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.endpoint.messages import (
+from areal_lite.rollout.endpoint.openai import (
     MODEL,
     Answer,
     ChatRequest,

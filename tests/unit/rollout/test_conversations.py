@@ -10,8 +10,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.rollout.endpoint.conversations import Conversations
-from areal_lite.rollout.endpoint.server import AgentEndpoint
+from areal_lite.rollout.endpoint.server import AgentEndpoint, Conversations
 from areal_lite.trajectory import Trajectory
 from tests.unit.rollout.episodes import Scripted, chat_prompt, playing, save_chat_tokenizer
 
