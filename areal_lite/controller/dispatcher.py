@@ -21,13 +21,11 @@ its prompt.
   doubles the rest: 1 epoch, 2, 4, … So a hard prompt costs little, and is still tried again after
   the policy has learned more.
 
-Both read the groups of the store only. A resumed run therefore goes on with the same prompts.
-
-A filter removes a group that teaches nothing, and another prompt takes its place, so that batches
-stay full (active sampling; Olmo 3, arXiv 2512.13961). A filter is a function f(group) that returns
-None to keep the group, or a short fixed name of the reason to filter it. Filtered groups are
-counted by reason. Filters are named `module:function` in `rollout.filters`, are called in order,
-and must be quick: they run on the controller's event loop.
+A filter (`rollout.filters`) removes a group that teaches nothing, and another prompt takes its
+place, so that batches stay full (active sampling; Olmo 3, arXiv 2512.13961). It is a function
+f(group) that returns None to keep the group, or a short fixed name of the reason to filter it, by
+which filtered groups are counted. Filters are called in order, and must be quick: they run on the
+controller's event loop.
 """
 
 import asyncio
@@ -46,7 +44,7 @@ from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler
 from areal_lite.extensions import load_object
-from areal_lite.rollout.episode import load_workflow, started
+from areal_lite.rollout.episode import Workflow, load_workflow, started
 from areal_lite.run_dir.store import Store
 from areal_lite.servers.completion import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
@@ -59,8 +57,7 @@ _NUM_RATES = 2
 class Curriculum:
     """Retires and rests the prompts of `sampler`.
 
-    `retire_above` is the solve rate above which a prompt is retired; none is if that is None.
-    `rest_unsolved` is the longest rest in epochs; no prompt rests if that is 0.
+    It reads the groups of the store only: a resumed run goes on with the same prompts.
     """
 
     def __init__(self, sampler: PromptSampler, retire_above: float | None, rest_unsolved: int):
@@ -129,9 +126,10 @@ COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """A group that was admitted. `drawn` counts the prompts drawn so far, this one included.
+    """A group that was admitted.
 
-    `again` tells that the store has the group already.
+    `drawn` counts the prompts drawn so far, this one included. `again` tells that the store has the
+    group already.
     """
 
     group_id: int
@@ -157,9 +155,9 @@ class Dispatcher:
         deliver: Callable[[Group], None],
         on_rejected: Callable[[], None] = lambda: None,
     ):
-        """Build the dispatcher; it calls `deliver(group)` with each finished group.
+        """Build the dispatcher.
 
-        It calls `on_rejected()` after a group that ended otherwise.
+        It calls `deliver(group)` with each finished group, and `on_rejected()` after others.
         """
         assert dependencies.store is not None
         rollout = config.rollout
@@ -170,23 +168,21 @@ class Dispatcher:
         self._fleet = fleet
         self._deliver = deliver
         self._on_rejected = on_rejected
-        self.workflows = {
-            name: dependencies.workflow or load_workflow(source.config.rollout)
-            for name, source in self._sources.items()
-        }
+        self.workflows: dict[str, Workflow] = {}
         self.counts: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.max_concurrent = rollout.max_concurrent
         self.in_flight = 0
         self.running: set[int] = set()
-        end = self._on_rollout_end
-        self._players = {
-            name: Player(source, dependencies, fleet, self.workflows[name], self.counts, end)
-            for name, source in self._sources.items()
-        }
-        self._params = {
-            name: _params(source, dependencies) for name, source in self._sources.items()
-        }
+        self._players: dict[str, Player] = {}
+        self._params: dict[str, SamplingParams] = {}
+        for name, source in self._sources.items():
+            workflow = dependencies.workflow or load_workflow(source.config.rollout)
+            self.workflows[name] = workflow
+            self._players[name] = Player(
+                source, dependencies, fleet, workflow, self.counts, self._on_rollout_end
+            )
+            self._params[name] = _params(source, dependencies)
         self._prompts, self.sampler = drawn_prompts(self._sources)
         self._filters = load_filters(rollout.filters)
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
@@ -204,10 +200,9 @@ class Dispatcher:
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.
 
-        The servers have `version`, and the trainer starts again unless it runs. Nothing else may
-        use the store yet. Raises ValueError for another data set. With `server.deterministic`, lost
-        groups are played again under their numbers, on which their sampling and their place in the
-        batch depend.
+        The servers have `version`, and the trainer starts again unless it runs. Raises ValueError
+        for another data set. With `server.deterministic`, lost groups are played again under their
+        numbers, on which their sampling and their place in the batch depend.
         """
         play_again = self._config.server.deterministic
         recovered = store.recover(step, self._clock(), play_again, trainer_runs)
@@ -228,10 +223,7 @@ class Dispatcher:
         self.admission.recover(step, version, recovered.waiting)
 
     async def run(self) -> None:
-        """Start groups while there is capacity. Runs until cancelled.
-
-        It waits for capacity: a trajectory that ends, a group that is rejected, a new version.
-        """
+        """Start groups while there is capacity. Runs until cancelled."""
         async with AsyncExitStack() as workflows, asyncio.TaskGroup() as groups:
             for name, source in self._sources.items():
                 await workflows.enter_async_context(started(self.workflows[name], source.config))
@@ -338,21 +330,20 @@ class Dispatcher:
         texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
         if reason := first_reason(self._filters, group):
-            await self._end(group, texts, reason, GroupState.FILTERED)
+            await self._finish(group, texts, reason, GroupState.FILTERED)
             self._on_filtered(reason)
             self._reject(submission.group_id)
             return
         detail = f"{len(failures)} rollouts failed: {failures[0]}" if failures else None
-        await self._end(group, texts, detail, GroupState.FINISHED)
+        await self._finish(group, texts, detail, GroupState.FINISHED)
         self._consecutive_filtered = 0
         self.running.remove(group.group_id)
         self.admission.on_accepted()
         self._deliver(group)
 
-    async def _end(
+    async def _finish(
         self, group: Group, texts: list[tuple[str, str]], reason: str | None, state: GroupState
     ) -> None:
-        """Commit the end of a group."""
         await self._store.submit(Store.finish, group, texts, reason, self._clock(), state)
 
     async def _drop_empty(self, submission: _Submission, failure: str) -> None:

@@ -116,18 +116,10 @@ async def score_problems(
     samples: int,
     name: str,
 ) -> Scores:
-    """Score the first `problems` held-out problems, by the workflow that training uses.
+    """Score the first `problems` of `source.eval_prompts`, or all if there are fewer.
 
-    Args:
-        source: its `eval_prompts` are the problems; the samples use its temperature.
-        dependencies: tokenizer and clock are used.
-        fleet: the servers.
-        workflow: a grouped one gets groups of one.
-        problems: number of problems, or all if there are fewer.
-        samples: sampled completions per problem, in addition to the greedy one.
-        name: the beginning of the request ids.
-
-    Raises ValueError if there are no problems.
+    Each gets a greedy completion and `samples` sampled ones. A grouped workflow gets groups of one.
+    `name` begins the request ids. Raises ValueError if there are no problems.
     """
     prompts = source.eval_prompts
     assert prompts is not None, "an evaluation needs eval_prompts"
