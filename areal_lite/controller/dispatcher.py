@@ -177,12 +177,7 @@ class Dispatcher:
         self._players: dict[str, Player] = {}
         self._params: dict[str, SamplingParams] = {}
         for name, source in self._sources.items():
-            workflow = dependencies.workflow or load_workflow(source.config.rollout)
-            self.workflows[name] = workflow
-            self._players[name] = Player(
-                source, dependencies, fleet, workflow, self.counts, self._on_rollout_end
-            )
-            self._params[name] = _params(source, dependencies)
+            self._open(name, source, dependencies)
         self._prompts, self.sampler = drawn_prompts(self._sources)
         self._filters = load_filters(rollout.filters)
         self._curriculum = Curriculum(self.sampler, rollout.retire_above, rollout.rest_unsolved)
@@ -196,6 +191,19 @@ class Dispatcher:
         self._consecutive_filtered = 0
         # Set when something changed that `run` may be waiting for.
         self._wake = asyncio.Event()
+
+    def _open(self, name: str, source: Source, dependencies: Dependencies) -> None:
+        """Load the workflow of a data source, and say how its completions are sampled."""
+        config = source.config
+        workflow = dependencies.workflow or load_workflow(config.rollout)
+        params = sampling_params(config.rollout, dependencies.tokenizer)
+        if isinstance(config, TrainConfig) and config.algo.routing_replay:
+            params = replace(params, experts=expert_layout(Path(config.model)))
+        self.workflows[name] = workflow
+        self._players[name] = Player(
+            source, dependencies, self._fleet, workflow, self.counts, self._on_rollout_end
+        )
+        self._params[name] = params
 
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.
@@ -410,12 +418,3 @@ class Dispatcher:
     def _describe_filtered(self) -> str:
         reasons = ", ".join(f"{groups} {reason}" for reason, groups in self.filtered.most_common())
         return f"{self.filtered.total()} groups were filtered ({reasons or 'none'})"
-
-
-def _params(source: Source, dependencies: Dependencies) -> SamplingParams:
-    """Return how the completions of a data source are sampled."""
-    config = source.config
-    params = sampling_params(config.rollout, dependencies.tokenizer)
-    if isinstance(config, TrainConfig) and config.algo.routing_replay:
-        params = replace(params, experts=expert_layout(Path(config.model)))
-    return params
