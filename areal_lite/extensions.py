@@ -31,31 +31,20 @@ TRANSPORTS = "areal_lite.transports"
 
 
 class Device(Protocol):
-    """The parts of a device without CUDA. A module with these functions will do."""
+    """The parts of a device without CUDA. A module with these functions will do.
 
-    def rank_environment(self) -> dict[str, str]:
-        """Return the environment of a trainer rank."""
-        ...
+    They return the environments of a trainer rank and of an SGLang server, the options of a server
+    by the names of its ServerArgs, and substitutions in Megatron-core's source
+    (megatron/patches.py). `prepare_server` runs in a server's process before SGLang is imported,
+    `install_kernels` replaces operators of the trainer (megatron/kernels.py).
+    """
 
-    def server_flags(self) -> dict[str, Any]:
-        """Return the options of an SGLang server, by the names of its ServerArgs."""
-        ...
-
-    def server_environment(self) -> dict[str, str]:
-        """Return the environment of an SGLang server."""
-        ...
-
-    def prepare_server(self) -> None:
-        """Prepare a server's process, before SGLang is imported."""
-        ...
-
-    def megatron_substitutions(self) -> tuple[Any, ...]:
-        """Return the substitutions in Megatron-core's source (megatron/patches.py)."""
-        ...
-
-    def install_kernels(self, kernels: Any) -> None:
-        """Replace operators of the trainer (megatron/kernels.py)."""
-        ...
+    def rank_environment(self) -> dict[str, str]: ...
+    def server_flags(self) -> dict[str, Any]: ...
+    def server_environment(self) -> dict[str, str]: ...
+    def prepare_server(self) -> None: ...
+    def megatron_substitutions(self) -> tuple[Any, ...]: ...
+    def install_kernels(self, kernels: Any) -> None: ...
 
 
 @cache

@@ -30,7 +30,7 @@ from areal_lite.run_dir.resume import (
     set_aside_damaged,
     start_version,
 )
-from areal_lite.servers.blocking import is_reachable
+from areal_lite.servers.blocking import start_reaching
 from areal_lite.servers.registry import announced_servers
 
 # The exit status of `begin` when the run has no steps left.
@@ -105,8 +105,8 @@ def end(run_dir: Path) -> int:
 
 def health(run_dir: Path) -> int:
     """Return the exit status 0 if a server is announced and every announced one answers, else 1."""
-    servers = announced_servers(run_dir)
-    return not (servers and all(is_reachable(server, _HEALTH_TIMEOUT_S) for server in servers))
+    asked = [start_reaching(server, _HEALTH_TIMEOUT_S) for server in announced_servers(run_dir)]
+    return not (asked and all(answers.result() for answers in asked))
 
 
 def main() -> int:

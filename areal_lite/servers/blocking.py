@@ -54,12 +54,13 @@ def _background() -> _Background:
 def start_post(
     server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float
 ) -> Future[Any]:
+    """POST `body` as JSON, and return the future of the decoded answer (None if it is empty)."""
     background = _background()
     return background.start(background.client.post(server, path, body, timeout_s))
 
 
 def post(server: ServerInfo, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-    """POST `body` as JSON and return the decoded answer (None if it is empty)."""
+    """Return the answer to a `start_post`."""
     return start_post(server, path, body, timeout_s).result()
 
 
@@ -82,20 +83,15 @@ def server_errors(calls: Iterable[Future[Any]]) -> list[ServerError]:
     return errors
 
 
-def is_reachable(server: ServerInfo, timeout_s: float) -> bool:
-    """Return whether the server answers GET /health within `timeout_s`, with any status."""
-    return start_reaching(server, timeout_s).result()
-
-
 def start_reaching(server: ServerInfo, timeout_s: float) -> Future[bool]:
-    """Start `is_reachable`, and return the future of its answer."""
+    """Find out whether the server answers GET /health within `timeout_s`, with any status."""
     background = _background()
-    return background.start(_reaches(background.client, server, timeout_s))
 
+    async def reaches() -> bool:
+        try:
+            await background.client.check_reachable(server, timeout_s)
+        except ServerError as error:
+            return not isinstance(error, ServerUnreachable)
+        return True
 
-async def _reaches(client: SGLangClient, server: ServerInfo, timeout_s: float) -> bool:
-    try:
-        await client.check_reachable(server, timeout_s)
-    except ServerError as error:
-        return not isinstance(error, ServerUnreachable)
-    return True
+    return background.start(reaches())

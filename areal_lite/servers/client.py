@@ -9,12 +9,10 @@
 
     ServersFailed
 
-`SGLangClient` is the only code that talks HTTP to a server. `servers/blocking.py` offers the same
-calls to threads that have no event loop.
-
-A server may be wrong: out of step, broken, or not ours. Nothing in its answers is taken on trust:
-they are checked against what was asked for. The parsers raise for anything but the expected answer,
-mostly ValueError, and whatever else a decoder raises. `SGLangClient` makes a ServerFailed of it.
+`SGLangClient` is the only code that talks HTTP to a server (blocking.py: for threads without an
+event loop). A server may be wrong: out of step, broken, or not ours. Its answers are checked
+against what was asked for. The parsers raise for anything but the expected answer, mostly
+ValueError, and `SGLangClient` makes a ServerFailed of it.
 """
 
 from __future__ import annotations
@@ -76,7 +74,6 @@ class _ModelInfo(msgspec.Struct):
 
 _GENERATION = msgspec.json.Decoder(_Generation)
 _MODEL_INFO = msgspec.json.Decoder(_ModelInfo)
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ServerError(RuntimeError):
@@ -141,15 +138,12 @@ class Client(Protocol):
 
     async def check_health(self, server: ServerInfo) -> None:
         """Check that every part of the server works, busy or idle. Raises ServerError in time."""
-        ...
 
     async def abort_all(self, server: ServerInfo) -> None:
         """End all requests of the server."""
-        ...
 
     async def reset(self, server: ServerInfo) -> None:
         """End all requests of the server, and a push that an earlier trainer left open."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -371,8 +365,7 @@ def parse_generation(raw: bytes, params: SamplingParams, num_input: int = 0) -> 
         versions=_token_versions(meta),
         finish_reason=meta.finish_reason.type,
     )
-    _check_tokens(chunk, params)
-    _check_end(chunk, params)
+    _check(chunk, params)
     if params.experts is None or (chunk.finish_reason == "abort" and meta.routed_experts is None):
         return chunk
     count = num_input + len(ids) - 1 - params.first_route
@@ -398,35 +391,22 @@ def _routes(numbers: bytes | None, layout: ExpertLayout, count: int) -> np.ndarr
     return routes
 
 
-def _check_tokens(chunk: GenerationChunk, params: SamplingParams) -> None:
-    """Raise ValueError for tokens that were not asked for, or that the model does not have."""
-    count = len(chunk.tokens)
+def _check(chunk: GenerationChunk, params: SamplingParams) -> None:
+    """Raise ValueError for tokens that were not asked for, or that contradict the finish reason."""
+    count, end = len(chunk.tokens), chunk.tokens[-1:]
     if count > params.max_new_tokens:
         raise ValueError(f"{count} tokens, and at most {params.max_new_tokens} were asked for")
     if count and (largest := chunk.tokens.max()) >= params.vocab_size:
         raise ValueError(f"token {largest} is outside of the vocabulary of {params.vocab_size}")
-
-
-def _check_end(chunk: GenerationChunk, params: SamplingParams) -> None:
-    """Raise ValueError if the finish reason and the tokens contradict each other."""
-    count = len(chunk.tokens)
-    match chunk.finish_reason:
-        case "stop":
-            if not count or chunk.tokens[-1] not in params.stop_token_ids:
-                raise ValueError(
-                    f"stop without an end token: {chunk.tokens[-1:]}, not in "
-                    f"{params.stop_token_ids}"
-                )
-        case "length":
-            if count < params.max_new_tokens:
-                raise ValueError(
-                    f"length after {count} of {params.max_new_tokens} tokens: if the server's "
-                    "context is too short for prompt and answer, raise server.args.context_length"
-                )
-        case "abort":
-            pass
-        case other:
-            raise ValueError(f"unknown finish reason {other!r:.100}")
+    if chunk.finish_reason == "stop" and (not count or end[0] not in params.stop_token_ids):
+        raise ValueError(f"stop without an end token: {end}, not in {params.stop_token_ids}")
+    if chunk.finish_reason == "length" and count < params.max_new_tokens:
+        raise ValueError(
+            f"length after {count} of {params.max_new_tokens} tokens: if the server's context is "
+            "too short for prompt and answer, raise server.args.context_length"
+        )
+    if chunk.finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"unknown finish reason {chunk.finish_reason!r:.100}")
 
 
 def _token_versions(meta: _Meta) -> np.ndarray:
@@ -482,9 +462,8 @@ def parse_model_info(raw: bytes) -> int:
     return _parse_version(_MODEL_INFO.decode(raw).weight_version)
 
 
-def parse_server_info(raw: bytes) -> None:
-    """Check the answer to GET /server_info, which is any JSON object."""
-    _OBJECT.decode(raw)
+parse_server_info = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+"""Checks the answer to GET /server_info, which is any JSON object."""
 
 
 def parse_reply(raw: bytes) -> Any:

@@ -1,18 +1,15 @@
-"""The server's side of a push of weights.
+"""The server's side of a push of weights. Groups of other clients stay as SGLang made them.
 
-* Weight groups: a server joins, receives and leaves as `weight_group.py` describes. The answer to a
-  request means that the weights have arrived, and a server whose group breaks can join the next.
+* Weight groups (weight_group.py): the answer to a request means that the weights have arrived, and
+  a server whose group breaks can join the next.
 * Adapters alone: the server adds them to the weights of its checkpoint (`AdaptedWeights`).
 * Pauses in place with overlapped scheduling, SGLang's default on GPUs: a pause leaves one forward
-  pass launched whose result is not processed yet. It may still read the weights. With tensor
+  pass launched whose result is not processed yet. It may still read the weights, and with tensor
   parallelism its all-reduces could deadlock with the broadcast
   (https://github.com/sgl-project/sglang/pull/22620). SGLang would also count the token that it
   samples to the version that comes after it.
-
-* Read-back: every architecture answers `/get_weights_by_name`, with the names of the server's own
-  parameters, if the server's environment has AREAL_LITE_READBACK=1. Pushes are verified with it.
-
-Groups and pauses of other clients stay as SGLang made them.
+* Read-back: with AREAL_LITE_READBACK=1, every architecture answers `/get_weights_by_name`, with the
+  names of the server's own parameters. Pushes are verified with it.
 """
 
 from __future__ import annotations
@@ -157,10 +154,7 @@ def receive_bucket(
 
 
 def _finish_forward_pass(original: Callable, self: Any, recv_req: Any) -> Any:
-    """Pause, and in mode `in_place` wait until this rank's GPU is idle.
-
-    Every rank of the server does so before it answers the next request, which begins the update.
-    """
+    """Pause, and in mode `in_place` wait until this rank's GPU is idle, as every rank does."""
     result = original(self, recv_req)
     if recv_req.mode == "in_place" and self.enable_overlap:
         wait_for_streams(self)
@@ -198,14 +192,13 @@ def _tag_pending_tokens(original: Callable, self: Any, new_version: str | None) 
 class AdaptedWeights:
     """W + SCALE * B A of every adapted weight of a bucket, computed when it is asked for.
 
-    W is from the server's checkpoint. A and B come after the name of W, as in PEFT.
-    So a server holds one of them at a time. They have the dtype of A, and are computed in float32
-    and rounded once. Raises ValueError, before anything is loaded, for tensors that do not fit the
-    checkpoint.
+    W is from the server's checkpoint, from which the trainer started, too. A server holds one sum
+    at a time. It has the dtype of A, is computed in float32 and rounded once. Raises ValueError,
+    before anything is loaded, for tensors that do not fit the checkpoint.
 
     Args:
-        tensors: A [rank, in] and B [out, rank] of each weight, in any order.
-        folder: the server's checkpoint. The trainer has started from the same one.
+        tensors: A [rank, in] and B [out, rank] of each weight, in any order, named as in PEFT.
+        folder: the server's checkpoint.
         scale: alpha / rank.
     """
 

@@ -1,13 +1,12 @@
 """Corrections of SGLang's sampling, and of its report about a sampled token.
 
-* Greedy requests change no other request's tokens under `server.deterministic`. SGLang samples from
-  sorted probabilities as soon as one request of a batch is greedy, which it takes for top-k
-  sampling. It then hashes the rank of a token in place of the token, and every other request of the
-  batch gets other tokens for the same seed.
-* A retracted request returns the routes of its own forward passes. SGLang keeps the route of a
-  token beside its KV cache. A request that is retracted, by a push or for lack of memory, loses
-  both. Its tokens are computed again, perhaps by newer weights, and SGLang would return the routes
-  of that computation for tokens that older weights sampled.
+* Greedy requests change no other request's tokens under `server.deterministic`. SGLang takes greedy
+  for top-k sampling, and samples the whole batch from sorted probabilities. It then hashes the rank
+  of a token in place of the token: every other request gets other tokens for the same seed.
+* A retracted request returns the routes of its own forward passes. SGLang keeps routes beside the
+  KV cache, and a request that is retracted, by a push or for lack of memory, loses both. Its tokens
+  are computed again, perhaps by newer weights, and SGLang would return the routes of that
+  computation.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A peer that dies can leave a broadcast over NCCL in the GPU without end, and NCCL reports nothing.
 Three things keep a process in control of its own end (torch 2.13, ProcessGroupNCCL.cpp):
 
-* The broadcast is asynchronous. It runs on a stream of NCCL's, and this side polls it. Nothing
-  else that the process computes waits for it.
+* The broadcast is asynchronous, on a stream of NCCL's, and this side polls it.
 * No watchdog runs for the group. A watchdog would end the process at the first error: even one
   that is told to ignore errors makes the default group's monitor end the process, through the
   static `shouldDump_`. Torch starts none in blocking-wait mode.

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from areal_lite.servers.blocking import is_reachable, post, post_each
+from areal_lite.servers.blocking import post, post_each, start_reaching
 from areal_lite.servers.client import ServerFailed, ServerRefused, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 
@@ -89,8 +89,8 @@ def test_post_ignores_proxies_and_reports_a_dead_server(server, monkeypatch):
     dead = ServerInfo(name="b", url="http://127.0.0.1:9", api_key=None, tensor_parallel=1, pid=1)
     (error,) = post_each([server, dead], "/fine", {}, 5)
     assert isinstance(error, ServerUnreachable) and error.server == dead
-    assert is_reachable(server, 5), "any status is an answer"
-    assert not is_reachable(dead, 5)
+    assert start_reaching(server, 5).result(), "any status is an answer"
+    assert not start_reaching(dead, 5).result()
 
 
 def test_all_servers_are_called_at_once(server):
