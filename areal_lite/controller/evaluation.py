@@ -24,7 +24,7 @@ from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.servers.completion import sampling_params
 from areal_lite.servers.fleet import Fleet
-from areal_lite.system import clock as back_off
+from areal_lite.system.processes import LONGEST_BACK_OFF_S
 from areal_lite.trajectory import episode_reward
 
 Interval = tuple[float, float]
@@ -266,7 +266,7 @@ class Evaluator:
         self._no_server_since = self._no_server_since or now
         failure = self._fleet.gate.last_failure
         none_returns = failure and not self._config.restart.max
-        start_s = self._config.server.start_timeout_s + back_off.LONGEST_S
+        start_s = self._config.server.start_timeout_s + LONGEST_BACK_OFF_S
         if now - self._no_server_since >= (0.0 if none_returns else start_s):
             model = Path(self._config.run_dir) / CHECKPOINTS_DIR / HF_DIR
             raise RuntimeError(

@@ -68,9 +68,8 @@ from areal_lite.servers.client import Client, SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
-from areal_lite.system.clock import steady_time
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
-from areal_lite.system.processes import die_with_parent
+from areal_lite.system.processes import die_with_parent, steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from typing import Any
 from areal_lite.config import TrainConfig, reference_folders, save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.extensions import DEBUG_MODES, OBSERVERS, load
-from areal_lite.launch.placement import Placement, place_run
 from areal_lite.launch.restarts import Restarts, Watchdog
-from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles
+from areal_lite.launch.roles import Placement, ProcessFailed, Role, RoleFailed, Roles, place_run
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
 from areal_lite.run_dir.paths import SUMMARY_FILE

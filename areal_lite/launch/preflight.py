@@ -33,7 +33,7 @@ from areal_lite.data.model_folder import check_split, expert_layout, num_experts
 from areal_lite.data.prompts import prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.extensions import DEBUG_MODES, load, load_object, names
-from areal_lite.launch.placement import place_run
+from areal_lite.launch.roles import place_run
 from areal_lite.rewards.worker import load_reward_function
 from areal_lite.rollout.episode import load_workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, CONFIG_FILE, METRICS_FILE, STORE_FILE

@@ -33,8 +33,8 @@ from areal_lite.run_dir.resume import (
     stop_requested,
 )
 from areal_lite.system import heartbeat
-from areal_lite.system.clock import back_off_s
 from areal_lite.system.files import append_log
+from areal_lite.system.processes import back_off_s
 
 # Failures older than this do not count.
 _WINDOW_S = 3600.0

@@ -48,7 +48,6 @@ from areal_lite.servers.registry import (
     withdraw_server,
 )
 from areal_lite.sglang_plugins import ENV_READBACK
-from areal_lite.system.clock import back_off_s
 from areal_lite.system.files import append_log
 from areal_lite.system.gpus import (
     CUDA_CONTEXT,
@@ -62,7 +61,7 @@ from areal_lite.system.gpus import (
     visible_gpus,
 )
 from areal_lite.system.network import LOOPBACK, free_port, listen_address, require_free_port
-from areal_lite.system.processes import die_with_parent, dying_with_me, tail
+from areal_lite.system.processes import back_off_s, die_with_parent, dying_with_me, tail
 
 LOG = "servers.log"
 _HEALTH_TIMEOUT_S = 5.0

@@ -109,7 +109,7 @@ def check_sft(config: SftConfig) -> None:
 def _check_warm_up(config: SftConfig, prefix: str) -> None:
     """Check the settings of the warm-up, whose keys begin with `prefix`. Raises ValueError."""
     from areal_lite.config.rules import check_trainer
-    from areal_lite.launch.placement import check_trainer_device
+    from areal_lite.launch.roles import check_trainer_device
 
     check_trainer(config.trainer, f"{prefix}trainer")
     if config.batch_size % config.trainer.data_parallel:

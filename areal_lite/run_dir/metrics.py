@@ -18,8 +18,8 @@ from typing import Any, Protocol, TextIO
 from areal_lite.config import LoggerConfig
 from areal_lite.extensions import TRACKERS, load
 from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
-from areal_lite.system.clock import steady_time
 from areal_lite.system.files import sync_path, to_plain, write_atomically
+from areal_lite.system.processes import steady_time
 
 STEP_KEYS = (
     "step",

@@ -1,4 +1,4 @@
-"""Child processes, none of which outlives its parent; daemon threads; environment variables."""
+"""Child processes that do not outlive their parent, daemon threads, the environment, time."""
 
 import ctypes
 import os
@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from typing import Any
 
 ENV_DIE_WITH_PARENT = "AREAL_LITE_DIE_WITH_PARENT"
 _PR_SET_PDEATHSIG = 1
+LONGEST_BACK_OFF_S = 60.0
+_START_S = time.time() - time.monotonic()
 
 
 def die_with_parent() -> None:
@@ -76,3 +79,19 @@ def environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def steady_time() -> float:
+    """Return the wall-clock time in seconds, without the changes of the clock since the start.
+
+    Differences are therefore durations, and no later moment has an earlier time.
+    """
+    return _START_S + time.monotonic()
+
+
+def back_off_s(restarts: int) -> float:
+    """Return the wait before a restart in seconds: 1, 2, 4 and so on, at most LONGEST_BACK_OFF_S.
+
+    `restarts` is the number of this restart, from 1.
+    """
+    return min(2.0 ** min(restarts - 1, 6), LONGEST_BACK_OFF_S)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from areal_lite.config import TrainConfig, save_config
 from areal_lite.controller.protocol import ControllerClient
-from areal_lite.launch.placement import Placement
-from areal_lite.launch.roles import Roles
+from areal_lite.launch.roles import Placement, Roles
 from areal_lite.launch.server_pool import train_pool
 from areal_lite.run_dir.paths import STORE_FILE, TOTALS_FILE
 from areal_lite.run_dir.reader import RunReader

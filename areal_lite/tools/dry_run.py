@@ -24,7 +24,7 @@ from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import load_prompts
 from areal_lite.data.rows import Split
-from areal_lite.launch.placement import Placement, place_run
+from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
 from areal_lite.system.gpus import gpu_memory, resolve_device

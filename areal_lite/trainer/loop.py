@@ -32,9 +32,8 @@ from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, T
 from areal_lite.run_dir.resume import clear_stop_request, stop_requested
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system import heartbeat
-from areal_lite.system.clock import steady_time
 from areal_lite.system.files import write_json
-from areal_lite.system.processes import die_with_parent, start_daemon
+from areal_lite.system.processes import die_with_parent, start_daemon, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.models import build_models

@@ -38,7 +38,7 @@ from areal_lite.extensions import TRANSPORTS, load
 from areal_lite.run_dir.paths import WEIGHTS_DIR
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
-from areal_lite.system.clock import steady_time
+from areal_lite.system.processes import steady_time
 from areal_lite.weights.broadcast import Broadcast
 from areal_lite.weights.recipients import (
     FROM_DISK,

@@ -14,7 +14,7 @@ from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.system import heartbeat
-from areal_lite.system.clock import steady_time
+from areal_lite.system.processes import steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import pytest
 
 from areal_lite.cli import checked_config
 from areal_lite.config import ServerConfig, TrainerConfig
-from areal_lite.launch.placement import place
+from areal_lite.launch.roles import place
 from areal_lite.system import gpus as module
 from areal_lite.system.gpus import resolve_device, visible_gpus
 from tests.unit.system.fake_gpu import fake_gpu

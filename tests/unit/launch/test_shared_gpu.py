@@ -9,8 +9,9 @@ import pytest
 from areal_lite.cli import checked_config, main
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.command_line import config_dir
-from areal_lite.launch import local, placement
-from areal_lite.launch.placement import Placement
+from areal_lite.launch import local
+from areal_lite.launch import roles as placement
+from areal_lite.launch.roles import Placement
 from areal_lite.launch.server_pool import fraction_of_free, running_requests, train_pool
 from areal_lite.quickstart.command import overrides_for_gpus
 from areal_lite.system import gpus

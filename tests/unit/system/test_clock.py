@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from areal_lite.system.clock import steady_time
+from areal_lite.system.processes import steady_time
 
 
 def test_it_does_not_follow_a_jump_of_the_clock(monkeypatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
-from areal_lite.launch.placement import Placement
+from areal_lite.launch.roles import Placement
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.tools.dry_run import (
     cadence_line,
