@@ -1,7 +1,6 @@
-"""Advantages of trajectories (grpo, rloo) and of tokens (reinforce_plus_plus, gae).
+"""From rewards to advantages of trajectories (grpo, rloo) or of tokens (reinforce_plus_plus, gae).
 
 A group is the set of trajectories that carry one id, in any order and however many survived.
-Rewards are shaped first (targets.py).
 
 An episode counts once in means and deviations, however many trajectories (traces) it has: each has
 an equal share of it as its weight. A trace with a reward of its own is compared with the same mean.
@@ -15,7 +14,68 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean
+from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean, sequence_sum
+
+
+def scale_and_clip(
+    rewards: Tensor, *, scale: float = 1.0, bias: float = 0.0, clip: float | None = None
+) -> Tensor:
+    """Compute scale (r + bias), limited to [-clip, clip]."""
+    shaped = scale * (rewards + bias)
+    return shaped if clip is None else shaped.clamp(-clip, clip)
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, margin: int) -> Tensor:
+    """Compute the soft overlong punishment to add to the reward (DAPO, arXiv 2503.14476, eq. 13).
+
+    It is 0 up to max_length - margin tokens, falls linearly to -1 at max_length, and stays at -1.
+    lengths int [n] -> float [n].
+    """
+    return ((max_length - margin - lengths).float() / margin).clamp(-1.0, 0.0)
+
+
+def kl_in_reward(
+    rewards: Tensor,
+    logprobs: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    beta: float,
+    estimator: str = "k1",
+) -> Tensor:
+    """Compute r_i - beta sum_t k_t over the sequence's unmasked tokens, detached.
+
+    Source: arXiv 1909.08593. rewards float [n] -> float [n]; a sequence without unmasked tokens
+    keeps its reward. sequence_ids: int [t], indices into `rewards`. kl.py has the estimators.
+    """
+    divergence = kl_estimate(logprobs.detach(), reference, mask, estimator=estimator)
+    return rewards - beta * sequence_sum(divergence, mask, sequence_ids, num=len(rewards))
+
+
+def token_rewards(
+    rewards: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    *,
+    divergence: Tensor | None = None,
+    beta: float = 0.0,
+) -> Tensor:
+    """Place each sequence's reward at its last unmasked token: float [n] -> float [t].
+
+    With `divergence`, float [t] from `kl_estimate`, every unmasked token also gets -beta k_t. The
+    reward of a sequence without an unmasked token is dropped.
+    """
+    positions = torch.arange(len(mask), device=mask.device)
+    last = torch.full((len(rewards),), -1, device=mask.device).scatter_reduce_(
+        0, sequence_ids[mask], positions[mask], "amax"
+    )
+    result = rewards.new_zeros(len(mask))
+    result[last[last >= 0]] = rewards[last >= 0]
+    if divergence is None:
+        return result
+    return result - beta * torch.where(mask, divergence.detach(), torch.zeros_like(divergence))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The interface between a training step and its objective.
+"""The objective of a training step: from the tensors of a batch to losses.
 
 A step makes these calls, in this order:
 
@@ -13,7 +13,8 @@ A step makes these calls, in this order:
 T is the number of tokens and n the number of sequences in a rank's batch; t is the number of tokens
 in a microbatch. A token index is an int64 index into the T tokens.
 
-A loss of your own, `algo.loss=module:name`, sees the same tensors; see `OwnLoss`.
+`PolicyObjective` has PPO, GSPO, CISPO, REINFORCE, or a loss of your own (`algo.loss=module:name`),
+which sees the same tensors; see `OwnLoss`. trajectory_balance.py has the other objective.
 """
 
 from __future__ import annotations
@@ -21,26 +22,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.losses import LossOutput
-from areal_lite.algo.metrics import by_staleness
-from areal_lite.algo.sequences import reduction_count, sequence_length
+from areal_lite.algo import advantages
+from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
+from areal_lite.algo.kl import entropy_loss, kl_estimate, kl_loss
+from areal_lite.algo.losses import LossInputs, LossOutput
+from areal_lite.algo.metrics import by_staleness, mismatch, ratio_sums
+from areal_lite.algo.sequences import reduction_count, reduction_weights, sequence_length
 
 if TYPE_CHECKING:
-    from areal_lite.config.algo import AlgoConfig
+    from areal_lite.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig
 
 Reduce = Callable[[Tensor], Tensor]  # sums over the data-parallel ranks; every rank calls it
-Logprobs = Callable[[], Tensor]
-
-# The tokens of a forward pass before the first update, which fills `prox` and `entropy`: all of
-# them; the ones that the first update does not run on, since it fills in its own; or none. In that
-# case `loss` fills `prox`, and `entropy` stays 0.
-ProxPass = Literal["all", "rest", "none"]
 
 _NOT_PER_TOKEN = {"version", "rewards", "group_ids", "episode_ids", "truncated"}
 
@@ -98,13 +95,13 @@ class Minibatch:
 
     denominator: float  # tokens or episodes over all ranks, as the reduction counts; at least 1
     # int64 [n]: the unmasked tokens of each episode, over all of its traces
-    episode_lengths: Tensor | None = None
+    episode_lengths: Tensor
     prepared: dict[str, Any] = field(default_factory=dict)  # what `OwnLoss.prepare` returned
     lr_factor: float = 1.0  # multiplies the learning rate of the update
-    # Trajectory Balance: the log-partition of each episode's group, float [n], and the log-ratio
-    # and unmasked tokens of each episode, float [n] and int64 [n]
+    # Trajectory Balance: float [n], the log-partition of each episode's group, and the log-ratio
+    # of each episode
     log_z: Tensor | None = None
-    completions: tuple[Tensor, Tensor] | None = None
+    log_ratios: Tensor | None = None
 
 
 class TokenLoss(NamedTuple):
@@ -162,20 +159,39 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Return whether the step computes log-probs under a reference policy."""
-        return True
+        return self.algo.kl.coef != 0
 
     @property
     def needs_critic(self) -> bool:
         """Return whether the step computes values and trains the critic on the returns."""
-        return False
+        return self.algo.advantage.estimator == "gae"
 
     @property
-    def prox_pass(self) -> ProxPass:
-        return "all"
+    def prox_pass(self) -> str:
+        """Return the tokens of the forward pass before the first update; see `AlgoConfig`."""
+        return self.algo.prox_pass
 
     def mask(self, batch: FlatBatch) -> Tensor:
         """Return the tokens that count, bool [T]; `batch.mask` marks the usable ones."""
-        raise NotImplementedError
+        return self._trained(batch.mask, batch)
+
+    def _trained(self, usable: Tensor, batch: FlatBatch) -> Tensor:
+        if not self.algo.shaping.mask_truncated:
+            return usable
+        return usable & ~batch.truncated[batch.sequence_ids]
+
+    def shaped_rewards(self, batch: FlatBatch) -> Tensor:
+        """Shape the rewards of sequences, float [n]. Masked sampled tokens count in the length."""
+        shaping = self.algo.shaping
+        rewards = advantages.scale_and_clip(
+            batch.rewards, scale=shaping.scale, bias=shaping.bias, clip=shaping.clip
+        )
+        if not shaping.overlong_margin:
+            return rewards
+        lengths = torch.bincount(batch.sequence_ids[batch.sampled], minlength=len(rewards))
+        return rewards + advantages.overlong_penalty(
+            lengths, max_length=self.max_new_tokens, margin=shaping.overlong_margin
+        )
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
         raise NotImplementedError
@@ -189,7 +205,11 @@ class Objective:
         return torch.ones_like(batch.truncated)
 
     def minibatch(
-        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
+        self,
+        batch: FlatBatch,
+        index: Tensor,
+        current_logprobs: Callable[[], Tensor],
+        reduce: Reduce,
     ) -> Minibatch:
         """Compute the totals of the update on the tokens `index`. Every rank calls it.
 
@@ -211,6 +231,244 @@ class Objective:
                 that of the next-token distribution
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective(Objective):
+    """A policy loss of log-prob ratios and advantages, plus KL and entropy terms.
+
+    policy_loss: a function of losses.py with its settings bound, or a loss of your own.
+    """
+
+    policy_loss: Callable[[LossInputs], LossOutput] | OwnLoss
+
+    @property
+    def prox_pass(self) -> str:
+        prepares = isinstance(self.policy_loss, OwnLoss) and self.policy_loss.prepare
+        return "all" if prepares else self.algo.prox_pass
+
+    @property
+    def _kl_in_loss(self) -> bool:
+        return self.algo.kl.coef != 0 and self.algo.kl.into == "loss"
+
+    def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
+        """Set `batch.advantages`, and `batch.returns` with `gae`.
+
+        A trace of an episode is a sequence. Means and deviations of rewards count its episode once.
+        """
+        advantage, kl, mask = self.algo.advantage, self.algo.kl, batch.mask
+        rewards = self.shaped_rewards(batch)
+        match advantage.estimator:
+            case "grpo" | "rloo":
+                rewards = self._penalized(rewards, batch)
+                by_sequence = _relative_to_group(rewards, batch, advantage, reduce)
+                batch.advantages = by_sequence[batch.sequence_ids]
+            case "reinforce_pp":
+                batch.advantages = advantages.reinforce_plus_plus(
+                    self._token_rewards(rewards, batch),
+                    mask,
+                    batch.sequence_ids,
+                    gamma=advantage.gamma,
+                    reduce=reduce,
+                )
+            case "gae":
+                batch.advantages, batch.returns = advantages.gae(
+                    self._token_rewards(rewards, batch),
+                    batch.values,
+                    mask,
+                    batch.sequence_ids,
+                    gamma=advantage.gamma,
+                    lam=advantage.lam,
+                    bootstrap=_values_after_truncation(batch),
+                )
+            case "off":
+                batch.advantages = torch.zeros_like(batch.behavior)
+            case unknown:
+                raise ValueError(f"algo.advantage.estimator={unknown} is unknown")
+        if advantage.whiten:
+            stats = advantages.moments(batch.advantages, mask, reduce=reduce)
+            batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
+        if kl.coef and kl.into == "advantage":
+            # The policy gradient of this term alone is that of beta KL(policy || reference), token
+            # by token over the sequences that the policy samples: on-policy distillation, if the
+            # reference is a teacher (arXiv 2306.13649, section 3, with the reverse KL and only
+            # samples of the student; Thinking Machines Lab, 2025, where later tokens do not count,
+            # either). Whitening would take out its mean, so it comes after.
+            divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
+            batch.advantages = batch.advantages - kl.coef * divergence
+
+    def _penalized(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
+        """Subtract the penalty of the whole episode from each sequence's reward: float [n]."""
+        kl = self.algo.kl
+        if not kl.coef or kl.into != "reward":
+            return rewards
+        penalty = advantages.kl_in_reward(
+            torch.zeros_like(rewards),
+            batch.prox,
+            batch.reference,
+            batch.mask,
+            batch.token_episodes,
+            beta=kl.coef,
+            estimator=kl.estimator,
+        )
+        return rewards + penalty[batch.episode_ids]
+
+    def _token_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
+        """Place rewards at last tokens and penalties at all: float [n] -> float [T]."""
+        kl, divergence = self.algo.kl, None
+        if kl.coef and kl.into == "reward":
+            divergence = kl_estimate(
+                batch.prox, batch.reference, batch.mask, estimator=kl.estimator
+            )
+        return advantages.token_rewards(
+            rewards, batch.mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
+        )
+
+    def trains_on(self, batch: FlatBatch) -> Tensor:
+        """Leave out sequences without an advantage, such as sequences of a group of equal rewards.
+
+        A KL term in the loss, an entropy term and a critic train on every sequence. Interpolated
+        proximal log-probs are only known for a sequence that runs.
+        """
+        own = isinstance(self.policy_loss, OwnLoss) and not self.policy_loss.zero_without_advantage
+        others = self._kl_in_loss or self.algo.entropy_coef or self.needs_critic
+        if own or others or self.algo.prox != "recompute":
+            return torch.ones_like(batch.truncated)
+        counted = batch.mask & (batch.advantages != 0)
+        return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
+
+    def minibatch(
+        self,
+        batch: FlatBatch,
+        index: Tensor,
+        current_logprobs: Callable[[], Tensor],
+        reduce: Reduce,
+    ) -> Minibatch:
+        update = Minibatch(
+            denominator=denominator(batch, index, mode=self.algo.reduction, reduce=reduce),
+            episode_lengths=batch.episode_lengths,
+        )
+        own = self.policy_loss
+        if isinstance(own, OwnLoss) and own.prepare:
+            update.prepared = own.prepare(_finite(batch.at(index)), self.algo, reduce)
+            update.lr_factor = float(update.prepared.pop("lr_factor", 1.0))
+        return update
+
+    def loss(
+        self, batch: FlatBatch, update: Minibatch, index: Tensor, logprobs: Tensor, entropy: Tensor
+    ) -> LossOutput:
+        if self.algo.prox == "loglinear":
+            behavior, versions = batch.behavior[index], batch.versions[index]
+            batch.prox[index] = loglinear_prox(
+                behavior, logprobs.float(), versions, version=batch.version
+            )
+        tokens = batch.at(index)
+        weights = reduction_weights(
+            tokens.mask,
+            tokens.token_episodes,
+            mode=self.algo.reduction,
+            denominator=update.denominator,
+            length=self.max_new_tokens,
+            lengths=update.episode_lengths,
+        )
+        inputs = self._inputs(tokens, logprobs, weights)
+        if isinstance(self.policy_loss, OwnLoss):
+            loss, metrics = self._own_loss(tokens, logprobs, weights, update)
+        else:
+            loss, metrics = self.policy_loss(inputs)
+        if inputs.corrected:
+            # Its tokens are stale in the same way, so they have the weight w, too.
+            importance, kept = inputs.corrected
+            settings = {"estimator": self.algo.kl.estimator, "importance": importance}
+            kl = kl_loss(logprobs, tokens.reference, kept, weights, **settings)
+            loss = loss + self.algo.kl.coef * kl
+        if self.algo.entropy_coef:
+            loss = loss + self.algo.entropy_coef * entropy_loss(entropy, tokens.mask, weights)
+        more = token_metrics(tokens, logprobs, entropy, to_reference=self.needs_reference)
+        return LossOutput(loss, metrics | more)
+
+    def _inputs(self, tokens: FlatBatch, logprobs: Tensor, weights: Tensor) -> LossInputs:
+        inputs = LossInputs(
+            logprobs=logprobs,
+            prox=tokens.prox,
+            behavior=tokens.behavior,
+            advantages=tokens.advantages,
+            mask=tokens.mask,
+            sequence_ids=tokens.sequence_ids,
+            weights=weights,
+        )
+        if self._kl_in_loss:
+            correction = vars(correction_of(self.algo.correction))
+            inputs.corrected = behavior_weight(
+                tokens.prox,
+                tokens.behavior,
+                tokens.mask,
+                sequence_ids=tokens.sequence_ids,
+                **correction,
+            )
+        return inputs
+
+    def _own_loss(
+        self, tokens: FlatBatch, logprobs: Tensor, weights: Tensor, update: Minibatch
+    ) -> LossOutput:
+        tokens = _finite(tokens)
+        assert isinstance(self.policy_loss, OwnLoss)
+        returned = self.policy_loss(tokens, logprobs, self.algo, **update.prepared)
+        losses, kept, more = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
+        kept = tokens.mask if kept is None else tokens.mask & kept
+        weighed = torch.where(kept, weights * losses, torch.zeros_like(losses))
+        metrics = {
+            **{name: values.detach()[tokens.mask].sum() for name, values in more.items()},
+            **ratio_sums((logprobs - tokens.prox).exp(), tokens.mask),
+            "rejected": (tokens.mask & ~kept).sum(),
+            **mismatch(tokens.prox, tokens.behavior, tokens.mask),
+        }
+        return LossOutput(weighed.sum(), {name: value.float() for name, value in metrics.items()})
+
+
+def _finite(tokens: FlatBatch) -> FlatBatch:
+    """Replace behavior log-probs that are masked, where they may be NaN, by proximal ones.
+
+    A NaN would reach the gradient in spite of its mask.
+    """
+    tokens.behavior = torch.where(tokens.mask, tokens.behavior, tokens.prox)
+    return tokens
+
+
+def correction_of(settings: CorrectionConfig) -> Correction:
+    """Convert the section `algo.correction` of the configuration."""
+    return Correction(mode=settings.mode, cap=settings.cap, low=settings.low, level=settings.level)
+
+
+def _relative_to_group(
+    rewards: Tensor, batch: FlatBatch, advantage: AdvantageConfig, reduce: Reduce
+) -> Tensor:
+    group_ids, episode_ids = batch.group_ids, batch.episode_ids
+    if advantage.estimator == "rloo":
+        return advantages.rloo(rewards, group_ids, episode_ids=episode_ids)
+    whole_batch = None
+    if "batch" in (advantage.mean, advantage.std):
+        weights = advantages.shares(rewards, episode_ids)
+        whole_batch = advantages.moments(rewards, weights=weights, reduce=reduce)
+    return advantages.grpo(
+        rewards,
+        group_ids,
+        episode_ids=episode_ids,
+        divide_by_std=advantage.std != "off",
+        batch_mean=whole_batch if advantage.mean == "batch" else None,
+        batch_std=whole_batch if advantage.std == "batch" else None,
+    )
+
+
+def _values_after_truncation(batch: FlatBatch) -> Tensor:
+    """Return the value of the state in which each sequence was cut off: float [n], else 0.
+
+    The token limit is not a property of the task, so a truncated sequence is worth what would have
+    followed (arXiv 1712.00378, section 4).
+    """
+    sequences = torch.arange(len(batch.truncated), device=batch.sequence_ids.device)
+    first = torch.searchsorted(batch.sequence_ids, sequences)
+    return torch.where(batch.truncated, batch.values[first], 0.0)
 
 
 def denominator(batch: FlatBatch, token_index: Tensor, *, mode: str, reduce: Reduce) -> float:

@@ -24,6 +24,7 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
   microbatches.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,6 @@ from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.metrics import mismatch
 from areal_lite.algo.objective import (
     FlatBatch,
-    Logprobs,
     Minibatch,
     Objective,
     Reduce,
@@ -42,7 +42,6 @@ from areal_lite.algo.objective import (
     token_metrics,
 )
 from areal_lite.algo.sequences import group_mean, sequence_length, sequence_sum
-from areal_lite.algo.targets import shaped_rewards, trained_mask
 
 
 def log_ratios(
@@ -110,27 +109,33 @@ class BalanceObjective(Objective):
 
     def mask(self, batch: FlatBatch) -> Tensor:
         """Keep whole completions: no token is too old, and the behavior log-prob is not used."""
-        return trained_mask(batch.sampled, batch, self.algo.shaping)
+        return self._trained(batch.sampled, batch)
 
     def set_targets(self, batch: FlatBatch, reduce: Reduce) -> None:
-        batch.rewards = shaped_rewards(batch, self.algo.shaping, self.max_new_tokens)
+        batch.rewards = self.shaped_rewards(batch)
 
     def minibatch(
-        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
+        self,
+        batch: FlatBatch,
+        index: Tensor,
+        current_logprobs: Callable[[], Tensor],
+        reduce: Reduce,
     ) -> Minibatch:
         tokens, num = batch.at(index), len(batch.rewards)
         logprobs, episodes = current_logprobs()[index], tokens.token_episodes
         ratios, present = log_ratios(logprobs, tokens.reference, tokens.mask, episodes, num=num)
         return Minibatch(
             denominator=denominator(batch, index, mode="sequence", reduce=reduce),
+            episode_lengths=batch.episode_lengths,
             log_z=log_partition(ratios, present, *_by_episode(batch), beta=self.algo.kl.coef),
-            completions=(ratios, batch.episode_lengths),
+            log_ratios=ratios,
         )
 
     def loss(
         self, batch: FlatBatch, update: Minibatch, index: Tensor, logprobs: Tensor, entropy: Tensor
     ) -> LossOutput:
         tokens = batch.at(index)
+        assert update.log_ratios is not None
         loss, metrics = trajectory_balance_loss(
             logprobs,
             tokens.reference,
@@ -140,7 +145,7 @@ class BalanceObjective(Objective):
             beta=self.algo.kl.coef,
             denominator=update.denominator,
             log_z=update.log_z,
-            whole=update.completions,
+            whole=(update.log_ratios, update.episode_lengths),
         )
         metrics |= mismatch(tokens.prox, tokens.behavior, tokens.mask)
         metrics |= token_metrics(tokens, logprobs, entropy, to_reference=True)

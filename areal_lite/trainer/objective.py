@@ -12,8 +12,7 @@ from areal_lite.algo.losses import (
     ppo_loss,
     reinforce_loss,
 )
-from areal_lite.algo.objective import Objective, OwnLoss
-from areal_lite.algo.ratio import PolicyObjective, correction_of
+from areal_lite.algo.objective import Objective, OwnLoss, PolicyObjective, correction_of
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import AlgoConfig, TrainConfig
 from areal_lite.extensions import load_object

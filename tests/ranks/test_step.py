@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from areal_lite.algo.ratio import PolicyObjective
+from areal_lite.algo.objective import PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
 from areal_lite.config import (
     AdvantageConfig,

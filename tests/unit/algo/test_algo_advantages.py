@@ -11,11 +11,15 @@ from hypothesis import strategies as st
 from areal_lite.algo.advantages import (
     gae,
     grpo,
+    kl_in_reward,
     moments,
     optimal_baseline,
+    overlong_penalty,
     reinforce_plus_plus,
     rloo,
+    scale_and_clip,
     shares,
+    token_rewards,
     whiten,
 )
 from areal_lite.algo.correction import finite_mask
@@ -27,7 +31,6 @@ from areal_lite.algo.metrics import (
     ratio_sums,
 )
 from areal_lite.algo.sequences import discounted_sum, group_mean
-from areal_lite.algo.targets import kl_in_reward, overlong_penalty, scale_and_clip, token_rewards
 from tests.unit.algo.algo_batches import ragged, rows
 
 seeds = st.integers(0, 100_000)

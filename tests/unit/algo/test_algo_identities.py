@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.algo.advantages import grpo
+from areal_lite.algo.advantages import grpo, kl_in_reward
 from areal_lite.algo.correction import Correction, finite_mask
 from areal_lite.algo.losses import cispo_loss, gspo_loss, ppo_loss, reinforce_loss
 from areal_lite.algo.sequences import REDUCTIONS, reduction_count, reduction_weights
-from areal_lite.algo.targets import kl_in_reward
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
 from tests.unit.algo.algo_batches import ragged, take
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import value_loss
 from areal_lite.algo.objective import FlatBatch, denominator
-from areal_lite.algo.targets import shaped_rewards
 from areal_lite.config import (
     AdvantageConfig,
     AlgoConfig,
@@ -366,7 +365,7 @@ def test_shaped_rewards_count_the_sampled_tokens():
     )
     batch = make_batch(5)
     t, _, _ = tensors_of(batch, config, 0)
-    for s, got in enumerate(shaped_rewards(t, config.algo.shaping, 5).tolist()):
+    for s, got in enumerate(build_objective(config).shaped_rewards(t).tolist()):
         length = int(((batch.sequence_ids == s) & (batch.versions >= 0)).sum())
         expected = clip(2.0 * (batch.rewards[s] - 0.5), -0.6, 0.6) + clip(
             (5 - 2 - length) / 2, -1.0, 0.0
@@ -496,7 +495,7 @@ def test_the_kl_term_shares_the_weight_of_a_decoupled_loss(monkeypatch):
         return behavior_weight(*args, **kwargs)
 
     monkeypatch.setattr("areal_lite.algo.losses.behavior_weight", counted)
-    monkeypatch.setattr("areal_lite.algo.ratio.behavior_weight", counted)
+    monkeypatch.setattr("areal_lite.algo.objective.behavior_weight", counted)
     config = TrainConfig(model="", algo=AlgoConfig(kl=KLConfig(0.1, "k2", "loss")))
     batch = make_batch(9)
     t, logprobs, entropy = tensors_of(batch, config, 0)
