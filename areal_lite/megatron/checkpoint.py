@@ -67,10 +67,7 @@ class Part(Protocol):
 
 
 class PendingCheckpoint:
-    """A checkpoint that is being written. Every rank makes one and calls its methods.
-
-    The state is copied when it is constructed.
-    """
+    """A checkpoint of the state at construction, being written. Every rank makes the same calls."""
 
     def __init__(self, folder: Path, parts: Mapping[str, Part], extra: dict[str, Any]):
         self.folder = folder
@@ -127,10 +124,8 @@ class PendingCheckpoint:
 class Checkpoints:
     """A run's checkpoints, `folder`/step-N, of which at most one is being written.
 
-    Every rank makes the same calls. The newest complete checkpoint is never removed, nor one that a
-    process is reading.
-
-    keep: number of newest checkpoints to keep; 0 keeps all.
+    Every rank makes the same calls. The `keep` newest stay (0: all), and those that a process is
+    reading.
     """
 
     def __init__(self, folder: Path, parts: Mapping[str, Part], keep: int = 0):
@@ -144,15 +139,12 @@ class Checkpoints:
         dist.barrier()
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Start to write the current state and `extra` (plain data).
-
-        Waits first for the previous checkpoint if that is still being written.
-        """
+        """Start to write the current state and `extra` (plain data), after the previous one."""
         self.wait()
         self.pending = PendingCheckpoint(self.folder / f"step-{step}", self.parts, extra)
 
     def poll(self) -> None:
-        """Publish the pending checkpoint if it is written. Called once a step; never waits."""
+        """Publish the pending checkpoint if it is written. Never waits."""
         if self.pending and self.pending.written():
             self.wait()
 
@@ -166,14 +158,10 @@ class Checkpoints:
             for step in checkpoint_steps(self.folder)[: -self.keep]:  # none with keep=0
                 remove_unread(self.folder / f"step-{step}" / CHECKPOINT_MARKER)
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Restore the state in `folder`; return its `extra`. See `load_checkpoint`."""
-        return load_checkpoint(folder, self.parts)
-
     def resume(self) -> int:
         """Restore the newest complete checkpoint, if any; return the step to continue from."""
         newest = latest_checkpoint(self.folder)
-        return self.load(newest)["step"] if newest else 0
+        return load_checkpoint(newest, self.parts)["step"] if newest else 0
 
 
 @torch.no_grad()
@@ -196,8 +184,7 @@ def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
 def load_weights(folder: Path, part: str, model: Chunks) -> None:
     """Set the weights of `model` to those of one part of the checkpoint in `folder`.
 
-    The optimizer's state is not read. Raises ValueError when the folder is not a checkpoint of such
-    a part, or holds more than data.
+    Raises ValueError when the folder is not a checkpoint of such a part, or holds more than data.
     """
     with _opened(folder):
         state = {"model": model.sharded_state_dict(metadata=format_metadata())}
@@ -209,29 +196,24 @@ def load_weights(folder: Path, part: str, model: Chunks) -> None:
     model.load_state_dict(loaded["model"])
 
 
-def weights_dtype(folder: Path, part: str) -> torch.dtype:
-    """Return the dtype of the weights of one part of a checkpoint.
-
-    Raises ValueError when the folder is not a checkpoint that has this part.
-    """
-    with _opened(folder):
-        for name, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items():
-            optimizer = name.startswith(f"{part}.optimizer.")
-            if name.startswith(f"{part}.") and not optimizer and isinstance(tensor, ShardedTensor):
-                return tensor.dtype
-    raise ValueError(f"{folder}: this checkpoint holds no {part}")
-
-
-def stored_lora(folder: Path, part: str) -> LoraConfig:
-    """Return the adapters of one part of a checkpoint; their rank is 0 if it has none.
+def stored_part(folder: Path, part: str) -> tuple[torch.dtype, LoraConfig]:
+    """Return the dtype of the weights of one part, and its adapters (of rank 0 if it has none).
 
     Raises ValueError when the folder is not a checkpoint that has this part.
     """
     with _opened(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
+        tensors = dist_checkpointing.load_tensors_metadata(str(folder))
     if part not in common:
         raise ValueError(f"{folder}: this checkpoint holds no {part}")
-    return LoraConfig(**(common[part].get("lora") or {}))
+    prefix, optimizer = f"{part}.", f"{part}.optimizer."
+    weights = (
+        tensor.dtype
+        for name, tensor in tensors.items()
+        if name.startswith(prefix) and not name.startswith(optimizer)
+        if isinstance(tensor, ShardedTensor)
+    )
+    return next(weights), LoraConfig(**(common[part]["lora"] or {}))
 
 
 @contextmanager
@@ -331,37 +313,25 @@ def _make_moments(optimizer: Any) -> None:
 
 
 def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:
-    """Check a checkpoint against the parts that are to be restored.
-
-    Raises ValueError if it lacks a part, if another optimizer wrote it, or if its adapters are
-    others.
-
-    Args:
-        folder: the checkpoint.
-        common: its state without tensors.
-        parts: by name.
-    """
+    """Raise ValueError if `common`, a checkpoint's state without tensors, is not of these parts."""
     if missing := parts.keys() - common.keys():
         raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")
     for name, part in parts.items():
-        wrote, has = common[name].get("optimizer_name", "adam"), part.config.optimizer
+        wrote, has = common[name]["optimizer_name"], part.config.optimizer
         if wrote != has:
             raise ValueError(
                 f"{folder}: the state of trainer.optimizer={has} cannot be read from a checkpoint "
                 f"of trainer.optimizer={wrote}: set it to {wrote}, or start a new run from the "
                 "checkpoint's weights (areal-lite export)"
             )
-        _check_adapters(folder, common[name].get("lora"), part.config.lora)
-
-
-def _check_adapters(folder: Path, wrote: dict[str, Any] | None, own: LoraConfig) -> None:
-    has = asdict(own) if own.rank else None
-    if wrote != has:
-        raise ValueError(
-            f"{folder}: this checkpoint was written with trainer.lora={wrote or 'off'} and cannot "
-            f"be continued with {has or 'off'}: set the same, or start a new run from the "
-            "checkpoint's weights (areal-lite export)"
-        )
+        lora = part.config.lora
+        wrote, has = common[name]["lora"], asdict(lora) if lora.rank else None
+        if wrote != has:
+            raise ValueError(
+                f"{folder}: this checkpoint was written with trainer.lora={wrote or 'off'} and "
+                f"cannot be continued with {has or 'off'}: set the same, or start a new run from "
+                "the checkpoint's weights (areal-lite export)"
+            )
 
 
 def restore(part: Part, state: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoConfig, PretrainedConfig
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.data.model_folder import weight_files
 from areal_lite.megatron.architectures import RowParallel, layout
-from areal_lite.megatron.checkpoint import load_weights, stored_lora, weights_dtype
+from areal_lite.megatron.checkpoint import load_weights, stored_part
 from areal_lite.megatron.lora import adapters, is_adapter
 from areal_lite.megatron.model import LAYER, Backbone, Chunks, build_chunks
 from areal_lite.megatron.parallel import init_distributed, shutdown
@@ -45,24 +45,20 @@ _PART = "policy"
 
 
 def global_parameters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Iterate over this rank's parameters, without those of adapters.
-
-    Layers and experts are counted over the whole model.
-    """
+    """Iterate over this rank's parameters, without adapters, by their names in the whole model."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if not is_adapter(name):
                 yield chunk.global_name(name), parameter
 
 
-def is_expert(name: str) -> bool:
-    """Return whether the parameter belongs to an expert, which other groups split and replicate."""
+def _is_expert(name: str) -> bool:
     return ".local_experts." in name
 
 
 def split_rank(name: str) -> tuple[int, int]:
     """Return (this rank, ranks) of the group over which the parameter is split."""
-    if is_expert(name):
+    if _is_expert(name):
         rank = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
     else:
@@ -99,7 +95,7 @@ class WeightStream:
     def _connect(self) -> None:
         """Exchange one number with every sender.
 
-        NCCL connects two ranks when they first exchange something. That would be within a pause.
+        NCCL connects two ranks at their first exchange, which would otherwise be within a pause.
         """
         numbers = [parameter.detach().new_zeros(1) for parameter in self.own.values()][:1]
         if dist.get_rank() > 0:
@@ -129,19 +125,19 @@ class WeightStream:
             return False  # a last pipeline stage's copy of the embedding
         if self._is_replicated(name) and split_rank(name)[0] > 0:
             return False
-        if is_expert(name):
+        if _is_expert(name):
             return parallel_state.get_expert_data_parallel_rank() == 0
         return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
         """Iterate over whole tensors in buckets of about `bucket_bytes`, each tensor once.
 
-        A bucket is larger only when one parameter is. All ranks that take part iterate together;
-        ranks other than 0 get no buckets, and their first step sends everything.
+        A bucket is larger only when one parameter is. All ranks iterate together; ranks other than
+        0 get no buckets, and their first step sends everything.
 
-        The stream keeps no bucket. A consumer that asks for the next bucket before it has dropped
-        the last one holds two. Most tensors of a parameter that is not split are views of the live
-        parameter: use them before the next update.
+        The stream keeps no bucket: a consumer that still holds the last one holds two. Most tensors
+        of a parameter that is not split are views of the live parameter: use them before the next
+        update.
         """
         if dist.get_rank() > 0:
             for name in self.own:
@@ -255,8 +251,7 @@ def load_hf(chunks: Sequence[Backbone], folder: Path, hf: PretrainedConfig) -> N
 def export_hf(buckets: Iterator[Bucket], source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the weights in `buckets`, a file for each; copy everything else from `source`.
 
-    `folder` appears under its name when it is complete and on disk. Its manifest has the checksum
-    of every file.
+    `folder` appears under its name when it is complete and on disk, with a manifest of checksums.
     """
     with new_folder(folder) as scratch:
         for path in source.iterdir():
@@ -299,11 +294,7 @@ def export_adapter(
     """Write the adapters of a model that is whole on this rank, as Hugging Face's PEFT does.
 
     PEFT has an adapter for each projection. Projections that Megatron fuses share one A, so each of
-    them gets a copy of it. `folder` appears under its name when it is complete and on disk.
-
-    Args:
-        source: the model that they adapt.
-        dtype: of A and B in the file.
+    them gets a copy of it. `source` is the model that they adapt; `dtype` is that of the file.
     """
     tensors = {
         f"base_model.model.{name}": tensor.to("cpu", dtype).clone()
@@ -339,26 +330,22 @@ def convert(
 ) -> torch.dtype:
     """Write the policy in `checkpoint` to `folder`, and return the dtype of its weights.
 
-    Adapters are added to the weights, or written alone.
-
     The checkpoint may be of any parallel layout. The call joins process groups of its own and
     leaves them, so it needs a process without any. Raises ValueError when the checkpoint is not of
     the model in `source`, or has no adapters to write.
 
     Args:
         checkpoint: a folder step-N of a run.
-        source: the Hugging Face folder from which the run started. Everything but the weights is
-            copied from it.
+        source: the Hugging Face folder from which the run started, for everything but the weights.
         folder: where to write; it is replaced when the export is complete.
         dtype: of the weights; `auto` is that of the checkpoint.
-        adapter: write the adapters alone, in PEFT's format.
+        adapter: write the adapters alone, in PEFT's format, instead of adding them to the weights.
     """
-    lora = stored_lora(checkpoint, _PART)
+    trained, lora = stored_part(checkpoint, _PART)
     if adapter and not lora.rank:
         raise ValueError(
             f"{checkpoint}: this checkpoint has no adapters, so leave out adapter=true"
         )
-    trained = weights_dtype(checkpoint, _PART)
     wanted = trained if dtype == "auto" else getattr(torch, dtype)
     trainer = TrainerConfig(device="cpu", lora=lora)
     init_distributed(trainer, seed=0)

@@ -1,7 +1,4 @@
-"""The operators that a device may compute in its own way. The defaults are torch's, for GPUs.
-
-A device without a GPU replaces some of them before a model is built (extensions.py).
-"""
+"""The trainer's operators: torch's, unless the device brings its own (extensions.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,17 +41,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def logits_to_keep(device: torch.device, chunk_logits: int) -> int:
-    """Return how many float32 logits may stay in the free memory of a GPU until backward."""
-    return logits_that_fit(free_memory(device), chunk_logits)
-
-
-def logits_that_fit(free: int, chunk_logits: int) -> int:
-    """Return how many float32 logits may stay in `free` bytes until backward.
+    """Return how many float32 logits may stay in the free memory of a GPU until backward.
 
     Four chunks of `chunk_logits` are left for the computation itself, and half of the rest for
     others.
     """
-    left = (free - 16 * chunk_logits) // 2
+    left = (free_memory(device) - 16 * chunk_logits) // 2
     return max(min(left // 4, MAX_KEPT), 0)
 
 

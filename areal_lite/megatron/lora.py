@@ -59,7 +59,7 @@ class Adapter(torch.nn.Module):
     """A and B beside one linear layer.
 
     Args:
-        layer: the linear layer, whose `weight` is W, [out, in] or this rank's part of it.
+        layer: whose `weight` is W, [out, in] or this rank's part of it.
         lora: rank and alpha.
         split: the dimension along which ranks split W: 0 its outputs, 1 its inputs.
     """
@@ -131,12 +131,14 @@ class Adapter(torch.nn.Module):
         )
 
 
-class AdaptedColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel layer with an adapter."""
+class _Adapted(torch.nn.Module):
+    """A linear layer of Megatron, the next base class, with an adapter; `split` as there."""
+
+    split: int
 
     def __init__(self, *sizes: int, lora: LoraConfig, **options: Any):
         super().__init__(*sizes, **options)
-        self.adapter = Adapter(self, lora, split=0)
+        self.adapter = Adapter(self, lora, self.split)
 
     def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Any]:
         output, bias = super().forward(input_, *args, **options)
@@ -146,8 +148,12 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
         return self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
 
 
+class AdaptedColumnParallelLinear(_Adapted, ColumnParallelLinear):
+    split = 0
+
+
 class AdaptedGatedLinear(AdaptedColumnParallelLinear):
-    """Gate and up projection in one layer, with an adapter. A rank stacks its parts of the two."""
+    """Gate and up projection in one layer. A rank stacks its parts of the two."""
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -156,19 +162,8 @@ class AdaptedGatedLinear(AdaptedColumnParallelLinear):
         return state | {b: apply_swiglu_sharded_factory(state[b], sharded_offsets)}
 
 
-class AdaptedRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer with an adapter."""
-
-    def __init__(self, *sizes: int, lora: LoraConfig, **options: Any):
-        super().__init__(*sizes, **options)
-        self.adapter = Adapter(self, lora, split=1)
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        output, bias = super().forward(input_)
-        return self.adapter(input_, output), bias
-
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        return self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+class AdaptedRowParallelLinear(_Adapted, RowParallelLinear):
+    split = 1
 
 
 # The layers that `trainer.lora.targets` names: without an adapter, and with one.
@@ -203,10 +198,7 @@ def is_adapter(name: str) -> bool:
 
 
 def adapters(chunks: Sequence[Backbone]) -> Iterator[tuple[str, Adapter]]:
-    """Iterate over this rank's adapters, after the name of the weight that each of them adapts.
-
-    Names count layers over the whole model.
-    """
+    """Iterate over this rank's adapters, by the name of the weight in the whole model."""
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if isinstance(module, Adapter):
@@ -221,8 +213,8 @@ def added_share(chunks: Sequence[Backbone]) -> float:
     squares = torch.zeros(2, device=next(chunks[0].parameters()).device)
     for chunk in chunks:
         for layer in chunk.modules():
-            if isinstance(layer, AdaptedColumnParallelLinear | AdaptedRowParallelLinear):
-                assert layer.weight is not None
+            if isinstance(layer, _Adapted):
+                assert isinstance(layer.weight, Tensor)
                 squares += layer.adapter.squares(layer.weight)
     dist.all_reduce(squares)
     return (squares[0] / squares[1]).sqrt().item()

@@ -1,4 +1,4 @@
-"""AdamW or SGD with float32 master weights, its learning-rate schedule, and skipped updates.
+"""AdamW or SGD with float32 master weights, its learning-rate schedule, and offloading.
 
 Schedules count updates (optimizer steps): a training step has `trainer.minibatches` of them.
 AdamW's moments and master weights are sharded over the data-parallel ranks (Megatron's distributed
@@ -23,9 +23,20 @@ from areal_lite.megatron.parallel import on_every_rank
 ADAM_BETA1 = 0.9
 
 
-def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConfig:
-    """Describe the optimizer in Megatron's terms; biases and norms are not decayed."""
-    return OptimizerConfig(
+def is_sharded(config: TrainerConfig) -> bool:
+    """Return whether data-parallel ranks share the optimizer's state."""
+    return config.optimizer == "adam"
+
+
+def build_optimizer(
+    config: TrainerConfig, dtype: torch.dtype, ddps: Iterable[DistributedDataParallel]
+) -> Any:
+    """Build the optimizer for the models in `ddps`; biases and norms are not decayed.
+
+    One kernel makes AdamW's updates: no temporary copies, and on a CPU three times as fast as the
+    loop that Megatron would choose.
+    """
+    described = OptimizerConfig(
         optimizer=config.optimizer,
         lr=config.lr,
         min_lr=config.min_lr,
@@ -39,24 +50,7 @@ def optimizer_config(config: TrainerConfig, dtype: torch.dtype) -> OptimizerConf
         params_dtype=dtype,
         use_distributed_optimizer=is_sharded(config),
     )
-
-
-def is_sharded(config: TrainerConfig) -> bool:
-    """Return whether data-parallel ranks share the optimizer's state."""
-    return config.optimizer == "adam"
-
-
-def build_optimizer(
-    config: TrainerConfig, dtype: torch.dtype, ddps: Iterable[DistributedDataParallel]
-) -> Any:
-    """Build the optimizer for the models in `ddps`.
-
-    One kernel makes AdamW's updates. It needs no temporary copies, and on a CPU it is three times
-    as fast as the loop that Megatron would choose.
-    """
-    optimizer: Any = get_megatron_optimizer(
-        optimizer_config(config, dtype), [*ddps], use_gloo_process_groups=False
-    )
+    optimizer: Any = get_megatron_optimizer(described, [*ddps], use_gloo_process_groups=False)
     if config.optimizer == "adam":
         for group in optimizer.param_groups:
             group["fused"] = True

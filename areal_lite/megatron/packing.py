@@ -11,8 +11,7 @@ L + L^2 / crossover, where `crossover` is the length at which attention takes as
 matrices (`attention_crossover`). Equal costs keep the stages of a pipeline busy.
 
 Data-parallel ranks may run different numbers of microbatches, because gradients are reduced once,
-after the last. Where ranks must keep step (expert parallelism), all run the largest number that any
-of them needs.
+after the last.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from areal_lite.train_batch import TrainBatch
@@ -86,7 +84,6 @@ def pack(
     budget: int,
     *,
     crossover: float = math.inf,
-    at_least: int = 0,
     multiple: int = 1,
 ) -> list[list[int]]:
     """Divide sequences into bins of at most `budget` tokens and about equal cost.
@@ -98,11 +95,8 @@ def pack(
 
     Args:
         lengths: tokens of each sequence.
-        budget: tokens that a bin may hold.
         crossover: tokens, see the module's docstring.
-        at_least: the smallest number of bins.
-        multiple: the number of bins is a multiple of this. With too few sequences for `at_least`
-            or `multiple`, each sequence gets a bin.
+        multiple: the number of bins is a multiple of this, or one for each of too few sequences.
 
     Returns the indices of the sequences in each bin. Raises ValueError for a budget below 1.
     """
@@ -112,7 +106,7 @@ def pack(
     order = np.argsort(-sizes, kind="stable")
     alone = int((sizes > budget).sum())
     longest, rest = order[:alone], order[alone:]
-    count = max(at_least - alone, -(-int(sizes[rest].sum()) // budget))
+    count = -(-int(sizes[rest].sum()) // budget)
     while True:
         count = min(count + -(count + alone) % multiple, len(rest))
         bins, left = _balance(rest, sizes, budget, crossover, count)
@@ -149,26 +143,15 @@ def make_microbatches(
     budget: int,
     *,
     crossover: float = math.inf,
-    group: dist.ProcessGroup | None = None,
     multiple: int = 1,
 ) -> list[Microbatch]:
-    """Pack the sequences of `batch` into microbatches of at most `budget` tokens.
+    """Pack the sequences of `batch`, this rank's, into microbatches; see `pack`.
 
-    Args:
-        batch: this rank's sequences; `token_index` of the result points into its tokens.
-        budget: tokens.
-        crossover: tokens, see `pack`.
-        group: ranks that should run equally many microbatches; all of them call this.
-        multiple: their number should be a multiple of this, as an interleaved pipeline demands.
-
-    A rank with too few sequences returns one microbatch for each of them.
+    `token_index` of the result points into the tokens of `batch`. multiple: as an interleaved
+    pipeline demands.
     """
     lengths = batch.lengths
     bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
-    if group is not None and group.size() > 1:
-        most = torch.tensor(len(bins), device="cuda" if torch.cuda.is_available() else "cpu")
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        bins = pack(lengths, budget, crossover=crossover, at_least=int(most), multiple=multiple)
     return [_microbatch(batch, lengths, sorted(members)) for members in bins]
 
 

@@ -6,7 +6,6 @@ its value is that of the state after the sequence's last token. Every rank of a 
 same microbatches.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -87,16 +86,11 @@ class ParallelModel:
         return language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
 
     def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
-        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens.
-
-        They are of about equal cost, and as many as the layout demands.
-        """
+        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens."""
         return make_microbatches(
             batch,
             self.config.tokens_per_microbatch,
             crossover=attention_crossover(self.chunks[0].config),
-            # Expert parallelism shares experts with other data-parallel ranks.
-            group=self.dp_group if self.config.expert_parallel > 1 else None,
             multiple=self.pp_group.size() if self.config.virtual_pipeline > 1 else 1,
         )
 
@@ -168,8 +162,7 @@ class ParallelModel:
     ):
         """Run this stage on the next microbatch: Megatron's forward step.
 
-        Returns the output for the next stage. On the last stage it also returns the function that
-        finishes the microbatch.
+        Returns the output for the next stage, and on the last one how to finish the microbatch.
         """
         heartbeat.beat()
         microbatch, local = next(batches)
@@ -225,12 +218,11 @@ class ParallelModel:
         if self.pp_group.size() == 1:
             assert value is not None
             return value
-        text = b"" if value is None else json.dumps(value).encode()
-        size = torch.tensor(len(text), device=self.device)
-        self.from_last_stage(size)
-        data = torch.tensor([*text] or [0] * int(size), dtype=torch.uint8, device=self.device)
-        self.from_last_stage(data)
-        return json.loads(bytes(data.tolist()))
+        shared = [value]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(shared, last, group=self.pp_group, device=self.device)
+        assert shared[0] is not None
+        return shared[0]
 
 
 def is_filler(microbatch: Microbatch) -> bool:

@@ -1,9 +1,7 @@
 """The models that train: the policy, with log-probs, updates and exported weights, and the critic.
 
-Each trainer rank has one object of each, and every rank calls every method. It owns the model, the
-optimizer and the learning-rate schedule. It knows nothing of rewards, advantages or servers: the
-loss is a function given to `update`. Entry i of a per-token result is about token i:
-log p(token i | the tokens before it). It is 0 for the first token of a sequence.
+Each trainer rank has one object of each, and every rank calls every method. A model knows nothing
+of rewards, advantages or servers: the loss is a function given to `update`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,18 +34,13 @@ from areal_lite.megatron.packing import Microbatch
 from areal_lite.megatron.parallel_model import ParallelModel, is_filler
 from areal_lite.megatron.routing_replay import changed_share, install_replay
 
-# (logprobs [t], entropy [t], microbatch) -> (share of the global loss, detached scalars to sum).
-# Log-probs and entropy carry gradients.
-LossFn = Callable[[Tensor, Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
-# (values [t], microbatch) -> (share of the global loss, detached scalars to sum).
-# The values carry gradients.
-ValueLossFn = Callable[[Tensor, Microbatch], tuple[Tensor, dict[str, Tensor]]]
-# Reduced scalars of an update -> factor of its learning rate.
-LrFactor = Callable[[dict[str, float]], float]
+# (*results, microbatch) -> (share of the global loss, detached scalars to sum). Results, [t] each,
+# carry gradients: log-probs and entropies of a policy, values of a critic.
+LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 class TrainableModel(ParallelModel):
-    """A model that trains. Every rank calls every method; see ParallelModel for the arguments."""
+    """A ParallelModel with gradients, optimizer, schedule and checkpoints."""
 
     part = "policy"  # its name in a checkpoint
 
@@ -73,8 +66,8 @@ class TrainableModel(ParallelModel):
         self,
         microbatches: Sequence[Microbatch],
         head: Head,
-        loss_fn: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-        lr_factor: LrFactor | None = None,
+        loss_fn: LossFn,
+        lr_factor: float = 1.0,
     ) -> dict[str, float]:
         """Run one optimizer step on the sum of the losses, without rescaling it.
 
@@ -84,11 +77,10 @@ class TrainableModel(ParallelModel):
         Args:
             microbatches: at least one; ValueError otherwise.
             head: makes the per-token results.
-            loss_fn: (*results of the head, microbatch) -> (share of the global loss, detached
-                scalars to sum). It is called on the last pipeline stage, on all context- and
-                tensor-parallel ranks alike, with whole microbatches. The scalars have the same
-                names for every microbatch on every rank; `*_max` are reduced to their maximum.
-            lr_factor: of the reduced scalars, multiplies the learning rate of this step only.
+            loss_fn: is called on the last pipeline stage, on all context- and tensor-parallel ranks
+                alike, with whole microbatches. The scalars have the same names for every
+                microbatch on every rank; `*_max` are reduced to their maximum.
+            lr_factor: multiplies the learning rate of this step only.
 
         Returns, on every rank, the reduced scalars and what `apply_gradients` does.
         """
@@ -111,14 +103,12 @@ class TrainableModel(ParallelModel):
         scalars = [one for one in collected if one]  # fillers have none
         metrics = self.share_from_last_stage(self._reduce(scalars) if collected else None)
         self.scheduler.step(1)
-        factor, clip = lr_factor(metrics) if lr_factor else 1.0, self.config.clip_grad
-        return metrics | apply_gradients(self.optimizer, clip, metrics["loss"], factor)
+        return metrics | apply_gradients(
+            self.optimizer, self.config.clip_grad, metrics["loss"], lr_factor
+        )
 
     def offload(self) -> None:
-        """Move what only an update needs to host memory, until `onload`; a server gets the GPU.
-
-        See `optimizer.offload`.
-        """
+        """Free the GPU of what only an update needs, until `onload`; see `optimizer.offload`."""
         offload(self.optimizer, self.ddps)
 
     def onload(self) -> None:
@@ -184,18 +174,12 @@ class Policy(TrainableModel):
     def logprobs_and_entropies(
         self, microbatches: Sequence[Microbatch], temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Compute the log-probs and entropies of all tokens, in nats: float32 [T] each.
-
-        The microbatches partition the batch. Every rank gets the results.
-        """
+        """Compute the log-probs and the entropies in nats: float32 [T] each; see `logprobs`."""
         logprobs, entropies = self.outputs(microbatches, self.language_head(temperature), num=2)
         return logprobs, entropies
 
     def routes_changed(self) -> float:
-        """Return the share of recorded routes that the policy itself would not have chosen.
-
-        See `changed_share`.
-        """
+        """Return the share of recorded routes that the policy would not have chosen."""
         return changed_share([replay for chunk in self.chunks for replay in chunk.replays])
 
     def adapter_share(self) -> float:
@@ -207,12 +191,9 @@ class Policy(TrainableModel):
         microbatches: Sequence[Microbatch],
         loss_fn: LossFn,
         temperature: float = 1.0,
-        lr_factor: LrFactor | None = None,
+        lr_factor: float = 1.0,
     ) -> dict[str, float]:
-        """Run one optimizer step on the sum of `loss_fn` over the microbatches.
-
-        See `TrainableModel.step`.
-        """
+        """Run one optimizer step on the sum of `loss_fn`; see `TrainableModel.step`."""
         return self.step(microbatches, self.language_head(temperature), loss_fn, lr_factor)
 
     def hf_weights(self, bucket_bytes: int) -> Iterator[Bucket]:
@@ -248,15 +229,9 @@ class Critic(TrainableModel):
         super().__init__(config, model_path, seed, with_values=True)
 
     def values(self, microbatches: Sequence[Microbatch]) -> Tensor:
-        """Compute the values of all tokens of a flat batch: float32 [T], on every rank.
-
-        The microbatches partition the batch.
-        """
+        """Compute the values of all tokens of a flat batch: float32 [T], on every rank."""
         return self.outputs(microbatches, value_head)[0]
 
-    def update(self, microbatches: Sequence[Microbatch], loss_fn: ValueLossFn) -> dict[str, float]:
-        """Run one optimizer step on the sum of `loss_fn` over the microbatches.
-
-        See `TrainableModel.step`.
-        """
+    def update(self, microbatches: Sequence[Microbatch], loss_fn: LossFn) -> dict[str, float]:
+        """Run one optimizer step on the sum of `loss_fn` over the microbatches."""
         return self.step(microbatches, value_head, loss_fn)

@@ -198,9 +198,7 @@ def _run_update(
             return LossOutput(0.0 * output.loss, metrics)
         return LossOutput(output.loss, combined(output.metrics, metrics))
 
-    reported = policy.update(
-        update.microbatches, policy_loss, temperature, lambda _: minibatch.lr_factor
-    )
+    reported = policy.update(update.microbatches, policy_loss, temperature, minibatch.lr_factor)
     return reported, _update_critic(critic, flat, update, config) if critic else None
 
 

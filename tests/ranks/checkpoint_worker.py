@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async
+from areal_lite.megatron.checkpoint import Checkpoints, filesystem_async, load_checkpoint
 from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Critic, Policy
@@ -87,7 +87,7 @@ class Story:
         return {"first": first, "second": second, "unpublished": unpublished}
 
     def resumed(self, folder: str, into: str) -> dict:
-        extra = self.checkpoints(folder).load(Path(folder) / "step-3")
+        extra = self.engine.load(Path(folder) / "step-3")
         second = self.train(range(3, 6))
         again = self.checkpoints(into)
         again.save(6, {"step": 6})
@@ -103,7 +103,7 @@ class Story:
     def refused(self, folder: str) -> str:
         """Load a checkpoint that another optimizer wrote; return the error."""
         try:
-            self.checkpoints(folder).load(Path(folder) / "step-3")
+            self.engine.load(Path(folder) / "step-3")
         except ValueError as error:
             return str(error)
 
@@ -126,7 +126,7 @@ class Story:
         both.save(2, {})
         both.wait()
         expected = [self.train(range(2, 4)), train_critic(range(2, 4))]
-        both.load(latest_checkpoint(Path(folder)))
+        load_checkpoint(latest_checkpoint(Path(folder)), both.parts)
         got = [self.train(range(2, 4)), train_critic(range(2, 4))]
         alone = self.checkpoints(folder + "-alone")
         alone.save(1, {})
@@ -135,9 +135,8 @@ class Story:
 
     def needs_critic(self, folder: str) -> str:
         try:
-            Checkpoints(Path(folder), {"policy": self.engine, "critic": self.engine}).load(
-                latest_checkpoint(Path(folder))
-            )
+            parts = {"policy": self.engine, "critic": self.engine}
+            load_checkpoint(latest_checkpoint(Path(folder)), parts)
         except ValueError as error:
             return str(error)
 
@@ -152,7 +151,7 @@ class Story:
         checkpoints.save(0, {})
         first = self.train(range(2))
         checkpoints.wait()
-        checkpoints.load(Path(folder) / "step-0")
+        self.engine.load(Path(folder) / "step-0")
         again = self.train(range(2))
         for step in (5, 10, 15, 20, 25):
             checkpoints.save(step, {})
@@ -166,7 +165,7 @@ class Story:
 
     def other_rate(self, folder: str) -> list:
         """Continue with other settings than the checkpoint's."""
-        self.checkpoints(folder).load(Path(folder) / "step-3")
+        self.engine.load(Path(folder) / "step-3")
         return self.train(range(3, 6))
 
     def offloaded(self) -> dict:

@@ -1,4 +1,4 @@
-"""Two ranks together, on real processes over gloo: slices of the vocabulary, microbatch counts."""
+"""Two ranks together, on real processes over gloo: slices of the vocabulary."""
 
 import math
 from pathlib import Path
@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 from areal_lite.megatron.logprobs import lm_logprobs
-from areal_lite.megatron.packing import make_microbatches
 from tests.ranks.processes import call_on_ranks
-from tests.unit.megatron.test_packing import batch_of
 
 TOKENS, WIDTH, RANKS = 29, 8, 2
 # (ids, rows with padding, chunk, temperature, dtype, float32 head). Padding is part of the last
@@ -22,8 +20,6 @@ CASES = {
     "bfloat16, float32 head": (37, 40, 7, 0.7, torch.bfloat16, True),
     "bfloat16": (37, 40, 7, 0.7, torch.bfloat16, False),
 }
-
-LENGTHS = ([9, 9, 9, 1], [4, 2, 2, 2])  # of each rank's sequences
 
 
 def inputs(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,8 +54,6 @@ def worker(rank: int, folder: str) -> None:
             results[name + ": padding"] = lm_logprobs(
                 hidden, weight, targets, temperature, group, vocab_size=vocab
             )[0][0].item()
-    microbatches = make_microbatches(batch_of(LENGTHS[rank]), 10, group=group, multiple=2)
-    results["microbatches"] = [m.token_index.tolist() for m in microbatches]
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -94,9 +88,3 @@ def test_padding_has_probability_zero(results):
     padded = [key for key in results[0] if key.endswith(": padding")]
     assert len(padded) == 4
     assert all(result[key] == -math.inf for result in results for key in padded)
-
-
-def test_ranks_run_equally_many_microbatches(results):
-    """With budget 10 and an even number, rank 0 needs 4 and rank 1 needs 2: both run 4."""
-    lengths = [[len(index) for index in result["microbatches"]] for result in results]
-    assert lengths == [[9, 9, 9, 1], [4, 2, 2, 2]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from areal_lite.megatron import logprobs as module
-from areal_lite.megatron.kernels import free_memory, kernels, logits_that_fit
+from areal_lite.megatron.kernels import free_memory, kernels, logits_to_keep
 from areal_lite.megatron.logprobs import lm_logprobs
 
 WIDTH, VOCAB = 8, 41
@@ -264,12 +264,12 @@ def test_the_gradient_of_a_weight_on_a_gpu_is_added_in_float32(like_a_gpu, monke
     assert torch.allclose(x.weight.main_grad.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_are_kept_where_a_gpu_has_memory_for_them():
+def test_logits_are_kept_where_a_gpu_has_memory_for_them(monkeypatch):
     chunk = 1024 * 151936
-    assert logits_that_fit(0, chunk) == 0
-    assert logits_that_fit(16 * chunk, chunk) == 0
-    assert logits_that_fit(16 * chunk + 2**33, chunk) == 2**30
-    assert logits_that_fit(100 * 2**30, chunk) == 2**31
+    cases = {0: 0, 16 * chunk: 0, 16 * chunk + 2**33: 2**30, 100 * 2**30: 2**31}
+    for free, expected in cases.items():
+        monkeypatch.setitem(logits_to_keep.__globals__, "free_memory", lambda _, free=free: free)
+        assert logits_to_keep(torch.device("cuda", 0), chunk) == expected
 
 
 @pytest.mark.parametrize(

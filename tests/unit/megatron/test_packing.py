@@ -33,16 +33,14 @@ def batch_of(lengths: list[int]) -> TrainBatch:
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9), st.integers(1, 4))
-def test_each_sequence_is_in_exactly_one_bin_under_the_budget(
-    lengths, budget, crossover, at_least, multiple
-):
-    bins = pack(lengths, budget, crossover=crossover, at_least=at_least, multiple=multiple)
+@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(1, 4))
+def test_each_sequence_is_in_exactly_one_bin_under_the_budget(lengths, budget, crossover, multiple):
+    bins = pack(lengths, budget, crossover=crossover, multiple=multiple)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     for members in bins:
         assert sum(lengths[i] for i in members) <= budget or len(members) == 1
     assert all(bins)
-    assert len(bins) == len(lengths) or len(bins) >= at_least and len(bins) % multiple == 0
+    assert len(bins) == len(lengths) or len(bins) % multiple == 0
 
 
 @settings(deadline=None)
@@ -54,12 +52,12 @@ def test_bins_are_few(lengths, budget, crossover):
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(0, 9))
-def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossover, at_least):
+@given(LENGTHS, st.integers(1, 100), CROSSOVERS, st.integers(1, 9))
+def test_costs_are_balanced_as_far_as_the_budget_allows(lengths, budget, crossover, multiple):
     """No bin gets cheaper by giving its shortest sequence to a bin that had room for one more."""
     bins = [
         [lengths[i] for i in members]
-        for members in pack(lengths, budget, crossover=crossover, at_least=at_least)
+        for members in pack(lengths, budget, crossover=crossover, multiple=multiple)
     ]
     cost = [sum(n + n * n / crossover for n in members) for members in bins]
     for mine, members in zip(cost, bins):
