@@ -36,9 +36,8 @@ from areal_lite.megatron.packing import make_microbatches
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.step import build_models, policy_step
 
 RESULTS = Path(__file__).with_name("results") / "train_step.json"
 Step = Callable[[], float]

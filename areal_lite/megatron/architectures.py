@@ -56,8 +56,7 @@ def head_dim(hf: PretrainedConfig) -> int:
 def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
     """Round `vocab_size` up to a multiple of `tensor_parallel`: rows of embedding and output layer.
 
-    Rows from `vocab_size` on are zero and are never exported. They are not tokens, so their logits
-    must not count in a softmax.
+    Rows from `vocab_size` on are zero, are never exported, and must not count in a softmax.
     """
     return -(-hf.vocab_size // tensor_parallel) * tensor_parallel
 
@@ -303,7 +302,6 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
 
 
 def _has_window(hf: PretrainedConfig) -> bool:
-    """Return whether some layer attends to fewer tokens than a sequence can have."""
     window = getattr(hf, "sliding_window", None)
     layers = getattr(hf, "layer_types", None)
     return (
@@ -316,10 +314,7 @@ def _has_window(hf: PretrainedConfig) -> bool:
 def transformer_config(
     hf: PretrainedConfig, dtype: torch.dtype, **settings: Any
 ) -> TransformerConfig:
-    """Describe the network in Megatron's terms.
-
-    settings: further fields, such as parallel sizes and recomputation.
-    """
+    """Describe the network in Megatron's terms; `settings` are further fields."""
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -393,9 +388,8 @@ def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:
 def _llama3(plain: Tensor, rope: dict) -> Tensor:
     """Stretch frequencies as Llama 3.1 does: divide low ones by `factor` and keep high ones.
 
-    A frequency is low when it makes fewer than `low_freq_factor` turns within the context of
-    pre-training, and high above `high_freq_factor`. In between the two results are mixed in
-    proportion to the number of turns.
+    Low ones make fewer than `low_freq_factor` turns within the context of pre-training, high ones
+    more than `high_freq_factor`. In between the two are mixed in proportion to the number of turns.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)

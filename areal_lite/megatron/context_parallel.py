@@ -52,24 +52,14 @@ class LocalTokens:
 
 
 def local_length(microbatch: Microbatch, size: int, multiple: int = 1) -> int:
-    """Count the tokens that each of `size` context-parallel ranks computes.
-
-    Padding is included; the result is a multiple of `multiple`.
-    """
+    """Count the tokens of each of `size` ranks with padding, a multiple of `multiple`."""
     lengths = microbatch.cu_seqlens.diff().numpy()
     length = lengths.sum() if size == 1 else 2 * _chunk(lengths, size).sum()
     return int(-(-length // multiple) * multiple)
 
 
 def local_tokens(microbatch: Microbatch, size: int, rank: int, length: int) -> LocalTokens:
-    """Select the tokens of one context-parallel rank.
-
-    Args:
-        microbatch: in CPU memory.
-        size: number of context-parallel ranks.
-        rank: this rank among them.
-        length: tokens of each rank, at least `local_length`.
-    """
+    """Select the tokens of context-parallel rank `rank` of `size`; each has `length`."""
     cu_seqlens = microbatch.cu_seqlens.numpy().astype(np.int64)
     split = [_segments(cu_seqlens, size, r) for r in range(size)]
     gathered_index = np.empty(cu_seqlens[-1], np.int64)

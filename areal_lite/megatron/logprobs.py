@@ -47,10 +47,10 @@ Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Products(NamedTuple):
-    """The way in which matrices are multiplied.
+    """How matrices are multiplied.
 
-    inputs: dtype of both matrices. logits: dtype of the result in forward. wide: whether products
-    of half-precision matrices can be added in float32.
+    inputs: dtype of both. logits: dtype of the result in forward. wide: products of half-precision
+    matrices are added in float32.
     """
 
     inputs: torch.dtype
@@ -61,8 +61,8 @@ class Products(NamedTuple):
 def choose_products(weight: torch.dtype, fp32: bool) -> Products:
     """Choose the products for a weight of this dtype.
 
-    A GPU multiplies half-precision matrices as they are and adds in float32, at full speed. SGLang
-    does the same for its float32 output layer. On a CPU, torch must convert the matrices.
+    A GPU multiplies half-precision matrices as they are and adds in float32, at full speed, as
+    SGLang does for its float32 output layer. On a CPU, torch must convert the matrices.
     """
     exact = torch.promote_types(weight, torch.float32)
     wide = kernels.wide_products and weight != exact
@@ -261,8 +261,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, wide: bool) -> None:
 def _weight_gradient(weight: Tensor, grad: Tensor | None) -> Tensor | None:
     """Return the gradient for autograd.
 
-    Where it is already in `main_grad`, Megatron's hook must still see some gradient. The hook
-    ignores it, or, for tied weights, adds it; then it must be zero.
+    Where it is already in `main_grad`, Megatron's hook must still see some gradient, which it
+    ignores, or, for tied weights, adds; then it must be zero.
     """
     if grad is None:
         return None
@@ -294,10 +294,7 @@ def language_head(temperature: float, vocab_size: int, fp32: bool) -> Head:
 
 
 class ValueLayer(torch.nn.Module):
-    """Map a hidden state to one number, in place of the output layer.
-
-    It is zero before training, and the same on all tensor-parallel ranks.
-    """
+    """Map a hidden state to one number, zero before training, in place of the output layer."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,9 +1,8 @@
 """A Hugging Face configuration -> a Megatron-core GPT model.
 
-The model is stock Megatron-core except for parts of its layer specification: `RMSNorm`,
-`GatedMLP`, `PackedAttention`, which also applies the rotary embedding (Megatron's own loops
-over the packed sequences), and linear layers with adapters (lora.py) if there are any. Weights are
-allocated but not initialized, because they come from a checkpoint.
+The model is stock Megatron-core except for its norms, dense MLP and attention, which also applies
+the rotary embedding (Megatron's own loops over the packed sequences), and linear layers with
+adapters (lora.py). Weights are allocated but not initialized: they come from a checkpoint.
 """
 
 import re
@@ -63,9 +62,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU (Shazeer, 2020, arXiv:2002.05202), which keeps less for backward.
+    """Megatron's dense MLP with SwiGLU (Shazeer, 2020, arXiv:2002.05202).
 
-    It is dense. Experts are Megatron's own.
+    It keeps less for backward.
     """
 
     layers = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -187,9 +186,8 @@ def build_chunks(
 ) -> list[Backbone]:
     """Build this rank's chunks of the model, in order, without setting their weights.
 
-    tie: whether the output layer shares the embedding's weight.
-
-    Raises ValueError for a model that is not supported or cannot be split in this way.
+    tie: whether the output layer shares the embedding's weight. Raises ValueError for a model that
+    is not supported or cannot be split in this way.
     """
     check_layout(hf, trainer)
     config = transformer_config(hf, dtype, **transformer_settings(trainer, dtype))
@@ -247,7 +245,7 @@ def _layer_spec(config: TransformerConfig, lora: LoraConfig) -> ModuleSpec:
 
 
 def _mark_split_weights(model: GPTModel) -> None:
-    """Mark weights as split. Megatron does so only when it initializes them.
+    """Mark weights as split, as Megatron does when it initializes them.
 
     Without the mark the gradient norm would count the weights of one rank only.
     """

@@ -139,11 +139,7 @@ def _balance(
 
 
 def make_microbatches(
-    batch: TrainBatch,
-    budget: int,
-    *,
-    crossover: float = math.inf,
-    multiple: int = 1,
+    batch: TrainBatch, budget: int, *, crossover: float = math.inf, multiple: int = 1
 ) -> list[Microbatch]:
     """Pack the sequences of `batch`, this rank's, into microbatches; see `pack`.
 

@@ -1,9 +1,9 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state.
 
 They follow from `TrainerConfig` and torchrun's environment. The world is tensor x context x data x
-pipeline ranks, from the fastest-changing to the slowest: tensor-parallel ranks stand next to each
-other, pipeline stages farthest apart. Expert parallelism spreads experts over some of the tensor x
-context x data ranks. Without RANK in the environment the process is a world of one.
+pipeline ranks, from the fastest-changing to the slowest. Expert parallelism spreads experts over
+some of the tensor x context x data ranks. Without RANK in the environment the process is a world of
+one.
 """
 
 import math
@@ -113,10 +113,7 @@ def _init_process_group(backend: str, timeout: timedelta) -> None:
 
 
 def _expert_tensor_parallel(config: TrainerConfig) -> int:
-    """Return the ranks that share one expert.
-
-    Experts that are spread over ranks are whole there; otherwise they are split like all weights.
-    """
+    # Experts that are spread over ranks are whole there; otherwise they are split like all weights.
     return 1 if config.expert_parallel > 1 else config.tensor_parallel
 
 
@@ -151,7 +148,7 @@ def transformer_settings(config: TrainerConfig, dtype: torch.dtype) -> dict[str,
 
 
 def process_group(group: Any) -> dist.ProcessGroup:
-    """Narrow the type of one of Megatron's groups, which are optional before `init_distributed`."""
+    """Narrow the type of one of Megatron's groups, which is None before `init_distributed`."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -182,9 +179,9 @@ def shutdown() -> None:
 
 
 def all_gather_on_host(received: list[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `received` with the tensor `own` of each rank of `group`. Every rank calls it.
+    """Fill `received` with the flat tensor `own` of each rank of `group`, all in host memory.
 
-    All of them are flat, of one size, in host memory.
+    Every rank calls it.
     """
     if len(received) == 1:
         received[0].copy_(own)

@@ -45,11 +45,7 @@ class TrainableModel(ParallelModel):
     part = "policy"  # its name in a checkpoint
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        model_path: str | Path,
-        seed: int,
-        with_values: bool = False,
+        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
     ):
         super().__init__(config, model_path, seed, with_values)
         ddp_config = DistributedDataParallelConfig(
@@ -149,11 +145,7 @@ class Policy(TrainableModel):
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        model_path: str | Path,
-        seed: int,
-        routing_replay: bool = False,
+        self, config: TrainerConfig, model_path: str | Path, seed: int, routing_replay: bool = False
     ):
         super().__init__(config, model_path, seed)
         self.replays_routes = routing_replay

@@ -1,9 +1,4 @@
-"""Reference: a frozen policy on the policy's engine, and a cache of its log-probs.
-
-Data sources may have references of their own: `SourceReferences` asks the right one.
-
-`CachedReference` computes each sequence once. It serves replay, which draws a sequence repeatedly.
-"""
+"""Reference: a frozen policy on the policy's engine, one for each data source, and their cache."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -104,7 +99,8 @@ class SourceReferences:
 class CachedReference:
     """A reference that keeps log-probs of at most `max_tokens` tokens, those used last.
 
-    The ranks of a model see the same batches, so their caches are equal.
+    It serves replay, which draws a sequence repeatedly. The ranks of a model see the same batches,
+    so their caches are equal.
     """
 
     def __init__(

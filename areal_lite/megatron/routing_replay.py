@@ -24,12 +24,7 @@ from torch import Tensor
 
 
 class RoutingReplay:
-    """The choice of one router.
-
-    Args:
-        layer: the number of its layer in the whole model, from 0.
-        device: of the model.
-    """
+    """The choice of one router, in `layer` of the whole model, from 0."""
 
     def __init__(self, layer: int, device: torch.device):
         self.layer = layer
@@ -46,13 +41,10 @@ class RoutingReplay:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose experts: Megatron calls this in place of its own top-k.
+        """Choose experts, in place of Megatron's own top-k, `default_compute_topk`.
 
-        Args:
-            scores: [l, experts], logits or probabilities.
-            topk, num_groups, group_topk: for `default_compute_topk`, Megatron's top-k.
-
-        Returns the scores and the numbers of the chosen experts, [l, top_k] each.
+        scores: [l, experts], logits or probabilities. Returns the scores and the numbers of the
+        chosen experts, [l, top_k] each.
         """
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.routes is None:
@@ -66,10 +58,7 @@ class RoutingReplay:
 
 
 def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
-    """Let the routers of a chunk replay, and return the object of each.
-
-    Raises ValueError for a model without experts.
-    """
+    """Let the routers of a chunk replay. Raises ValueError for a model without experts."""
     replays = []
     for layer in chunk.decoder.layers:
         if not hasattr(layer.mlp, "router"):
@@ -85,8 +74,8 @@ def install_replay(chunk: Any, device: torch.device) -> list[RoutingReplay]:
 def changed_share(replays: Sequence[RoutingReplay]) -> float:
     """Return the share of recorded routes that the routers of all ranks would not have chosen.
 
-    It is over the forward passes since the last call. NaN if there was no recorded route. Every
-    rank calls it.
+    It is over the forward passes since the last call; NaN without recorded routes. Every rank calls
+    it.
     """
     counts = torch.stack([replay.counts for replay in replays]).sum(0)
     dist.all_reduce(counts)

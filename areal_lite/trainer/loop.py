@@ -36,9 +36,8 @@ from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, start_daemon, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
-from areal_lite.trainer.models import build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.step import build_models, policy_step
 from areal_lite.trajectory import trace_name
 from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import make_pusher

@@ -76,21 +76,29 @@ def flatten(bucket: list[tuple[str, torch.Tensor]]) -> FlatBucket:
 
 
 class Broadcast:
-    """The transport over a process group, by torch's `backend`."""
+    """The transport over a process group, by torch's `backend`.
+
+    Its WeightGroup is made anew when its servers change. Its calls raise as that does.
+    """
 
     def __init__(self, config: TrainConfig, backend: str):
+        self._config = config
+        self._backend = backend
         self._bucket_format = "flattened_bucket"
         if config.sync.transport == "adapters":
             lora = config.trainer.lora
             self._bucket_format = f"{ADAPTERS}:{lora.alpha / lora.rank}"
-        self._make_group = partial(BroadcastGroup, backend, config.sync.timeout_s)
-        self._group = self._make_group()
+        self._group: WeightGroup | None = None
 
     def transfer(
         self, recipients: PushRecipients, buckets: Iterable[Bucket], pause: Pause, *, apart: bool
     ) -> None:
-        group = self._make_group() if apart else self._group
-        recipients.run_together(group.join)
+        if apart:
+            other = Broadcast(self._config, self._backend)
+            other.transfer(recipients, buckets, pause, apart=False)
+            recipients.run_together(other.leave)
+            return
+        recipients.run_together(self.join)
         stream = with_last(map(flatten, buckets))
         first = next(stream)  # gathered and flattened before the pause
         with pause(recipients) as window:
@@ -100,11 +108,10 @@ class Broadcast:
                 # Each round gathers a bucket while another is on the wire.
                 for bucket, last in chain([first], stream):
                     send = partial(
-                        group.send,
+                        self.send,
                         bucket,
                         version=str(recipients.report.version) if last else None,
                         flush_cache=window.flush_cache and last,
-                        load_format=self._bucket_format,
                     )
                     if sending:
                         sending.result()
@@ -112,13 +119,46 @@ class Broadcast:
                 assert sending is not None
                 sending.result()
             recipients.post("/end_weight_update", {})
-        if apart:
-            recipients.run_together(group.leave)
 
     def close(self, servers: list[ServerInfo]) -> None:
         # A group that torch destroys at the end would wait for its servers.
         with suppress(ServersFailed):
-            self._group.leave(servers)
+            self.leave(servers)
+
+    def join(self, servers: list[ServerInfo]) -> WeightGroup:
+        """Return the group with exactly `servers`."""
+        if self._group is None or self._group.servers != servers:
+            self.leave(servers)
+            # Random: the servers may still know groups of an earlier trainer.
+            name = f"{GROUP_PREFIX}{secrets.token_hex(8)}"
+            self._group = WeightGroup(servers, self._backend, self._config.sync.timeout_s, name)
+        return self._group
+
+    def send(
+        self,
+        bucket: FlatBucket,
+        servers: list[ServerInfo],
+        *,
+        version: str | None,
+        flush_cache: bool,
+    ) -> None:
+        """Broadcast one bucket to exactly `servers`. `version` marks the last one of a push."""
+        options = {
+            "load_format": self._bucket_format,
+            "flush_cache": flush_cache,
+            "weight_version": version,
+        }
+        try:
+            self.join(servers).send(bucket, options)
+        except CollectiveError:
+            self.leave(servers)  # it is broken: the next call makes another one
+            raise
+
+    def leave(self, survivors: list[ServerInfo]) -> None:
+        """Leave the group, if there is one, together with `survivors`."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abandon(survivors)
 
 
 def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -129,38 +169,6 @@ def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         yield current, False
         current = following
     yield current, True
-
-
-class BroadcastGroup:
-    """The pusher's WeightGroup, made anew when its servers change. Its calls raise as that does."""
-
-    def __init__(self, backend: str, timeout_s: float):
-        self._backend = backend
-        self._timeout_s = timeout_s
-        self._group: WeightGroup | None = None
-
-    def join(self, servers: list[ServerInfo]) -> WeightGroup:
-        """Return the group with exactly `servers`."""
-        if self._group is None or self._group.servers != servers:
-            self.leave(servers)
-            # Random: the servers may still know groups of an earlier trainer.
-            name = f"{GROUP_PREFIX}{secrets.token_hex(8)}"
-            self._group = WeightGroup(servers, self._backend, self._timeout_s, name)
-        return self._group
-
-    def send(self, bucket: FlatBucket, servers: list[ServerInfo], **options: Any) -> None:
-        """Broadcast one bucket to exactly `servers`. For `options` see WeightGroup.send."""
-        try:
-            self.join(servers).send(bucket, **options)
-        except CollectiveError:
-            self.leave(servers)  # it is broken: the next call makes another one
-            raise
-
-    def leave(self, survivors: list[ServerInfo]) -> None:
-        """Leave the group, if there is one, together with `survivors`."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abandon(survivors)
 
 
 class WeightGroup:
@@ -221,25 +229,9 @@ class WeightGroup:
             rank += server.tensor_parallel
         return calls
 
-    def send(
-        self,
-        bucket: FlatBucket,
-        *,
-        version: str | None,
-        flush_cache: bool,
-        load_format: str = "flattened_bucket",
-    ) -> None:
-        """Broadcast one bucket. `version` marks the last bucket of a push.
-
-        `load_format` tells the servers whether it holds weights or adapters.
-        """
-        body = {
-            **bucket.description,
-            "group_name": self._name,
-            "load_format": load_format,
-            "flush_cache": flush_cache,
-            "weight_version": version,
-        }
+    def send(self, bucket: FlatBucket, options: dict[str, Any]) -> None:
+        """Broadcast one bucket; `options` are further fields of SGLang's request."""
+        body = {**bucket.description, "group_name": self._name, **options}
         path = "/update_weights_from_distributed"
         calls = [start_post(server, path, body, self._call_timeout_s) for server in self.servers]
         member = self._member.result()

@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from areal_lite.config import ServerConfig
+from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.cpu.memory.transport import WeightMemory
 from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.servers.blocking import post
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
-from areal_lite.weights.broadcast import BroadcastGroup, flatten
+from areal_lite.weights.broadcast import Broadcast, flatten
 from benchmarks.seams import (
     PUSHES,
     REQUESTS,
@@ -65,7 +65,7 @@ class Broadcasts:
     """Pushes over a weight group, as the trainer's."""
 
     def __init__(self):
-        self._group = BroadcastGroup("gloo", 60)
+        self._group = Broadcast(TrainConfig(model="m"), "gloo")
 
     def __call__(self, server: ServerInfo, model: Path, version: int) -> None:
         bucket = flatten(list(load_file(model / "model.safetensors").items()))

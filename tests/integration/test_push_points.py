@@ -104,9 +104,8 @@ def pusher(
     try:
         yield made
     finally:
-        group = getattr(made._transport, "_group", None)
-        if group and group._group:
-            group._group.break_up()
+        if group := getattr(made._transport, "_group", None):
+            group.break_up()
         made._transport.close([])
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areal_lite.config import TrainConfig
 from areal_lite.servers.blocking import start_post
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
 from areal_lite.weights import broadcast
-from areal_lite.weights.broadcast import BroadcastGroup, FlatBucket, WeightGroup, flatten
+from areal_lite.weights.broadcast import Broadcast, FlatBucket, WeightGroup, flatten
 from areal_lite.weights.recipients import PushRecipients, PushReport
 from tests import nccl_double
 from tests.gloo_server import serve
@@ -70,7 +71,17 @@ def group_of(servers: list[ServerInfo], backend: str) -> WeightGroup:
 
 
 def send(group: WeightGroup, bucket: FlatBucket = BUCKET) -> None:
-    group.send(bucket, version="1", flush_cache=False)
+    group.send(
+        bucket,
+        {"load_format": "flattened_bucket", "flush_cache": False, "weight_version": "1"},
+    )
+
+
+def broadcast_of(backend: str) -> Broadcast:
+    """Return a transport with a time-out of 2 s."""
+    config = TrainConfig(model="m")
+    config.sync.timeout_s = 2
+    return Broadcast(config, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -92,7 +103,7 @@ def test_only_the_server_that_dies_in_a_collective_is_to_blame(backend, path, dy
 def test_only_the_server_that_hangs_in_a_collective_is_to_blame(backend, hanging) -> None:
     """Neither gloo nor NCCL notices. The others give up, and take part in the next group."""
     with weight_servers(None, None, None) as (infos, processes):
-        group = BroadcastGroup(backend, 2)
+        group = broadcast_of(backend)
         group.join(infos)
         os.kill(processes[hanging].pid, signal.SIGSTOP)
         with pytest.raises(ServersFailed) as failed:
@@ -107,7 +118,7 @@ def test_only_the_server_that_hangs_in_a_collective_is_to_blame(backend, hanging
 def test_servers_that_hang_cost_the_others_one_time_out_together(backend) -> None:
     """Two of four: the first attempt blames both, and the second one succeeds."""
     with weight_servers(None, None, None, None) as (infos, processes):
-        group, attempts = BroadcastGroup(backend, 2), []
+        group, attempts = broadcast_of(backend), []
         group.join(infos)
         for hanging in (1, 2):
             os.kill(processes[hanging].pid, signal.SIGSTOP)

@@ -30,9 +30,8 @@ from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart.command import MakeModelConfig
 from areal_lite.quickstart.make_model import run as make_model
 from areal_lite.train_batch import TrainBatch, source_key
-from areal_lite.trainer.models import Models, build_models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.step import Models, build_models, policy_step
 from areal_lite.trajectory import Trajectory
 
 

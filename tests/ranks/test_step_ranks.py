@@ -55,9 +55,8 @@ LAYOUTS = {
 
 
 def worker(rank: int, layout: str, folder: str, model_path: str, port: int) -> None:
-    from areal_lite.trainer.models import build_models
     from areal_lite.trainer.objective import build_objective
-    from areal_lite.trainer.step import policy_step
+    from areal_lite.trainer.step import build_models, policy_step
 
     sizes, groups = LAYOUTS[layout]
     os.environ |= {

@@ -11,9 +11,8 @@ from areal_lite.config import RolloutConfig, TrainConfig, TrainerConfig
 from areal_lite.megatron.parallel import shutdown
 from areal_lite.megatron.policy import Policy
 from areal_lite.train_batch import TrainBatch
-from areal_lite.trainer.models import Models
 from areal_lite.trainer.objective import build_objective
-from areal_lite.trainer.step import policy_step
+from areal_lite.trainer.step import Models, policy_step
 
 
 @pytest.fixture(scope="module", autouse=True)

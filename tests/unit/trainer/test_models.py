@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from areal_lite.trainer.loop import Stopwatch
-from areal_lite.trainer.models import Models
+from areal_lite.trainer.step import Models
 
 
 class FakeModel:

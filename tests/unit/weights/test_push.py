@@ -157,7 +157,7 @@ def test_last_bucket_is_marked():
     ]
 
 
-def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
+def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path, monkeypatch):
     server, gathered, sent = answers("a"), [], []
 
     def buckets(size):
@@ -166,25 +166,30 @@ def test_a_bucket_is_gathered_while_another_is_sent(answers, tmp_path):
             yield [("w", torch.full((2,), float(number)))]
 
     class Group:
-        def join(self, servers):
-            assert gathered == [], "the group is joined first"
+        servers = [server.info]
 
-        def send(self, bucket, servers, *, version, flush_cache, load_format):
-            assert load_format == "flattened_bucket"
+        def send(self, bucket, options):
+            assert options["load_format"] == "flattened_bucket" and not options["flush_cache"]
             number = bucket.data.view(torch.float32)[0].item()
             ahead = min(number + 2, 4)
             deadline = time.monotonic() + 20
             while gathered[-1] < ahead:
                 assert time.monotonic() < deadline, f"{gathered} while {number} is sent"
                 time.sleep(0.01)
-            sent.append((number, version))
+            sent.append((number, options["weight_version"]))
 
     weights = SimpleNamespace(buckets=buckets)
     config = TrainConfig(model=str(tmp_path))
     config.sync.transport = "distributed"
     pusher = WeightPusher(weights, CPU, None, config, tmp_path)
     push = PushRecipients([server.info], PushReport(version=7), timeout_s=5)
-    pusher._transport._group = Group()
+
+    def join(*_: object) -> Group:
+        assert gathered == [], "the group is joined first"
+        pusher._transport._group = Group()
+        return pusher._transport._group
+
+    monkeypatch.setattr("areal_lite.weights.broadcast.WeightGroup", join)
     pusher._transfer(push)
     assert sent == [(0, None), (1, None), (2, None), (3, None), (4, "7")]
     assert server.calls["/end_weight_update"] == server.calls["/continue_generation"] == 1
