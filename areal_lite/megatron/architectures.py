@@ -287,7 +287,13 @@ def check_supported(hf: PretrainedConfig, trainer: TrainerConfig) -> None:
             f" use one of {', '.join(ARCHITECTURES)}"
         )
     ARCHITECTURES[hf.model_type].check(hf)
-    _check_rope(hf)
+    rope = hf.rope_parameters
+    known = rope.get("rope_type", "default") in ("default", "llama3")
+    if not known or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"rope_parameters {rope} are not supported by the trainer:"
+            " use rope_type default or llama3, over whole heads"
+        )
     for name in ("sliding_window", "attention_bias", "mlp_bias", "quantization_config"):
         value = getattr(hf, name, None)
         if _has_window(hf) if name == "sliding_window" else value:
@@ -360,17 +366,6 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         for tensor in parameter.names
     )
     return type(parameter)(*tensors)
-
-
-def _check_rope(hf: PretrainedConfig) -> None:
-    """Raise ValueError for a rotary embedding that would be computed wrongly."""
-    rope = hf.rope_parameters
-    known = rope.get("rope_type", "default") in ("default", "llama3")
-    if not known or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"rope_parameters {rope} are not supported by the trainer:"
-            " use rope_type default or llama3, over whole heads"
-        )
 
 
 def inverse_frequencies(hf: PretrainedConfig, device: torch.device) -> Tensor:

@@ -50,19 +50,14 @@ class PaddedBlocks:
     Segments stand in the order of their number of keys, most first. One with less than `MIN_FILL`
     of the keys of its block's first segment opens a new block. Padding repeats the segment's last
     token, so that it holds finite numbers.
-
-    shapes: (segments, queries, keys) of each block.
-    token_index: int64 [p], the token in each slot.
-    slot_index: int64 [l], the slot of each token.
-    key_index: int64 [q], the key in each slot.
-    masks: bool [segments, 1, queries, keys] for each block, true where a query sees a key. Empty
-        where every query sees the keys up to its own.
     """
 
-    shapes: list[tuple[int, int, int]]
-    token_index: Tensor
-    slot_index: Tensor
-    key_index: Tensor
+    shapes: list[tuple[int, int, int]]  # (segments, queries, keys) of each block
+    token_index: Tensor  # int64 [p], the token in each slot
+    slot_index: Tensor  # int64 [l], the slot of each token
+    key_index: Tensor  # int64 [q], the key in each slot
+    # bool [segments, 1, queries, keys] for each block, true where a query sees a key. Empty where
+    # every query sees the keys up to its own.
     masks: list[Tensor]
 
     @classmethod
@@ -115,20 +110,15 @@ def _mask(before: Tensor, queries: int, keys: int) -> Tensor:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of packed sequences, and what this attention needs besides.
+    """Megatron's description of packed sequences, and what this attention needs besides."""
 
-    cos, sin: [l, 1, head_dim], of the angle of each token's position.
-    key_index: int64, the gathered index of each key, in the order of the blocks where there are
-        blocks. None without context parallelism, where the keys are those of this rank.
-    blocks: None where attention takes the tokens as they are.
-    bounds: int64 [n + 1], where sequences begin and end, for the kernel; else None.
-    """
-
-    cos: Tensor
+    cos: Tensor  # [l, 1, head_dim], of the angle of each token's position
     sin: Tensor
+    # int64, the gathered index of each key, in the order of the blocks where there are blocks. None
+    # without context parallelism, where the keys are those of this rank.
     key_index: Tensor | None = None
-    blocks: PaddedBlocks | None = None
-    bounds: np.ndarray | None = None
+    blocks: PaddedBlocks | None = None  # None where attention takes the tokens as they are
+    bounds: np.ndarray | None = None  # int64 [n + 1], of the sequences, for the kernel; else None
 
     @classmethod
     def build(cls, local: LocalTokens, inv_freq: Tensor, dtype: torch.dtype) -> PackedSequences:

@@ -71,7 +71,9 @@ class PendingCheckpoint:
 
     def __init__(self, folder: Path, parts: Mapping[str, Part], extra: dict[str, Any]):
         self.folder = folder
-        self.scratch = _shared_scratch_folder(folder)
+        scratch: list[Any] = [scratch_folder(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(scratch)
+        self.scratch = Path(scratch[0])
         state = sharded_state(parts, is_loading=False)
         state |= {"random": torch.get_rng_state(), "extra": extra}
         # Megatron would start a manager process for this queue, which never leaves our process.
@@ -175,7 +177,10 @@ def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
         check_state(folder, common, parts)
         state: Any = dist_checkpointing.load(sharded_state(parts, is_loading=True), str(folder))
     for name, part in parts.items():
-        restore(part, state[name])
+        part.model.load_state_dict(state[name]["model"])
+        _load_optimizer(part.optimizer, state[name]["optimizer"])
+        part.scheduler.num_steps = 0  # loading adds the position to it
+        part.scheduler.load_state_dict(state[name]["scheduler"])
     torch.set_rng_state(state["random"])
     return state["extra"]
 
@@ -204,16 +209,15 @@ def stored_part(folder: Path, part: str) -> tuple[torch.dtype, LoraConfig]:
     with _opened(folder):
         common = dist_checkpointing.load_common_state_dict(str(folder))
         tensors = dist_checkpointing.load_tensors_metadata(str(folder))
-    if part not in common:
-        raise ValueError(f"{folder}: this checkpoint holds no {part}")
-    prefix, optimizer = f"{part}.", f"{part}.optimizer."
-    weights = (
+    dtypes = [
         tensor.dtype
         for name, tensor in tensors.items()
-        if name.startswith(prefix) and not name.startswith(optimizer)
+        if name.startswith(f"{part}.") and not name.startswith(f"{part}.optimizer.")
         if isinstance(tensor, ShardedTensor)
-    )
-    return next(weights), LoraConfig(**(common[part]["lora"] or {}))
+    ]
+    if part not in common or not dtypes:
+        raise ValueError(f"{folder}: this checkpoint holds no {part}")
+    return dtypes[0], LoraConfig(**(common[part]["lora"] or {}))
 
 
 @contextmanager
@@ -229,15 +233,20 @@ def _opened(folder: Path) -> Iterator[None]:
         yield
 
 
-def _shared_scratch_folder(folder: Path) -> Path:
-    scratch: list[Any] = [str(scratch_folder(folder)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(scratch, src=0)
-    return Path(scratch[0])
-
-
 def _host_copy(request: AsyncRequest, parts: Mapping[str, Part]) -> list:
-    """Return Megatron's write buckets, in host memory and without tensors that change."""
-    live = live_storages(parts)
+    """Return Megatron's write buckets, in host memory and without tensors that change.
+
+    Sharded optimizer state is gathered, so it is in a state as a copy.
+    """
+    live = {
+        tensor.untyped_storage().data_ptr()
+        for part in parts.values()
+        for tensor in chain(
+            part.model.parameters(),
+            part.model.buffers(),
+            *(one.get_parameters() for one in part.optimizer.chained_optimizers),
+        )
+    }
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone() if tensor.untyped_storage().data_ptr() in live else tensor
@@ -332,30 +341,6 @@ def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part])
                 f"cannot be continued with {has or 'off'}: set the same, or start a new run from "
                 "the checkpoint's weights (areal-lite export)"
             )
-
-
-def restore(part: Part, state: dict[str, Any]) -> None:
-    """Set a part to its loaded state."""
-    part.model.load_state_dict(state["model"])
-    _load_optimizer(part.optimizer, state["optimizer"])
-    part.scheduler.num_steps = 0  # loading adds the position to it
-    part.scheduler.load_state_dict(state["scheduler"])
-
-
-def live_storages(parts: Mapping[str, Part]) -> set[int]:
-    """Return the addresses of tensors that change in place and are in a state as they are.
-
-    Sharded optimizer state is gathered, so it is in a state as a copy.
-    """
-    return {
-        tensor.untyped_storage().data_ptr()
-        for part in parts.values()
-        for tensor in chain(
-            part.model.parameters(),
-            part.model.buffers(),
-            *(one.get_parameters() for one in part.optimizer.chained_optimizers),
-        )
-    }
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:

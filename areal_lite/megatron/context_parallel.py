@@ -29,25 +29,19 @@ class LocalTokens:
     """l tokens of this rank in m segments laid end to end: sequences, or chunks of sequences.
 
     The *gathered* tokens are those of all context-parallel ranks laid end to end, rank by rank.
-
-    tokens, position_ids: int64 [l], ids and positions within the sequence.
-    following: int64 [l], the id of the token after each; arbitrary after a sequence's last token.
-    cu_seqlens: int32 [m + 1], the bounds of the segments.
-    gathered_index: int64 [t], the index of each token of the microbatch in the gathered tokens.
-    key_index: int64 [k], the gathered index of every key that each segment sees, segment after
-        segment. The last token of a segment sees all its keys, each token before it one less.
-        None without context parallelism.
-    cu_seqlens_k: int32 [m + 1], the bounds of the segments in `key_index`.
-    routes: [l, layers, top_k], as in TrainBatch; padding has none. None without routing replay.
     """
 
-    tokens: Tensor
-    position_ids: Tensor
-    following: Tensor
-    cu_seqlens: Tensor
-    gathered_index: Tensor
+    tokens: Tensor  # int64 [l]
+    position_ids: Tensor  # int64 [l], within the sequence
+    following: Tensor  # int64 [l], the token after each; arbitrary after a sequence's last one
+    cu_seqlens: Tensor  # int32 [m + 1], the bounds of the segments
+    gathered_index: Tensor  # int64 [t], the gathered token of each token of the microbatch
+    # int64 [k], the gathered index of every key that each segment sees, segment after segment. The
+    # last token of a segment sees all its keys, each token before it one less. None without context
+    # parallelism.
     key_index: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None  # int32 [m + 1], the bounds of the segments in `key_index`
+    # [l, layers, top_k], as in TrainBatch; padding has none. None without routing replay.
     routes: Tensor | None = None
 
 
@@ -101,19 +95,13 @@ def _padding_counts(padding: int, longest: int) -> np.ndarray:
 
 @dataclass(slots=True, kw_only=True)
 class _Segments:
-    """The m segments of one rank, l tokens with padding.
+    """The m segments of one rank, l tokens with padding."""
 
-    sequence, first, counts: int64 [m], the sequence of each segment, the position of its first
-        token there, and its number of tokens with padding.
-    token_index: int64 [l], the token of the microbatch; padding repeats the sequence's last.
-    real: bool [l], false for padding.
-    """
-
-    sequence: np.ndarray
-    first: np.ndarray
-    counts: np.ndarray
-    token_index: np.ndarray
-    real: np.ndarray
+    sequence: np.ndarray  # int64 [m], the sequence of each segment
+    first: np.ndarray  # int64 [m], the position of its first token there
+    counts: np.ndarray  # int64 [m], its tokens, with padding
+    token_index: np.ndarray  # int64 [l], of the microbatch; padding repeats the sequence's last one
+    real: np.ndarray  # bool [l], false for padding
 
 
 def _segments(cu_seqlens: np.ndarray, size: int, rank: int) -> _Segments:

@@ -301,28 +301,23 @@ def export_adapter(
         for bucket in AdapterStream(chunks, hf).buckets(SHARD_BYTES)
         for name, tensor in bucket
     }
-    projections = sorted({name.split(".")[-3] for name in tensors})
-    with new_folder(folder) as scratch:
-        config = scratch / "adapter_config.json"
-        config.write_text(json.dumps(peft_config(lora, source, projections), indent=2) + "\n")
-        save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_manifest(scratch, {})
-
-
-def peft_config(lora: LoraConfig, source: Path, projections: list[str]) -> dict[str, object]:
-    """Describe the adapters in PEFT's terms."""
-    return {
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": projections,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+    with new_folder(folder) as scratch:
+        text = json.dumps(config, indent=2) + "\n"
+        (scratch / "adapter_config.json").write_text(text)
+        save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_manifest(scratch, {})
 
 
 def convert(

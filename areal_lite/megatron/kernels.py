@@ -60,26 +60,16 @@ def free_memory(device: torch.device) -> int:
 
 @dataclass
 class Kernels:
-    """The operators of this process.
+    """The operators of this process."""
 
-    Args:
-        rms_norm: (x, weight, eps) -> as x.
-        rotate: (x, cos, sin) -> as x.
-        linear: (x, weight) -> x Wᵀ, without a gradient.
-        packed_attention: a kernel for float32; None where there is none.
-        varlen: whether half precision attends over packed tokens by FlashAttention.
-        exact_rotation: whether the rotary embedding is computed in float32, as the server does.
-        wide_products: whether products of half-precision matrices are added up in float32.
-        logits_to_keep: (device, logits of a chunk) -> logits that are kept for backward.
-    """
-
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-    linear: Callable[[Tensor, Tensor], Tensor] = F.linear
-    packed_attention: PackedKernel | None = None
-    varlen: bool = True
-    exact_rotation: bool = True
-    wide_products: bool = True
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # (x, weight, eps) -> as x
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate  # (x, cos, sin) -> as x
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear  # (x, weight) -> x Wᵀ, no gradient
+    packed_attention: PackedKernel | None = None  # for float32
+    varlen: bool = True  # half precision attends over packed tokens by FlashAttention
+    exact_rotation: bool = True  # the rotary embedding is in float32, as in the server
+    wide_products: bool = True  # products of half-precision matrices are added up in float32
+    # (device, logits of a chunk) -> logits that are kept for backward
     logits_to_keep: Callable[[torch.device, int], int] = logits_to_keep
 
 

@@ -47,15 +47,11 @@ Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class Products(NamedTuple):
-    """How matrices are multiplied.
+    """How matrices are multiplied."""
 
-    inputs: dtype of both. logits: dtype of the result in forward. wide: products of half-precision
-    matrices are added in float32.
-    """
-
-    inputs: torch.dtype
-    logits: torch.dtype
-    wide: bool
+    inputs: torch.dtype  # of both matrices
+    logits: torch.dtype  # of the result in forward
+    wide: bool  # products of half-precision matrices are added in float32
 
 
 def choose_products(weight: torch.dtype, fp32: bool) -> Products:
@@ -71,14 +67,12 @@ def choose_products(weight: torch.dtype, fp32: bool) -> Products:
 
 
 class _Options(NamedTuple):
-    """width: rows of this rank's slice that are tokens. keep: chunks whose logits are kept."""
-
     temperature: float
     group: dist.ProcessGroup | None
-    width: int
+    width: int  # rows of this rank's slice that are tokens
     products: Products
-    chunk: int
-    keep: int
+    chunk: int  # tokens
+    keep: int  # chunks whose logits are kept
 
 
 def lm_logprobs(

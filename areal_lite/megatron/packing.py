@@ -36,20 +36,13 @@ _Dataclass = TypeVar("_Dataclass", bound=Any)
 
 @dataclass(slots=True, kw_only=True)
 class Microbatch:
-    """t tokens of n sequences laid end to end.
+    """t tokens of n sequences laid end to end."""
 
-    tokens: int64 [t].
-    cu_seqlens: int32 [n + 1], the bounds of the sequences.
-    position_ids: int64 [t], 0 at each sequence's first token.
-    token_index: int64 [t], the index of each token in the flat batch.
-    routes: [t, layers, top_k], as in TrainBatch; None without routing replay.
-    """
-
-    tokens: Tensor
-    cu_seqlens: Tensor
-    position_ids: Tensor
-    token_index: Tensor
-    routes: Tensor | None = None
+    tokens: Tensor  # int64 [t]
+    cu_seqlens: Tensor  # int32 [n + 1], the bounds of the sequences
+    position_ids: Tensor  # int64 [t], 0 at each sequence's first token
+    token_index: Tensor  # int64 [t], the index of each token in the flat batch
+    routes: Tensor | None = None  # [t, layers, top_k], as in TrainBatch; with routing replay
 
 
 def to_device(instance: _Dataclass, device: torch.device) -> _Dataclass:

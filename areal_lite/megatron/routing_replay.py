@@ -28,10 +28,10 @@ class RoutingReplay:
 
     def __init__(self, layer: int, device: torch.device):
         self.layer = layer
+        # [l, top_k], of the tokens that the next forward pass of this rank's router sees
         self.routes: Tensor | None = None
-        """[l, top_k], of the tokens that the next forward pass of this rank's router sees."""
+        # the recorded routes so far, and those of them that this router would not have chosen
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        """The recorded routes so far, and those of them that this router would not have chosen."""
 
     def get_replay_topk(
         self,

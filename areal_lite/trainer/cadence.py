@@ -13,17 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """The steps after which weights are pushed and evaluated. All numbers are training steps.
+    """The steps after which weights are pushed and evaluated. All numbers are training steps."""
 
-    Args:
-        every: steps from push to push, N.
-        eval_every: steps from evaluation to evaluation; 0 for none during training.
-        steps: steps of the run.
-    """
-
-    every: int
-    eval_every: int
-    steps: int
+    every: int  # from push to push, N
+    eval_every: int  # from evaluation to evaluation; 0 for none during training
+    steps: int  # of the run
 
     def pushes(self, done: int) -> bool:
         """Return whether the weights after `done` steps are pushed."""

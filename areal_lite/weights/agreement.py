@@ -57,8 +57,14 @@ class LogprobAgreement:
         if self._scores and servers:
             ends = batch.cu_seqlens[: min(NUM_SCORED, batch.num_sequences) + 1].tolist()
             for i, span in enumerate(starmap(slice, pairwise(ends))):
-                server = servers[i % len(servers)]
-                self._calls.append((_start_scoring(server, batch.tokens[span].tolist()), span))
+                body = {
+                    "input_ids": batch.tokens[span].tolist(),
+                    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                }
+                call = start_post(servers[i % len(servers)], "/generate", body, TIMEOUT_S)
+                self._calls.append((call, span))
 
     def compare(
         self, batch: TrainBatch, prox: torch.Tensor, version: int
@@ -85,9 +91,10 @@ class LogprobAgreement:
         differences = []
         for call, span in self._calls:
             try:
-                scored = _prompt_logprobs(call.result())
+                scored = call.result()["meta_info"]["input_token_logprobs"][1:]
             except ServerError:
                 continue  # the controller and the next push deal with a server that died
+            scored = np.array([logprob for logprob, _, _ in scored], np.float32)
             differences.append(np.abs(scored - own[span][1:]))
         if not differences:
             log.warning(
@@ -97,22 +104,6 @@ class LogprobAgreement:
             )
             return None
         return float(np.concatenate(differences).mean())
-
-
-def _start_scoring(server: ServerInfo, tokens: list[int]) -> Future[Any]:
-    body = {
-        "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    return start_post(server, "/generate", body, TIMEOUT_S)
-
-
-def _prompt_logprobs(answer: dict[str, Any]) -> np.ndarray:
-    """float32 [n - 1]: the server's log-probs of all tokens but the first."""
-    logprobs = answer["meta_info"]["input_token_logprobs"]
-    return np.array([logprob for logprob, _, _ in logprobs[1:]], np.float32)
 
 
 def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:

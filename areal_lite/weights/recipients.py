@@ -28,28 +28,17 @@ FROM_DISK = "/update_weights_from_disk"
 
 @dataclass(kw_only=True)
 class PushReport:
-    """The cost of a push.
-
-    Args:
-        paused_at: the wall-clock time at which the pause began, in seconds.
-        pause_s: the length of the pause window, in which a server produces no token.
-        total_s: the length of the whole push.
-        megabytes: the size of the weights in MiB.
-        drained: how many requests in flight the controller waited for (interrupt mode `none`).
-        drain_s: how long it waited for them, in seconds.
-        verified: how many tensors were read back and compared.
-        failed: the names of the servers that left the push.
-    """
+    """The cost of a push."""
 
     version: int
-    paused_at: float = 0.0
-    pause_s: float = 0.0
+    paused_at: float = 0.0  # wall-clock seconds
+    pause_s: float = 0.0  # length of the pause window, in which a server produces no token
     total_s: float = 0.0
-    megabytes: float = 0.0
-    drained: int = 0
+    megabytes: float = 0.0  # MiB of weights
+    drained: int = 0  # requests in flight that the controller waited for (interrupt mode `none`)
     drain_s: float = 0.0
-    verified: int = 0
-    failed: list[str] = field(default_factory=list)
+    verified: int = 0  # tensors that were read back and compared
+    failed: list[str] = field(default_factory=list)  # the servers that left the push
 
 
 @dataclass
