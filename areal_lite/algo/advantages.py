@@ -14,16 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean, sequence_sum
-
-
-def scale_and_clip(
-    rewards: Tensor, *, scale: float = 1.0, bias: float = 0.0, clip: float | None = None
-) -> Tensor:
-    """Compute scale (r + bias), limited to [-clip, clip]."""
-    shaped = scale * (rewards + bias)
-    return shaped if clip is None else shaped.clamp(-clip, clip)
+from areal_lite.algo.sequences import count_ids, discounted_sum, group_mean
 
 
 def overlong_penalty(lengths: Tensor, *, max_length: int, margin: int) -> Tensor:
@@ -33,25 +24,6 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, margin: int) -> Tensor
     lengths int [n] -> float [n].
     """
     return ((max_length - margin - lengths).float() / margin).clamp(-1.0, 0.0)
-
-
-def kl_in_reward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    reference: Tensor,
-    mask: Tensor,
-    sequence_ids: Tensor,
-    *,
-    beta: float,
-    estimator: str = "k1",
-) -> Tensor:
-    """Compute r_i - beta sum_t k_t over the sequence's unmasked tokens, detached.
-
-    Source: arXiv 1909.08593. rewards float [n] -> float [n]; a sequence without unmasked tokens
-    keeps its reward. sequence_ids: int [t], indices into `rewards`. kl.py has the estimators.
-    """
-    divergence = kl_estimate(logprobs.detach(), reference, mask, estimator=estimator)
-    return rewards - beta * sequence_sum(divergence, mask, sequence_ids, num=len(rewards))
 
 
 def token_rewards(

@@ -32,7 +32,12 @@ from areal_lite.algo.correction import Correction, behavior_weight, loglinear_pr
 from areal_lite.algo.kl import entropy_loss, kl_estimate, kl_loss
 from areal_lite.algo.losses import LossInputs, LossOutput
 from areal_lite.algo.metrics import by_staleness, mismatch, ratio_sums
-from areal_lite.algo.sequences import reduction_count, reduction_weights, sequence_length
+from areal_lite.algo.sequences import (
+    reduction_count,
+    reduction_weights,
+    sequence_length,
+    sequence_sum,
+)
 
 if TYPE_CHECKING:
     from areal_lite.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig
@@ -183,9 +188,9 @@ class Objective:
     def shaped_rewards(self, batch: FlatBatch) -> Tensor:
         """Shape the rewards of sequences, float [n]. Masked sampled tokens count in the length."""
         shaping = self.algo.shaping
-        rewards = advantages.scale_and_clip(
-            batch.rewards, scale=shaping.scale, bias=shaping.bias, clip=shaping.clip
-        )
+        rewards = shaping.scale * (batch.rewards + shaping.bias)
+        if shaping.clip is not None:
+            rewards = rewards.clamp(-shaping.clip, shaping.clip)
         if not shaping.overlong_margin:
             return rewards
         lengths = torch.bincount(batch.sequence_ids[batch.sampled], minlength=len(rewards))
@@ -257,30 +262,22 @@ class PolicyObjective(Objective):
         A trace of an episode is a sequence. Means and deviations of rewards count its episode once.
         """
         advantage, kl, mask = self.algo.advantage, self.algo.kl, batch.mask
-        rewards = self.shaped_rewards(batch)
+        rewards, divergence = self.shaped_rewards(batch), None
+        if kl.coef and kl.into == "reward":
+            divergence = kl_estimate(batch.prox, batch.reference, mask, estimator=kl.estimator)
         match advantage.estimator:
             case "grpo" | "rloo":
-                rewards = self._penalized(rewards, batch)
+                if divergence is not None:  # that of the whole episode
+                    ids, num = batch.token_episodes, len(rewards)
+                    by_episode = sequence_sum(divergence, mask, ids, num=num)
+                    rewards = rewards - kl.coef * by_episode[batch.episode_ids]
                 by_sequence = _relative_to_group(rewards, batch, advantage, reduce)
                 batch.advantages = by_sequence[batch.sequence_ids]
-            case "reinforce_pp":
-                batch.advantages = advantages.reinforce_plus_plus(
-                    self._token_rewards(rewards, batch),
-                    mask,
-                    batch.sequence_ids,
-                    gamma=advantage.gamma,
-                    reduce=reduce,
+            case "reinforce_pp" | "gae":
+                by_token = advantages.token_rewards(
+                    rewards, mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
                 )
-            case "gae":
-                batch.advantages, batch.returns = advantages.gae(
-                    self._token_rewards(rewards, batch),
-                    batch.values,
-                    mask,
-                    batch.sequence_ids,
-                    gamma=advantage.gamma,
-                    lam=advantage.lam,
-                    bootstrap=_values_after_truncation(batch),
-                )
+                self._set_token_advantages(batch, by_token, reduce)
             case "off":
                 batch.advantages = torch.zeros_like(batch.behavior)
             case unknown:
@@ -297,31 +294,22 @@ class PolicyObjective(Objective):
             divergence = kl_estimate(batch.prox, batch.reference, mask, estimator="k1")
             batch.advantages = batch.advantages - kl.coef * divergence
 
-    def _penalized(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
-        """Subtract the penalty of the whole episode from each sequence's reward: float [n]."""
-        kl = self.algo.kl
-        if not kl.coef or kl.into != "reward":
-            return rewards
-        penalty = advantages.kl_in_reward(
-            torch.zeros_like(rewards),
-            batch.prox,
-            batch.reference,
-            batch.mask,
-            batch.token_episodes,
-            beta=kl.coef,
-            estimator=kl.estimator,
-        )
-        return rewards + penalty[batch.episode_ids]
-
-    def _token_rewards(self, rewards: Tensor, batch: FlatBatch) -> Tensor:
-        """Place rewards at last tokens and penalties at all: float [n] -> float [T]."""
-        kl, divergence = self.algo.kl, None
-        if kl.coef and kl.into == "reward":
-            divergence = kl_estimate(
-                batch.prox, batch.reference, batch.mask, estimator=kl.estimator
+    def _set_token_advantages(self, batch: FlatBatch, rewards: Tensor, reduce: Reduce) -> None:
+        """Set advantages, and returns with `gae`, from rewards of tokens, float [T]."""
+        settings, mask, ids = self.algo.advantage, batch.mask, batch.sequence_ids
+        if settings.estimator == "reinforce_pp":
+            batch.advantages = advantages.reinforce_plus_plus(
+                rewards, mask, ids, gamma=settings.gamma, reduce=reduce
             )
-        return advantages.token_rewards(
-            rewards, batch.mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
+            return
+        batch.advantages, batch.returns = advantages.gae(
+            rewards,
+            batch.values,
+            mask,
+            ids,
+            gamma=settings.gamma,
+            lam=settings.lam,
+            bootstrap=_values_after_truncation(batch),
         )
 
     def trains_on(self, batch: FlatBatch) -> Tensor:

@@ -7,8 +7,7 @@ data-parallel rank reduces the whole gradient and makes the whole update.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -101,6 +100,8 @@ def apply_gradients(
     clipping), `lr` with its factor, and `skipped`: 1.0 when the loss or a gradient was not finite
     on any rank. Weights and moments then stay as they are on all ranks.
     """
+    for group in optimizer.param_groups:
+        group["lr"] *= lr_factor  # the schedule sets it anew before each update
     optimizer.prepare_grads()
     grad_norm = optimizer.get_grad_norm()
     healthy = on_every_rank(math.isfinite(loss) and math.isfinite(grad_norm))
@@ -109,20 +110,9 @@ def apply_gradients(
             for part in optimizer.chained_optimizers:  # experts have an optimizer of their own
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
-        with _scaled_lr(optimizer, lr_factor):
-            optimizer.step_with_ready_grads()
-    lr = optimizer.param_groups[0]["lr"] * lr_factor
+        optimizer.step_with_ready_grads()
+    lr = optimizer.param_groups[0]["lr"]
     return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
-
-
-@contextmanager
-def _scaled_lr(optimizer: Any, factor: float) -> Iterator[None]:
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
-    yield
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
 
 
 def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:

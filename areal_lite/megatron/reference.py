@@ -111,7 +111,6 @@ class CachedReference:
         self._reference = reference
         self._max_tokens = max_tokens
         self._known: dict[bytes, np.ndarray] = {}  # source and tokens -> log-probs, last used last
-        self._tokens = 0
 
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> Tensor:
         """Return what `Reference.logprobs` returns. Every call has the same `temperature`."""
@@ -128,14 +127,11 @@ class CachedReference:
         computed = self._reference.logprobs(batch.select(new), temperature)
         ends = np.cumsum(batch.lengths[new])[:-1]
         for i, values in zip(new, np.split(computed.cpu().numpy(), ends)):
-            self._insert(keys[i], values.copy())
+            self._known[keys[i]] = values.copy()
         for key in first:
             self._known[key] = self._known.pop(key)
         result = np.concatenate([self._known[key] for key in keys])
-        while self._tokens > self._max_tokens:
-            self._tokens -= len(self._known.pop(next(iter(self._known))))
+        tokens = sum(map(len, self._known.values()))
+        while tokens > self._max_tokens:
+            tokens -= len(self._known.pop(next(iter(self._known))))
         return torch.from_numpy(result).to(computed.device)
-
-    def _insert(self, key: bytes, values: np.ndarray) -> None:
-        self._tokens += len(values) - len(self._known.pop(key, ()))
-        self._known[key] = values

@@ -165,7 +165,7 @@ class TrainingRun:
         shutdown()
 
     def _pull(self, step: int) -> tuple[TrainBatch, dict[str, Any]]:
-        """Wait for this rank's shard of the batch. Servers that start late get a push meanwhile."""
+        """Wait for this rank's shard of the batch; push to servers that start meanwhile."""
         rank, ranks = data_parallel_rank(), self.config.trainer.data_parallel
         return self.controller.batch(step, rank, ranks, lambda: self._resync(step))
 
@@ -227,11 +227,10 @@ def patience_s(config: TrainConfig) -> float:
 
 
 def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str, Any]:
-    """Return the proximal log-probs of the first group of `batch`, for a look at its weights.
+    """Return the proximal log-probs, in nats, of the first group's sampled tokens, by `trace_name`.
 
-    `prox` are nats of the sampled tokens, by `trace_name`; the longest trajectories may be missing.
-
-    step: the step that trains on `batch`, from 0; prox: float32 [T], log-probs before the step.
+    The longest trajectories may be missing. step: the step that trains on `batch`, from 0; prox:
+    float32 [T], log-probs before the step.
     """
     first = np.flatnonzero(batch.group_ids == batch.group_ids[0])
     first = first[np.argsort(batch.lengths[first], kind="stable")]
@@ -292,10 +291,7 @@ class Reporter:
         self._compared = self._agreement.compare(batch, prox, step)
 
     def end_step(self, done: int, metrics: dict[str, Any], push: PushReport | None) -> None:
-        """Log the metrics of a step and its push, and start an evaluation if one is due.
-
-        done: completed steps.
-        """
+        """Log the metrics after `done` steps and their push; start an evaluation if one is due."""
         now = steady_time()
         time_s = now - self._last_log
         self._last_log = now

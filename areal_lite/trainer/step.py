@@ -129,7 +129,6 @@ class _Update:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no sequence of this rank has a gradient."""
         return len(self.idle_index) == len(self.token_index)
 
 

@@ -8,7 +8,7 @@ Every step makes up to two comparisons. Each is a mean absolute difference in na
   left out: older weights computed their KV cache.
 * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts, under the
   version that the trainer has too. It needs temperature 1, because the log-probs of a prompt are
-  not scaled by the temperature. Replayed routes are not those of a prompt, so it is None then.
+  not scaled by it. It is None with replayed routes, which are not those of a prompt.
 
 `logprob_diff` is the larger of the two.
 """
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 
 class LogprobAgreement:
-    """The comparison of the servers' log-probs with the trainer's, step by step."""
-
     def __init__(self, run_dir: Path, config: TrainConfig):
         self._run_dir = run_dir
         algo = config.algo
@@ -48,8 +46,7 @@ class LogprobAgreement:
     def begin(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
         """Let servers score a few sequences of `batch`, and do not wait for them.
 
-        Args:
-            servers: the servers that have the trainer's weights; None means all announced servers.
+        servers: those that have the trainer's weights; None means all announced servers.
         """
         if servers is None:
             servers = announced_servers(self._run_dir)
@@ -71,10 +68,8 @@ class LogprobAgreement:
     ) -> dict[str, float | None]:
         """Compare the log-probs of `batch` and return the differences by metric name.
 
-        The servers must still have the weights that they had at `begin`.
-
-        Args:
-            prox: float32 [T], the log-probs of the batch's tokens under the trainer's `version`.
+        The servers must still have the weights that they had at `begin`. prox: float32 [T], the
+        log-probs under the trainer's `version`.
         """
         own = prox.numpy()
         sampled, scored = difference_of_fresh(batch, own, version), self._difference_of_scored(own)

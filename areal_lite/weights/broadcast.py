@@ -1,9 +1,9 @@
 """The `distributed` transport: buckets of weights are broadcast over a process group.
 
-The group has trainer rank 0 as rank 0 and every rank of every server after it. A server joins and
-receives when an HTTP request tells it to. The request and the collective wait for each other, so
-the collective runs on a thread of its own while the HTTP answers are watched. Otherwise a server
-that refuses would leave rank 0 in the broadcast without end.
+Rank 0 is trainer rank 0, and every rank of every server comes after it. A server joins and receives
+when an HTTP request tells it to. The request and the collective wait for each other, so the
+collective runs on a thread of its own while the HTTP answers are watched. Otherwise a server that
+refuses would leave rank 0 in the broadcast without end.
 
 When one server fails in a collective, all others fail with it. At the first failure, or when it
 takes too long, rank 0 gives up and closes the store of the group, which tells the servers to give
@@ -174,8 +174,8 @@ def with_last(buckets: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
 class WeightGroup:
     """A process group of trainer rank 0 (rank 0) and the ranks of `servers` (1, 2, …).
 
-    The first failure breaks the group: make a new one without the culprits. All calls raise
-    ServersFailed, or CollectiveError if no server is to blame.
+    The first failure breaks the group. All calls raise ServersFailed, or CollectiveError if no
+    server is to blame.
     """
 
     def __init__(self, servers: list[ServerInfo], backend: str, timeout_s: float, name: str):
@@ -279,17 +279,11 @@ def wait_together(
     what: str,
     give_up: Callable[[], object],
 ) -> None:
-    """Wait until the collective and all HTTP calls have succeeded.
+    """Wait until the collective and all HTTP calls, one to each of `servers`, have succeeded.
 
-    The first failure ends the wait, and so does the end of the time. Raises ServersFailed with the
-    servers that caused it, or CollectiveError if there are none.
-
-    Args:
-        collective: the trainer's part of it.
-        calls: one call to each of `servers`.
-        timeout_s: how long all of it may take.
-        what: the collective, for messages.
-        give_up: ends the collective for everyone.
+    The first failure ends the wait, and so does the end of the time. `give_up` then ends the
+    collective for everyone. Raises ServersFailed with the servers that caused it, or
+    CollectiveError if there are none. what: the collective, for messages.
     """
     # Step 1: wait for everything, or for the first failure.
     done, pending = wait({collective, *calls}, timeout_s, FIRST_EXCEPTION)

@@ -74,8 +74,8 @@ class PushRecipients:
         """Run `action` with all servers, and again without the failed servers, until it succeeds.
 
         `action` raises ServersFailed or CollectiveError, and may be repeated. If no server is to
-        blame for its failure, a connection may have broken, perhaps long before. It then runs once
-        more with the same servers. Nothing runs without servers.
+        blame, a connection may have broken, perhaps long before: it runs once more with the same
+        servers. Nothing runs without servers.
         """
         broken = False
         while self.servers:
@@ -92,7 +92,6 @@ class PushRecipients:
                 log.warning("the push of version %d tries again: %s", self.report.version, error)
 
     def sum_each(self, count: Callable[[ServerInfo], int]) -> int:
-        """Return the sum of `count` over the servers."""
         total = 0
         for server in list(self.servers):
             try:
@@ -114,12 +113,8 @@ class PauseWindow:
     Leaving it resumes every remaining server, after an error too: a paused server would hold its
     requests without end.
 
-    Args:
-        interrupt: what happens to requests in flight.
-        timeout_s: how long pausing and resuming may take.
-        between_steps: whether the servers take the weights in one call, between two decode steps.
-            In place they are then not paused at all, and the window is the length of that call,
-            of the server for which it takes longest.
+    between_steps: the servers take the weights in one call, between two decode steps. In place they
+    are then not paused at all, and the window is the longest of these calls.
     """
 
     def __init__(

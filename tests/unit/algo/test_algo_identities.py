@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.algo.advantages import grpo, kl_in_reward
+from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction, finite_mask
 from areal_lite.algo.losses import cispo_loss, gspo_loss, ppo_loss, reinforce_loss
-from areal_lite.algo.sequences import REDUCTIONS, reduction_count, reduction_weights
+from areal_lite.algo.sequences import REDUCTIONS, reduction_count, reduction_weights, sequence_sum
 from areal_lite.algo.trajectory_balance import log_partition, log_ratios, trajectory_balance_loss
 from tests.unit.algo.algo_batches import ragged, take
 
@@ -107,7 +107,8 @@ def test_on_policy_trajectory_balance_is_reinforce_on_kl_shaped_reward(seed, bet
     x, rewards, groups = ragged(seed)
     reference, policy = x.prox, x.logprobs.detach()
     present = torch.tensor([bool(x.mask[x.sequence_ids == i].any()) for i in range(len(rewards))])
-    shaped = kl_in_reward(rewards, policy, reference, x.mask, x.sequence_ids, beta=beta)
+    divergence = sequence_sum(policy - reference, x.mask, x.sequence_ids, num=len(rewards))
+    shaped = rewards - beta * divergence
     advantages = torch.zeros_like(rewards)
     advantages[present] = grpo(
         shaped[present], groups[present], divide_by_std=False

@@ -66,8 +66,7 @@ def test_it_agrees_with_the_reference(batches, max_tokens) -> None:
         batch = batch_of(sequences)
         assert torch.equal(cached.logprobs(batch, 0.5), Counting().logprobs(batch, 0.5))
         assert model.computed[-1], "every rank takes part in every computation"
-        held = sum(map(len, cached._known.values()))
-        assert held == cached._tokens <= max_tokens
+        assert sum(map(len, cached._known.values())) <= max_tokens
 
 
 def test_a_known_sequence_is_not_computed_again() -> None:
