@@ -32,9 +32,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_lite.config import ServerConfig, TrainConfig
 from areal_lite.controller.protocol import PushTargets
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import Completion, SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import SamplingParams, SGLangClient
+from areal_lite.servers.fleet import Completion, Fleet, Session
 from areal_lite.system.network import free_port
 from areal_lite.weights.push import WeightPusher
 

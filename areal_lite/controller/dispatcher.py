@@ -46,7 +46,7 @@ from areal_lite.data.sampler import PromptSampler
 from areal_lite.extensions import load_object
 from areal_lite.rollout.episode import Workflow, load_workflow, started
 from areal_lite.run_dir.store import Store
-from areal_lite.servers.completion import SamplingParams, sampling_params
+from areal_lite.servers.client import SamplingParams, sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.trajectory import Group, GroupState
 

@@ -22,7 +22,7 @@ from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
 from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
 from areal_lite.run_dir.store import StoreThread
-from areal_lite.servers.completion import sampling_params
+from areal_lite.servers.client import sampling_params
 from areal_lite.servers.fleet import Fleet
 from areal_lite.system.processes import LONGEST_BACK_OFF_S
 from areal_lite.trajectory import episode_reward

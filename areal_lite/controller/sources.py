@@ -22,8 +22,8 @@ from areal_lite.rollout.episode import (
     sampled_turns,
 )
 from areal_lite.run_dir.store import StoreThread
-from areal_lite.servers.completion import SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import SamplingParams
+from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

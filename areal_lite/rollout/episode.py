@@ -35,7 +35,8 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.extensions import load_object
 from areal_lite.routes import unrecorded
-from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
+from areal_lite.servers.client import GenerationChunk, SamplingParams
+from areal_lite.servers.fleet import Completion
 from areal_lite.trajectory import Trajectory
 
 # (episode) -> Trajectory or list of them; if marked as grouped, (episodes) -> list of such results.

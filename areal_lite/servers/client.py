@@ -13,6 +13,9 @@
 event loop). A server may be wrong: out of step, broken, or not ours. Its answers are checked
 against what was asked for. The parsers raise for anything but the expected answer, mostly
 ValueError, and `SGLangClient` makes a ServerFailed of it.
+
+Log-probs are in nats, of softmax(logits / temperature), at temperature 0 (greedy) of
+softmax(logits). SGLang does not renormalize them for top-p or top-k, so those are not offered.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -28,8 +31,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from areal_lite.config import RolloutConfig
+from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
 from areal_lite.servers.registry import ServerInfo
 
 T = TypeVar("T")
@@ -43,6 +47,65 @@ _Int32 = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 # A float32 that is not infinite. A server may round a log-prob of 0 to a value slightly above.
 _Logprob = Annotated[float, msgspec.Meta(ge=-3.4028235e38, le=1e-4)]
 _Version = Annotated[str, msgspec.Meta(max_length=20)]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The parameters with which a completion is sampled.
+
+    Args:
+        temperature: 0 is greedy.
+        stop_token_ids: the model's end tokens. The token that stops a sequence belongs to the
+            sequence and has a log-probability.
+        vocab_size: every token id is below it.
+        seed: of the request. None: the server's own.
+        experts: of the model, if the routes of the tokens are asked for (areal_lite/routes.py).
+        first_route: the first token whose route is asked for; those before it are known.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int = 2**31
+    seed: int | None = None
+    experts: ExpertLayout | None = None
+    first_route: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or more")
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters with which training samples."""
+    return SamplingParams(
+        rollout.max_new_tokens, rollout.temperature, tokenizer.eos_ids, tokenizer.vocab_size
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationChunk:
+    """The tokens that one request generated.
+
+    Args:
+        tokens: int32 [n].
+        logprobs: float32 [n], NaN where the server had none.
+        versions: int32 [n], the weight version that sampled each token.
+        finish_reason: `stop`, `length` or `abort`.
+        kv_version: the version when the request was sent: the oldest whose cached prefixes it
+            may have used.
+        routes: [r, layers, top_k] of the r tokens from `first_route` to the last but one of prompt
+            and answer. None if they were not asked for, or an abort came without them.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    kv_version: int = -1
+    routes: np.ndarray | None = None
 
 
 class _Span(msgspec.Struct):
@@ -439,22 +502,6 @@ def _parse_version(version: str) -> int:
             " start the server with --weight-version 0"
         )
     return int(version)
-
-
-def check_versions(
-    server: ServerInfo, request: str, chunk: GenerationChunk, oldest: int, newest: int
-) -> None:
-    """Raise ServerFailed if a token's version is not in [oldest, newest].
-
-    `oldest` is the version when the request was sent, `newest` the last that was pushed.
-    """
-    versions = chunk.versions  # they never decrease
-    if len(versions) and (versions[0] < oldest or versions[-1] > newest):
-        raise ServerFailed(
-            server,
-            f"/generate ({request}): tokens of weight versions {versions[0]} to {versions[-1]}: "
-            f"only {oldest} to {newest} are possible",
-        )
 
 
 def parse_model_info(raw: bytes) -> int:

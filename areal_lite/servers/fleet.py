@@ -17,33 +17,88 @@
 """
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from areal_lite.servers.client import (
     Client,
     ConnectionLost,
+    GenerationChunk,
+    SamplingParams,
     ServerError,
     ServerFailed,
     ServerNotReady,
     ServerRefused,
     ServerUnreachable,
-    check_versions,
-)
-from areal_lite.servers.completion import (
-    Completion,
-    GenerationChunk,
-    SamplingParams,
-    Session,
-    request_seed,
 )
 from areal_lite.servers.registry import UNTRUSTED, Router, ServerInfo
+
+
+@dataclass(slots=True)
+class Completion:
+    """A completion in progress: its chunks, and the number of requests that were sent for it.
+
+    `finish_reason` is `abort` until the completion has ended with `stop` or `length`.
+    """
+
+    chunks: list[GenerationChunk] = field(default_factory=list)
+    requests: int = 0
+    finish_reason: str = "abort"
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of all chunks, int32 [n]."""
+        return np.concatenate([np.empty(0, np.int32), *(c.tokens for c in self.chunks)])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Return the log-prob of each token, float32 [n]."""
+        return np.concatenate([np.empty(0, np.float32), *(c.logprobs for c in self.chunks)])
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Return the weight version of each token, int32 [n]."""
+        return np.concatenate([np.empty(0, np.int32), *(c.versions for c in self.chunks)])
+
+    @property
+    def routes(self) -> np.ndarray | None:
+        """Return the routes of all chunks, [r, layers, top_k], or None if no chunk has any."""
+        known = [c.routes for c in self.chunks if c.routes is not None]
+        return np.concatenate(known) if known else None
+
+
+@dataclass(slots=True)
+class Session:
+    """One episode on the servers: the start of its requests' ids, and where its next turn goes.
+
+    Its turns go to the server that holds their prefix, as long as that server is ready. A session
+    starts with a reservation on `server`, which is later the server of its last turn.
+    """
+
+    rid: str
+    server: ServerInfo
+    reserved: bool = True
+    turns: int = 0
+
+
+def request_seed(run_seed: int, request: str) -> int:
+    """Return the seed of a request by its name within the run: 63 bits, the same in every release.
+
+    A request is named by what it is for: `GROUP-SAMPLE-TURN` in training,
+    `evalVERSION-PROBLEM-SAMPLE-TURN` in an evaluation. A server with `server.deterministic` hashes
+    the seed with the position in the sequence and the token (MurmurHash3, `multinomial_with_seed`
+    in SGLang): a request that continues elsewhere continues the same stream of random numbers.
+    Without that setting SGLang ignores the seed.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{request}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class RequestGate:
@@ -115,7 +170,7 @@ class RequestGate:
                 with self._ended_with(server, asyncio.ensure_future(call)) as answer:
                     chunk = await answer
                 newest = max(self._router.version, self._router.pushing)
-                check_versions(server, name, chunk, version, newest)
+                _check_versions(server, name, chunk, version, newest)
             self._counts["aborts"] += chunk.finish_reason == "abort"
             if len(chunk.tokens):
                 completion.chunks.append(replace(chunk, kv_version=version))
@@ -194,6 +249,22 @@ def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:
         if len(chunk.tokens) == params.max_new_tokens:
             return "length"
     return chunk.finish_reason
+
+
+def _check_versions(
+    server: ServerInfo, request: str, chunk: GenerationChunk, oldest: int, newest: int
+) -> None:
+    """Raise ServerFailed if a token's version is not in [oldest, newest].
+
+    `oldest` is the version when the request was sent, `newest` the last that was pushed.
+    """
+    versions = chunk.versions  # they never decrease
+    if len(versions) and (versions[0] < oldest or versions[-1] > newest):
+        raise ServerFailed(
+            server,
+            f"/generate ({request}): tokens of weight versions {versions[0]} to {versions[-1]}: "
+            f"only {oldest} to {newest} are possible",
+        )
 
 
 log = logging.getLogger(__name__)

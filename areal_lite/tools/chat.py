@@ -18,8 +18,7 @@ import numpy as np
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.launch.preflight import check_model, check_servers
-from areal_lite.servers.client import ServerRefused
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.client import SamplingParams, ServerRefused
 from areal_lite.servers.fleet import Fleet
 from areal_lite.tools.commands import ChatConfig
 from areal_lite.tools.evaluate import open_fleet, with_servers

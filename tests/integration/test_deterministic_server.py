@@ -11,8 +11,8 @@ import pytest
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
+from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
+from areal_lite.servers.fleet import Completion
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.network import free_port
 

@@ -20,8 +20,7 @@ from transformers import (
 
 from areal_lite.config import ServerConfig
 from areal_lite.launch.server_pool import ServerProcess
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
 from areal_lite.system.network import free_port
 
 # Large enough for products by oneDNN. Qwen2 has biases, Qwen3 norms of heads, Llama neither.

@@ -17,8 +17,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rollout.endpoint.server import AgentEndpoint
 from areal_lite.rollout.episode import Episode, sampled_turns
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import SamplingParams
+from areal_lite.servers.client import SamplingParams, SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Trajectory

@@ -19,8 +19,8 @@ from areal_lite.launch.server_pool import ServerProcess
 from areal_lite.megatron.policy import Policy
 from areal_lite.routes import is_recorded, unrecorded
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import Completion, SamplingParams
+from areal_lite.servers.client import SamplingParams, SGLangClient
+from areal_lite.servers.fleet import Completion
 from areal_lite.system.network import free_port
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory

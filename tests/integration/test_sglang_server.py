@@ -16,8 +16,7 @@ import psutil
 import pytest
 import torch
 
-from areal_lite.servers.client import SGLangClient
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.client import GenerationChunk, SamplingParams, SGLangClient
 from areal_lite.system.network import free_port
 from tests.processes import running
 

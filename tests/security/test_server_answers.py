@@ -19,6 +19,7 @@ from aiohttp import web
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import (
     ConnectionLost,
+    SamplingParams,
     ServerError,
     ServerFailed,
     ServerRefused,
@@ -26,8 +27,7 @@ from areal_lite.servers.client import (
     SGLangClient,
     parse_generation,
 )
-from areal_lite.servers.completion import SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import EOS, FakeSGLang
 from tests.lying_sglang import LyingSGLang, as_json, body, forever

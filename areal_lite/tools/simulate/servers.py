@@ -14,8 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from areal_lite.servers.client import ServerUnreachable
-from areal_lite.servers.completion import GenerationChunk, SamplingParams
+from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
 from areal_lite.tools.simulate.stand_ins import TOKEN

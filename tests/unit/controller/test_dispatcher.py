@@ -17,7 +17,7 @@ from areal_lite.data.prompts import Prompt
 from areal_lite.rewards.pool import RewardError
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
-from areal_lite.servers.completion import Completion, Session
+from areal_lite.servers.fleet import Completion, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Group, Trajectory
 from tests.unit.controller.one_source import one_source

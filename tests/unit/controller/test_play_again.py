@@ -23,7 +23,7 @@ from areal_lite.controller.sources import Dependencies
 from areal_lite.data.prompts import Prompt
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.store import Store, StoreThread
-from areal_lite.servers.completion import request_seed
+from areal_lite.servers.fleet import request_seed
 from areal_lite.trajectory import Group, Trajectory
 from tests.unit.controller.one_source import one_source
 from tests.unit.controller.test_batches import RecordedStore

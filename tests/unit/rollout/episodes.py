@@ -12,9 +12,8 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowRun
 from areal_lite.routes import ExpertLayout
-from areal_lite.servers.client import ServerFailed
-from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerFailed
+from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.trajectory import Trajectory
 

@@ -6,9 +6,14 @@ import contextlib
 import numpy as np
 import pytest
 
-from areal_lite.servers.client import ServerError, ServerFailed, ServerUnreachable
-from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import (
+    GenerationChunk,
+    SamplingParams,
+    ServerError,
+    ServerFailed,
+    ServerUnreachable,
+)
+from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
 
 A, B, C = (

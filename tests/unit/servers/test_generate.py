@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 from areal_lite.rollout.episode import _cut_at_stop
-from areal_lite.servers.client import ServerFailed, ServerRefused, SGLangClient
-from areal_lite.servers.completion import Completion, GenerationChunk, SamplingParams
-from areal_lite.servers.fleet import RequestGate
+from areal_lite.servers.client import (
+    GenerationChunk,
+    SamplingParams,
+    ServerFailed,
+    ServerRefused,
+    SGLangClient,
+)
+from areal_lite.servers.fleet import Completion, RequestGate
 from areal_lite.servers.registry import Router, ServerInfo
 from tests.fake_sglang import EOS, EXPERTS, FakeSGLang, completion, logprob, route
 

@@ -8,9 +8,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from areal_lite.servers.client import ConnectionLost, ServerUnreachable, SGLangClient
-from areal_lite.servers.completion import SamplingParams, Session
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import (
+    ConnectionLost,
+    SamplingParams,
+    ServerUnreachable,
+    SGLangClient,
+)
+from areal_lite.servers.fleet import Fleet, Session
 from areal_lite.servers.registry import ServerInfo
 from tests.fake_sglang import FakeSGLang, completion
 from tests.proxy import Proxy

@@ -5,9 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from areal_lite.servers.client import ServerFailed
-from areal_lite.servers.completion import GenerationChunk, SamplingParams, Session, request_seed
-from areal_lite.servers.fleet import Fleet
+from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerFailed
+from areal_lite.servers.fleet import Fleet, Session, request_seed
 from areal_lite.servers.registry import ServerInfo
 
 
