@@ -19,19 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from areal_lite.cli import check_composed, import_from_working_directory
-from areal_lite.config import TrainConfig, compose_config, register
+from areal_lite.cli import checked_config, import_from_working_directory
 from areal_lite.config.command_line import as_overrides, explain
 from areal_lite.launch.local import OnStep, train_and_report
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR, SUMMARY_FILE
 from areal_lite.run_dir.resume import lock_run_dir
 
-Settings = Iterable[str] | Mapping[str, Any] | TrainConfig
+Settings = Iterable[str] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,8 @@ def train(settings: Settings, on_step: OnStep | None = None) -> TrainResult:
     An exception in `on_step` ends the run. Call this in the main thread, which receives signals.
 
     Args:
-        settings: overrides as on the command line (`["model=…", "trainer.steps=20"]`), the same as
-            a dictionary, or a whole configuration.
+        settings: overrides as on the command line (`["model=…", "trainer.steps=20"]`), or the same
+            as a dictionary.
         on_step: called with each new line of metrics.jsonl.
 
     Raises ValueError for wrong settings, and RuntimeError or TimeoutError when a process of the run
@@ -62,9 +59,12 @@ def train(settings: Settings, on_step: OnStep | None = None) -> TrainResult:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("areal_lite.train works in the main thread only: call it there")
+    if isinstance(settings, str):
+        raise ValueError(f"settings={settings!r}: give a list of overrides or a dictionary")
+    overrides = as_overrides(settings) if isinstance(settings, Mapping) else list(settings)
     import_from_working_directory()
     try:
-        config = check_composed("train", _composed(settings))
+        config = checked_config("train", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, "train")) from error
     run_dir = Path(config.run_dir)
@@ -72,15 +72,3 @@ def train(settings: Settings, on_step: OnStep | None = None) -> TrainResult:
         train_and_report(config, on_step)
         summary = json.loads((run_dir / SUMMARY_FILE).read_text())
     return TrainResult(run_dir=run_dir, summary=summary)
-
-
-def _composed(settings: Settings) -> DictConfig:
-    if isinstance(settings, str):
-        raise ValueError(f"settings={settings!r}: give a list of overrides or a dictionary")
-    if isinstance(settings, TrainConfig):
-        setup_globals()  # with `register`, what the settings may refer to: ${now:…} and ${token:}
-        register("train")
-        return OmegaConf.structured(settings)
-    if isinstance(settings, Mapping):
-        return compose_config("train", as_overrides(settings))
-    return compose_config("train", list(settings))

@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
@@ -69,18 +69,11 @@ def run_command(command: str, args: list[str]) -> int:
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
-    """Compose the configuration of `command`, complete and valid.
+    """Compose the configuration of `command`, complete and valid. Cautions go to stderr.
 
     Raises ValueError for a broken rule, and an error of Hydra or OmegaConf for a bad override.
     """
-    return check_composed(command, compose_config(command, overrides))
-
-
-def check_composed(command: str, composed: DictConfig) -> Any:
-    """Convert the composed settings of `command` to their dataclass, complete and valid.
-
-    Cautions go to stderr. Raises as `checked_config` does.
-    """
+    composed = compose_config(command, overrides)
     if missing := sorted(OmegaConf.missing_keys(composed)):
         raise ValueError(
             f"{missing[0]} is not set: add {missing[0]}=… "

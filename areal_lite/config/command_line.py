@@ -35,7 +35,7 @@ def config_dir() -> Path:
 
 
 @cache
-def register(command: str) -> DictConfig:
+def _register(command: str) -> DictConfig:
     """Register the schema of `command` with Hydra, once per process, and return it.
 
     conf/COMMAND.yaml, if there is one, extends it under the name COMMAND_schema. Hydra copies every
@@ -56,7 +56,7 @@ def compose_config(command: str, overrides: list[str]) -> DictConfig:
 
     Raises HydraException or OmegaConfBaseException; `explain` says what they mean.
     """
-    schema = register(command)
+    schema = _register(command)
     # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
     keys = keys_of(find_command(command).schema)
     free = tuple(f"{key}." for key, kind in keys.items() if get_origin(kind) is dict)

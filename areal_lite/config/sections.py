@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, WEEK_S, setting
+from areal_lite.config.fields import MAX_COUNT, MAX_TOKENS, SECONDS, WEEK_S, setting
 
 WHOLE_VOCABULARY = (
     "tokens must be sampled from the whole vocabulary, because the trainer's log-probs are of it"
@@ -42,7 +42,7 @@ class ServerConfig:
         "repeated and resumed bit for bit.",
     )
     start_timeout_s: float = setting(
-        600.0, "Longest time that a server may take to start, in seconds.", within=(0.001, WEEK_S)
+        600.0, "Longest time that a server may take to start, in seconds.", within=SECONDS
     )
     args: dict[str, Any] = setting(
         {},
@@ -91,7 +91,7 @@ class SyncConfig:
         "Longest time for an answer of a server or the controller, in seconds. A server that "
         "is silent for half of it outside a push has failed. One without a GPU may compute for "
         "many seconds before it answers.",
-        within=(0.001, WEEK_S),
+        within=SECONDS,
     )
 
     @property
@@ -332,7 +332,7 @@ class TrainerConfig:
     batch_timeout_s: float = setting(
         600.0,
         "Longest wait for a batch, in seconds, in addition to server.start_timeout_s.",
-        within=(0.001, WEEK_S),
+        within=SECONDS,
     )
 
     @property

@@ -75,9 +75,7 @@ def test_a_dictionary_means_what_its_overrides_mean(model: str, tmp_path: Path, 
         assert getattr(section, key) in SETTINGS.values()
 
 
-def test_a_list_a_dictionary_and_a_configuration_are_the_same(
-    model: str, tmp_path: Path, launched
-) -> None:
+def test_a_list_and_a_dictionary_are_the_same(model: str, tmp_path: Path, launched) -> None:
     where = {"model": model, "run_dir": str(tmp_path / "run")}
     task = {"data.source": "addition", "reward.function": ADDITION["reward"].function}
     recipe = ["algo.correction.mode=cap", "algo.correction.low=null", "algo.advantage.whiten=false"]
@@ -96,15 +94,14 @@ def test_a_list_a_dictionary_and_a_configuration_are_the_same(
         trainer=TrainerConfig(steps=2),
         rollout=RolloutConfig(group_size=4),
     )
-    areal_lite.train(whole, print)
-    assert launched[0] == launched[1] == launched[2] == whole
+    assert launched[0] == launched[1] == whole
 
 
 def test_what_the_configuration_refers_to_is_resolved(
     model: str, launched, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = areal_lite.train(TrainConfig(model=model, **ADDITION), print)
+    result = areal_lite.train({"model": model, "+task": "addition"}, print)
     assert "now:" not in str(result.run_dir) and result.run_dir.parent == Path("runs")
 
 
@@ -127,9 +124,7 @@ def test_the_result_has_the_summary_and_the_place_of_the_model(
         (["model=nowhere"], "model=nowhere"),
         ({"model": "m", "trainer.step": 5}, "did you mean trainer.steps"),
         ({"model": "m", "trainer": {"lr": "fast"}}, "trainer.lr"),
-        (TrainConfig(), "model is not set"),
-        (TrainConfig(model="m", trainer=TrainerConfig(lr=-1)), "trainer.lr"),
-        (TrainConfig(model="m", trainer=TrainerConfig(lr="fast")), "lr: .*fast"),  # type: ignore
+        ({"model": "m", "trainer.lr": -1}, "trainer.lr"),
         ("model=m", "a list of overrides or a dictionary"),
     ],
 )
