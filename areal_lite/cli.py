@@ -69,7 +69,7 @@ def run_command(command: str, args: list[str]) -> int:
 
 
 def checked_config(command: str, overrides: list[str]) -> Any:
-    """Compose the configuration of `command`, complete and valid. Cautions go to stderr.
+    """Compose and check the configuration of `command`. Cautions go to stderr.
 
     Raises ValueError for a broken rule, and an error of Hydra or OmegaConf for a bad override.
     """

@@ -94,10 +94,7 @@ class KLConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model of algo.advantage.estimator=gae.
-
-    It has the architecture, the initial weights and the Megatron settings of the policy.
-    """
+    """The value model of algo.advantage.estimator=gae, which begins as a copy of the policy."""
 
     lr: float = setting(1e-5, "Learning rate.", above=0, maximum=1)
     clip_value: float | None = setting(

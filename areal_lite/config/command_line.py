@@ -52,10 +52,7 @@ def _register(command: str) -> DictConfig:
 
 
 def compose_config(command: str, overrides: list[str]) -> DictConfig:
-    """Compose the settings of `command`.
-
-    Raises HydraException or OmegaConfBaseException; `explain` says what they mean.
-    """
+    """Compose the settings of `command`. Raises errors of Hydra or OmegaConf (see `explain`)."""
     schema = _register(command)
     # In settings such as server.args users choose the keys. Hydra requires ++ for a new key.
     keys = keys_of(find_command(command).schema)
@@ -111,10 +108,7 @@ def switches(command: str) -> dict[str, str]:
 
 
 def overrides_of(command: str, args: list[str]) -> list[str]:
-    """Return the overrides for arguments without options.
-
-    Raises ValueError for more plain words than the command takes.
-    """
+    """Return the overrides for arguments without options. Raises ValueError for too many words."""
     found = find_command(command)
     if found.words is None:
         return args  # Hydra says what is wrong with a word
@@ -134,10 +128,7 @@ def overrides_of(command: str, args: list[str]) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    """Quote text for Hydra's grammar, whatever its characters are.
-
-    Only backslashes in front of a quote, or at the end, mean something else there.
-    """
+    """Quote text for Hydra, where only backslashes before a quote or at the end are special."""
     doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", text)
     return "'" + doubled.replace("'", r"\'") + "'"
 

@@ -124,10 +124,7 @@ class SourceConfig(DataConfig):
 
 
 def source_configs(config: C) -> dict[str, C]:
-    """Return by the name of each source the settings of the run, as they are for its prompts.
-
-    Raises ValueError that names the source and the key for settings that cannot be used.
-    """
+    """Return by source the settings of the run as they are for its prompts. Raises ValueError."""
     configs = {}
     for name, own in config.data.sources.items():
         if not _NAME.fullmatch(str(name)):

@@ -56,10 +56,7 @@ class Setting:
     limits: list[tuple[Bound, float]]
 
     def accepts(self, value: Any) -> bool:
-        """Return whether `value` is one of the choices and within the bounds.
-
-        Each item of a list must be.
-        """
+        """Return whether `value`, or each item of a list, is a choice and within the bounds."""
         if isinstance(value, list):
             return all(map(self.accepts, value))
         if isinstance(value, str) and not _is_text(value):
@@ -152,10 +149,7 @@ def _check_containers(config: Any, prefix: str) -> None:
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Check each value of `config` and of its sections against its choices and bounds.
-
-    Raises ValueError that names the dotted key, its value and the remedy.
-    """
+    """Check each value of `config` and of its sections. Raises ValueError that names the key."""
     _check_containers(config, prefix)
     for inner, section in sections(type(config)):
         for name, about in settings_of(section).items():

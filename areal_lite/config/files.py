@@ -77,10 +77,7 @@ def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def stored_settings(run_dir: Path) -> DictConfig:
-    """Read the settings in <run_dir>/config.yaml, of any command and unchecked.
-
-    Raises ValueError if the file is missing or does not hold settings.
-    """
+    """Read <run_dir>/config.yaml, of any command and unchecked. Raises ValueError."""
     path = Path(run_dir) / CONFIG_FILE
     try:
         stored = OmegaConf.load(path)

@@ -39,10 +39,9 @@ OnStep = Callable[[dict[str, Any]], object]
 
 
 class Observer:
-    """What a person sees of a run: live while it goes on, and a report at its end.
+    """What a person sees of a run. This one prints a line for each step and writes no report.
 
-    An installed package can bring a better one, with these methods: the entry `console` of
-    `areal_lite.observers`. This one prints a line for each step and writes no report.
+    The entry `console` of `areal_lite.observers` is a better one, with these methods.
     """
 
     @contextmanager
@@ -189,11 +188,7 @@ def _run_roles(
     restarts: Restarts,
     on_step: OnStep | None,
 ) -> None:
-    """Run controller and trainer ranks until they have ended.
-
-    Raises ProcessFailed when one of them fails or hangs and cannot start again alone, and
-    RoleFailed when no server is left.
-    """
+    """Run controller and trainer ranks until they end. Raises ProcessFailed or RoleFailed."""
     steps = config.trainer.steps
     report_steps = _step_reporter(run_dir, on_step)
     with Roles(run_dir) as roles, observer().watch(config, run_dir) as show:
@@ -262,10 +257,7 @@ def check_servers(pool: ServerPool, run_dir: Path, steps: int) -> None:
 
 
 def finish(config: TrainConfig, run_dir: Path, started_at: float) -> None:
-    """Write summary.json and the report, and print the summary.
-
-    `started_at`: wall-clock seconds at which the run started.
-    """
+    """Write summary.json and the report, and print it. `started_at` is in wall-clock seconds."""
     summary = observer().summarize(config, run_dir, started_at, time.time())
     write_json(run_dir / SUMMARY_FILE, summary)
     observer().report(run_dir, summary)

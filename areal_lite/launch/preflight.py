@@ -50,10 +50,7 @@ _FIXED = re.compile(
 
 
 def check_config(command: Command, config: Any) -> list[str]:
-    """Judge the configuration of a command before anything starts, and return its cautions.
-
-    Raises ValueError for the first error.
-    """
+    """Judge the configuration of a command, and return its cautions. Raises ValueError."""
     check_fields(config)
     check_rules(config)
     if command.check:

@@ -64,10 +64,7 @@ def _settings(config: TrainConfig) -> TrainConfig:
 
 
 def write(config: TrainConfig) -> Path:
-    """Write config.yaml and make a folder for logs. Returns the absolute run directory.
-
-    The caller holds its lock.
-    """
+    """Write config.yaml and make a folder for logs. Returns the absolute (locked) folder."""
     run_dir = Path(config.run_dir).resolve()
     (run_dir / LOGS_DIR).mkdir(parents=True, exist_ok=True)
     save_config(_settings(config), run_dir)
@@ -77,8 +74,7 @@ def write(config: TrainConfig) -> Path:
 def begin(run_dir: Path) -> int:
     """Remove the remains of an earlier start: addresses of processes, the log of lost steps.
 
-    Call it before each start of the roles. Returns 0, or COMPLETE when the run has no steps left.
-    Raises ValueError while the run is going on.
+    Returns 0, or COMPLETE when no steps are left. Raises ValueError while the run is going on.
     """
     with lock_run_dir(run_dir):
         return _begin(run_dir)

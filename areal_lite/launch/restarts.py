@@ -158,10 +158,7 @@ class Watchdog:
         self._states: dict[str, ProcessState] = {}
 
     def check(self) -> None:
-        """Raise ProcessFailed if a process hangs.
-
-        Before that, its group prints stacks to the logs, and the process is killed.
-        """
+        """Kill the process that hangs, and raise ProcessFailed. Its group logs stacks before."""
         now = time.monotonic()
         if now - self._checked_at > _LONGEST_PAUSE_S:
             self._states.clear()  # no heartbeat could be given or noticed
@@ -222,10 +219,7 @@ LOG = "restarts.log"
 
 
 class Restarts:
-    """Decides after each failure of controller or trainer, and prepares the next start.
-
-    `start` is the step from which the present start continues.
-    """
+    """Decides after each failure, and prepares the next start, which continues from `start`."""
 
     def __init__(self, config: TrainConfig, run_dir: Path):
         self._config = config
@@ -236,9 +230,9 @@ class Restarts:
         self.start = start_version(run_dir)
 
     def prepare(self, failed: ProcessFailed) -> None:
-        """Log the failure, wait, and prepare the run directory for the next start.
+        """Log the failure, wait, and prepare the run directory for the next start of all roles.
 
-        No process of controller and trainer may be left. Raises RoleFailed when the run must end.
+        Raises RoleFailed when the run must end.
         """
         if stop_requested(self._run_dir):
             self._record(failed)
@@ -264,10 +258,7 @@ class Restarts:
         return role.name == "controller" and not reported and not replays
 
     def prepare_controller(self, failed: ProcessFailed) -> None:
-        """Log the failure, wait, and prepare the run directory for another controller.
-
-        The process is gone. Raises RoleFailed when the run must end.
-        """
+        """Log the failure, wait, and prepare the run directory for another controller."""
         restart = self._decide(failed)
         remove_controller_files(self._run_dir)
         self._wait(failed, restart, "the controller starts again under the running trainer")

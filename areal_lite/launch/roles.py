@@ -149,9 +149,9 @@ class Roles:
     def wait(
         self, roles: list[Role], poll_s: float = 0.2, watch: Callable[[], object] = lambda: None
     ) -> None:
-        """Wait until all of `roles` have ended well. Raises ProcessFailed when any process fails.
+        """Wait until all of `roles` have ended well, with `watch` called every `poll_s` seconds.
 
-        `watch` is called every `poll_s` seconds, and once after the end.
+        Raises ProcessFailed when any process fails.
         """
         while any(role.process.poll() is None for role in roles):
             self.check()
@@ -167,10 +167,7 @@ class Roles:
         self.roles.remove(role)
 
     def stop(self) -> None:
-        """End all processes, starting with the newest.
-
-        Each process group gets a SIGTERM, and a SIGKILL ten seconds later.
-        """
+        """End all processes, newest first: SIGTERM to each group, and SIGKILL ten seconds later."""
         running = [role for role in reversed(self.roles) if role.process.poll() is None]
         for role in running:
             signal_group(role, signal.SIGTERM)
@@ -208,11 +205,7 @@ class Placement:
 
 
 def place_run(config: TrainConfig) -> Placement:
-    """Assign the GPUs of this machine to the processes of a run.
-
-    Raises ValueError for devices that this machine lacks or that do not go together, and as `place`
-    does.
-    """
+    """Assign the GPUs of this machine to a run. Raises ValueError for devices that do not fit."""
     trainer, server, transport = config.trainer, config.server, config.sync.transport
     check_trainer_device(trainer, "trainer")
     _check_gpu_is_there(server.device, "server")
@@ -242,11 +235,7 @@ def _check_gpu_is_there(device: str, key: str) -> None:
 def place(
     gpus: list[str], trainer: TrainerConfig, server: ServerConfig, transport: str
 ) -> Placement:
-    """Assign GPUs to the trainer ranks and the servers.
-
-    `gpus` are the visible ones. Raises ValueError when there are too few, or when one is shared
-    that cannot be.
-    """
+    """Assign the visible `gpus`. Raises ValueError for too few, or one that cannot be shared."""
     ranks = trainer.world_size
     size = 0 if server.device == "cpu" else server.tensor_parallel
     needed = ranks + server.count * size

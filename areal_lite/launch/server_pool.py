@@ -60,7 +60,7 @@ from areal_lite.system.gpus import (
     resolve_device,
     visible_gpus,
 )
-from areal_lite.system.network import LOOPBACK, free_port, listen_address, require_free_port
+from areal_lite.system.network import LOOPBACK, free_port, listen_address
 from areal_lite.system.processes import back_off_s, die_with_parent, dying_with_me, tail
 
 LOG = "servers.log"
@@ -86,10 +86,7 @@ _STEADY_S = 3600.0
 def server_command(
     config: ServerConfig, model: str, port: int, seed: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of a server, and the environment that it needs besides the current.
-
-    `config.args` take precedence.
-    """
+    """Return the command line of a server, and what it needs in its environment."""
     device = resolve_device(config.device)
     flags: dict[str, Any] = {
         "model_path": model,
@@ -126,10 +123,7 @@ def server_command(
 
 
 def _arguments(flags: dict[str, Any]) -> list[str]:
-    """Return flags as arguments: {tp_size: 8, sleep_on_idle: True} -> --tp-size 8 --sleep-on-idle.
-
-    Flags that are None or False are left out.
-    """
+    """Write flags: {tp_size: 8, sleep_on_idle: True, x: None} as --tp-size 8 --sleep-on-idle."""
     argv: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -180,22 +174,9 @@ class ServerProcess:
         )
 
     def start(self) -> None:
-        """Start the process.
-
-        Raises ValueError, with nothing started, if `model` is no checkpoint folder, the configured
-        port is taken, or a GPU is wanted that SGLang could not use.
-        """
-        if not (Path(self.model) / "config.json").is_file():
-            raise ValueError(
-                f"model {self.model!r} is not a Hugging Face checkpoint folder:"
-                " it has no config.json"
-            )
+        """Start the process. Raises ValueError if a GPU is wanted that SGLang could not use."""
         if resolve_device(self.config.device) == "cuda":
             check_cuda()
-        # A port that was picked automatically was free a moment ago. Binding it again could fail:
-        # a thread that starts another process at this moment still shares its sockets with it.
-        if self.config.port:
-            require_free_port(self.config.host, self.port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(
@@ -226,15 +207,15 @@ class ServerProcess:
                     return await client.check_reachable(self.info)
                 except ServerError as error:
                     reason = error
+                end = f"the end of {self.log_path}:\n{tail(self.log_path)}"
                 if (code := self.exit_code()) is not None:
                     raise RuntimeError(
-                        f"server {self.name} exited with code {code} before it was ready;"
-                        f" {self._log_tail()}"
+                        f"server {self.name} exited with code {code} before it was ready; {end}"
                     )
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"server {self.name}: {self.url}/health did not answer 200 in {timeout:g} s"
-                        f" ({reason}); {self._log_tail()}"
+                        f" ({reason}); {end}"
                     )
                 await asyncio.sleep(0.1)
 
@@ -255,9 +236,6 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
         self._process.wait()
-
-    def _log_tail(self) -> str:
-        return f"the end of {self.log_path}:\n{tail(self.log_path)}"
 
 
 class ServerPool:
@@ -312,19 +290,12 @@ class ServerPool:
             self._loop.close()
 
     def check(self) -> None:
-        """Raise the error that ended the pool, if it has ended.
-
-        ValueError, RuntimeError, OSError or TimeoutError: a server did not come up. RoleFailed: no
-        server is left.
-        """
+        """Raise the error that ended the pool, if it has ended. RoleFailed: no server is left."""
         if self._failure:
             raise self._failure
 
     def wait_ready(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Wait until each server has come up once, calling `watch` meanwhile.
-
-        Raises as `check` does.
-        """
+        """Wait until each server has come up once, calling `watch` meanwhile. Raises as `check`."""
         while len(self._came_up) < len(self._make):
             self.check()
             watch()
@@ -358,9 +329,9 @@ class ServerPool:
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, name: str) -> str:
-        """Run one process of a server to its end and return the reason of the end.
+        """Run one process of a server to its end, and return the reason of the end.
 
-        Raises ValueError, RuntimeError, OSError or TimeoutError if the server has never come up.
+        Raises an error if the server has never come up.
         """
         server = self._make[name]()
         grace_s = _GRACE_S
@@ -478,18 +449,12 @@ def train_pool(config: TrainConfig, run_dir: Path, gpus: Mapping[int, list[str]]
 
 
 def running_requests(max_concurrent: int, servers: int) -> int:
-    """Return how many requests a server runs at a time: its share, and a quarter more.
-
-    Routing is not perfectly even.
-    """
+    """Return a server's share of the requests and a quarter more, as routing is uneven."""
     return -(-max_concurrent * 5 // (servers * 4))
 
 
 async def supervise_until_end(pool: ServerPool, run_dir: Path) -> None:
-    """Run the servers until the trainer has written the totals of the run. Raises as `check` does.
-
-    `prepare` has removed the totals of an earlier start.
-    """
+    """Run the servers until the trainer has written the totals of the run. Raises as `check`."""
     servers = asyncio.create_task(pool.supervise())
     while not servers.done() and not (run_dir / TOTALS_FILE).exists():
         await asyncio.sleep(1.0)

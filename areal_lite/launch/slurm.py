@@ -157,10 +157,7 @@ def show(config: SlurmConfig) -> int:
 
 
 def render(config: SlurmConfig, run_dir: Path, work_dir: Path) -> str:
-    """Return the text of the job. Raises ValueError as `layout` does.
-
-    Both folders are absolute. All steps start in `work_dir`.
-    """
+    """Return the text of the job; steps start in `work_dir`. Raises ValueError as `layout` does."""
     from jinja2 import Environment, StrictUndefined  # only this command needs it
 
     environment = Environment(

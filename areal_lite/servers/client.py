@@ -158,10 +158,7 @@ class ServerRefused(ServerError):
 
 
 class ServerFailed(ServerError):
-    """The server cannot continue, or gave an answer that it should not.
-
-    The request can continue on another server.
-    """
+    """The server cannot continue, or gave a wrong answer. Another server can continue."""
 
 
 class ServerUnreachable(ServerFailed):
@@ -398,10 +395,7 @@ def _parsed(server: ServerInfo, what: str, raw: bytes, parse: Callable[[bytes], 
 
 
 def max_generation_bytes(params: SamplingParams, num_input: int = 0) -> int:
-    """Return the number of bytes that an answer to a request with `params` cannot exceed.
-
-    num_input: tokens of the request.
-    """
+    """Return the largest size of an answer to a request of `num_input` tokens with `params`."""
     choices = params.experts.choices if params.experts else 0
     routed = num_input + params.max_new_tokens - params.first_route
     # An expert is an int32, and base64 takes four bytes for three.
@@ -410,10 +404,7 @@ def max_generation_bytes(params: SamplingParams, num_input: int = 0) -> int:
 
 
 def parse_generation(raw: bytes, params: SamplingParams, num_input: int = 0) -> GenerationChunk:
-    """Decode the answer to POST /generate with `return_logprob` and the sampling of `params`.
-
-    num_input: tokens of the request.
-    """
+    """Decode the answer to POST /generate, given the parameters and tokens of the request."""
     answer = _GENERATION.decode(raw)
     meta = answer.meta_info
     ids = [token for _, token, _ in meta.output_token_logprobs]

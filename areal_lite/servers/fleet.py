@@ -102,13 +102,10 @@ def request_seed(run_seed: int, request: str) -> int:
 
 
 class RequestGate:
-    """Every request to a server passes through this gate.
+    """Every request to a server passes through this gate: when it is open, to ready servers.
 
-    * Nothing is sent while the gate is closed, and nothing to a server that is not ready.
-    * When a server fails, all requests on it end at once: one of them, or a health check, finds
-      out for all.
-
-    `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
+    When a server fails, all requests on it end at once: one of them, or a health check, finds out
+    for all. `counts` counts `requests` (sent) and `aborts` (requests that came back unfinished).
     """
 
     def __init__(self, client: Client, router: Router, counts: Counter[str], run_id: str):
@@ -254,10 +251,7 @@ def _true_finish_reason(chunk: GenerationChunk, params: SamplingParams) -> str:
 def _check_versions(
     server: ServerInfo, request: str, chunk: GenerationChunk, oldest: int, newest: int
 ) -> None:
-    """Raise ServerFailed if a token's version is not in [oldest, newest].
-
-    `oldest` is the version when the request was sent, `newest` the last that was pushed.
-    """
+    """Raise ServerFailed unless the versions of tokens are within [`oldest`, `newest`]."""
     versions = chunk.versions  # they never decrease
     if len(versions) and (versions[0] < oldest or versions[-1] > newest):
         raise ServerFailed(
@@ -456,10 +450,7 @@ class Fleet:
     async def _next_server(
         self, refusals: Mapping[ServerInfo, ServerRefused], holders: list[ServerInfo]
     ) -> ServerInfo:
-        """Reserve another server for a completion, with `holders` of its prefix first.
-
-        Raises the first of `refusals` if every ready server refused it.
-        """
+        """Reserve another server, preferably of `holders`. Raises a refusal if all have refused."""
         if not refusals:
             return await self.reserve(1, holders)
         others = [s for s in self.router.servers.values() if s not in refusals]

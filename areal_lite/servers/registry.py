@@ -123,10 +123,7 @@ UNTRUSTED = -1
 
 
 def least_loaded(servers: Iterable[ServerInfo], load: Mapping[str, int]) -> ServerInfo | None:
-    """Return the server with the fewest trajectories in flight per tensor-parallel rank.
-
-    The name decides between equals. None without servers.
-    """
+    """Return the server with the fewest trajectories per tensor-parallel rank, then by name."""
     return min(servers, key=lambda s: (load[s.name] / s.tensor_parallel, s.name), default=None)
 
 
@@ -186,9 +183,6 @@ class Router:
         return self._versions.get(server) == self.version
 
     def choose(self, prefer: Iterable[ServerInfo] = ()) -> ServerInfo | None:
-        """Return the least loaded ready server among `prefer`, or else among all.
-
-        Servers in `prefer` hold a prefix of the request already.
-        """
+        """Return the least loaded ready server in `prefer`, which hold a prefix, or else of all."""
         preferred = least_loaded(filter(self.is_ready, prefer), self.load)
         return preferred or least_loaded(filter(self.is_ready, self._versions), self.load)

@@ -58,8 +58,7 @@ class CollectiveError(RuntimeError):
 def is_collective_error(error: Exception, given_up: bool = False) -> bool:
     """Return whether an error of a server only repeats that a collective failed there too.
 
-    `given_up`: whether the group was given up before the error came. A rank that has not joined by
-    then cannot join.
+    `given_up`: the group was given up before. A rank that has not joined by then cannot join.
     """
     return _FAILED in str(error) or (given_up and JOIN_FAILED in str(error))
 

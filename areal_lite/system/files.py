@@ -56,10 +56,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file with one JSON object; return {} if there is no file.
-
-    Raises ValueError of one line, which names the file.
-    """
+    """Read a file with one JSON object; {} if there is none. Raises ValueError of one line."""
     if not file.is_file():
         return {}
     try:

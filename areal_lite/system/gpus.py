@@ -11,10 +11,7 @@ _DEVICES = Path("/dev")
 
 
 def resolve_device(device: str) -> str:
-    """Return `cuda` or `cpu` for the setting `device`, which may be `auto`.
-
-    `auto` is `cuda` when an NVIDIA device is visible and the installed torch can use it.
-    """
+    """Return `cuda` or `cpu`. `auto` is `cuda` if torch can use a visible NVIDIA device."""
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
@@ -75,10 +72,7 @@ class GpuMemory(NamedTuple):
 
 
 def check_cuda() -> None:
-    """Raise ValueError if a server could not run on a GPU of this machine.
-
-    SGLang compiles kernels when it starts, so it needs nvcc besides the driver.
-    """
+    """Raise ValueError if a server could not run on a GPU: SGLang needs a driver, and nvcc."""
     driver = _query("driver_version")
     major = driver.partition(".")[0]
     if major.isdigit() and int(major) < MIN_DRIVER:

@@ -82,16 +82,10 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def steady_time() -> float:
-    """Return the wall-clock time in seconds, without the changes of the clock since the start.
-
-    Differences are therefore durations, and no later moment has an earlier time.
-    """
+    """Return the wall-clock time in seconds, without changes of the clock since the start."""
     return _START_S + time.monotonic()
 
 
 def back_off_s(restarts: int) -> float:
-    """Return the wait before a restart in seconds: 1, 2, 4 and so on, at most LONGEST_BACK_OFF_S.
-
-    `restarts` is the number of this restart, from 1.
-    """
+    """Return the wait before the `restarts`-th restart, in seconds: 1, 2, 4 and so on."""
     return min(2.0 ** min(restarts - 1, 6), LONGEST_BACK_OFF_S)
