@@ -1,16 +1,20 @@
 r"""Verifier of grade-school mathematics (GSM8K): compares numbers exactly.
 
-A completion states its answer after `####`, in `\boxed{}`, after `answer is` or `Answer:`, or after
-`A:` at the start of a line. The last such place with a number in it counts. A completion that
-consists of one number states that number. Other numbers do not count: a model that lists numbers
-must not be paid for one of them.
+A completion states its answer after `####`, in `\boxed{}`, after `answer is` or `Answer:`, after
+`A:` at the start of a line, or in `<answer>`. The last such place with a number in it counts, but
+`not 5` states nothing. Without one, a number counts that is all of the completion, or the only one
+that its last line marks (`**42**`, `$42$`). Other numbers do not count: a model that lists numbers
+must not be paid for one of them. After `</think>`, only what follows counts.
+
+An expression is not its first number: `3x`, `3 + 4`, `3, 4`, `10-12` and `8:30` state none. Powers
+are numbers: `2^4`, `1e3`, `1.5 \times 10^3`.
+
+Numbers are compared as fractions: 0.5, 1/2, \frac{1}{2} and 50% are equal, and 0.333 is not 1/3.
+A number with a scale (`50%`, `5 million`) equals both what stands before the scale and the product:
+the data set writes 50 where a person writes 50%.
 
 Time is linear in the length of the text. Only its last 10,000 characters are read, in them only the
 last 20 places, and of each place only the first 1,000 characters after its mark.
-
-Numbers are compared as fractions: 0.5, 1/2, \frac{1}{2} and 50% are equal, and 0.333 is not 1/3.
-A percentage equals both the number before the sign and its hundredth (the data set writes 50 where
-a person writes 50%).
 
 The functions are pure, and nothing that the model wrote makes them raise.
 """
@@ -18,6 +22,7 @@ The functions are pure, and nothing that the model wrote makes them raise.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,24 +30,57 @@ from fractions import Fraction
 _STATEMENT = re.compile(
     r"""
     \#\#\#\#                                            # the data set's mark
-    | \\boxed\s*+\{
-    | \banswer\b [^.\n:=]{0,40}? (?: \bis\b | [:=] )    # The answer is, Final answer:
+    | \\(?: boxed | fbox ) \s*+ \{
+    | <answer>
+    | \banswer\b [^.\n:=<]{0,40}? (?: \bis\b | [:=] )   # The answer is, Final answer:
     | ^[ \t*]*+ A:
     """,
     re.VERBOSE | re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|</answer>")
+_POWER = r"\s? (?: \^ | \*\* ) \s? (?: \{ \s? (-?[0-9]{1,3}) \s? \} | (-?[0-9]{1,3}) (?! [\w.] ) )"
 _NUMBER = re.compile(
-    r"""
-    (?P<sign> (?<![\w)]) - (?= [$.0-9] ) )? \$? \s? (?P<sign2> - (?= [.0-9] ) )?
-    (?: (?P<whole> [0-9]+ ) \s+ (?= [0-9]+ / [0-9] ) )?             # the 2 of 2 1/2
+    rf"""
+    (?P<sign> (?<![\w)\]}}]) - \s? (?= [$.0-9] ) )? \$? \s? (?P<sign2> - (?= [.0-9] ) )?
+    (?: (?P<whole> [0-9]+ ) \s+ (?: and \s )? (?= [0-9]+ / [0-9] ) )?    # the 2 of 2 1/2
     (?P<number>
-        [0-9]{1,3} (?: ,[0-9]{3} )+ (?![0-9]) (?: \.[0-9]+ )? | [0-9]+ (?: \.[0-9]+ )? | \.[0-9]+
+        [0-9]{{1,3}} (?: (?: ,[0-9]{{3}} )+ | (?: [ ][0-9]{{3}} )+ ) (?![0-9]) (?: \.[0-9]+ )?
+        | [0-9]+ (?: \.[0-9]+ )? | \.[0-9]+
     )
+    (?P<power> {_POWER} )?
     (?: \s? / \s? (?P<denominator> [0-9]+ (?! \.?[0-9] ) ) )?
-    \s? (?P<percent> % )?
+    (?P<ten> e [+-]?[0-9]{{1,3}} (?! [\w.] )
+        | \s? (?: [x×*·] | \\times | \\cdot ) \s? 10 {_POWER} )?
+    (?: \s? (?P<scale> % | (?: percent | per\scent | hundred | thousand | million | billion )\b ) )?
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+_SCALES = {"%": Fraction(1, 100), "percent": Fraction(1, 100), "per cent": Fraction(1, 100)}
+_SCALES |= {name: Fraction(10) ** n for name, n in (("hundred", 2), ("thousand", 3))}
+_SCALES |= {name: Fraction(10) ** n for name, n in (("million", 6), ("billion", 9))}
+_NEGATION = re.compile(r"\b(?:not|never|neither)\b|n['’]t\b", re.IGNORECASE)
+# What may not come before a number: a function, an index, an operator, or a variable.
+_OPENS = re.compile(
+    r"\\(?:sqrt|[dt]?frac|binom|log|ln|sin|cos|tan)|[\^√_]"
+    r"|(?:^|[^A-Za-z])[A-Za-z]\s?[-<>≤≥]?\s?$|[-+*/×·÷≠<>≤≥]\s?$"
+)
+# What may follow it: the end, punctuation, a mark, a unit, a word. Anything else is an expression.
+_CLOSES = re.compile(
+    r"""
+    \s?+ (?: $
+        | (?! [.,;:] \s? -?\$?[0-9] [0-9.,]*+ \s? (?: [,;)}\]$] | and\b | or\b | $ ) )
+          (?: [.,;?"'’”)\]}$°€£`—<] | : (?![0-9]) | \*\*? (?! \s?[0-9(\\] ) )
+        | \\ (?: text | mathrm | mbox | degree | circ | q?quad | [,;:!%)\]\s] ) | \^ \{? \\circ
+        | (?! (?: or | to | and | through | plus | minus | times | over )\s -?\$?[0-9] )
+          (?: [-/]\s? )? (?: [^\W\d_]{2,} | [mglhsdpcCFLNWV]\b | [^\W\d_a-zA-Zπ] )
+        | (?<=\s) (?: a\b | \( ) | [\u2600-\U0010ffff]
+    )
     """,
     re.VERBOSE,
+)
+_MARKED = re.compile(
+    r"\*\*([^*\n]{1,100})\*\*|`([^`\n]{1,100})`|\$\$?([^$\n]{1,100})\$\$?(?![0-9])"
+    r"|\\[(\[]([^\\\n]{1,100})\\[)\]]"
 )
 # As LaTeX reads it: each of the two parts is in braces or is one digit.
 _FRACTION = re.compile(
@@ -54,6 +92,11 @@ _FRACTION = re.compile(
     """,
     re.VERBOSE,
 )
+# Minus and dash; spaces that do not break.
+_CHARACTERS = str.maketrans("\u2212\u2013\u00a0\u2009\u202f", "--   ")
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+_SUPERSCRIPTS = re.compile("(?<=[0-9])[²³]")
+_TAG = re.compile(r"</?(?:b|strong|i|em|u|p|span|code)>")
 # A longer number is not the answer to a school problem, and costs time.
 _MAX_CHARACTERS = 100
 _LAST_CHARACTERS = 10_000
@@ -63,17 +106,19 @@ _STATEMENT_CHARACTERS = 1_000
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it was written: 50% has the value 50."""
+    """A number as it was written: 50% has the value 50 and the scale 1/100."""
 
     value: Fraction
-    percent: bool = False
+    scale: Fraction = Fraction(1)
 
     def equals(self, other: Number) -> bool:
         """Return whether the numbers are equal; 50% equals both 50 and 1/2."""
-        if self.percent == other.percent:
+        if self.scale == other.scale:
             return self.value == other.value
-        percentage, plain = (self.value, other.value) if self.percent else (other.value, self.value)
-        return plain in (percentage, percentage / 100)
+        products = self.value * self.scale, other.value * other.scale
+        return products[0] == products[1] or (
+            self.value == other.value and Fraction(1) in (self.scale, other.scale)
+        )
 
 
 def gsm8k_reward(completion: str, answer: str) -> float:
@@ -82,7 +127,8 @@ def gsm8k_reward(completion: str, answer: str) -> float:
     `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
     Raises ValueError if `answer` has no number: an error of the data.
     """
-    right = first_number(answer.rpartition("####")[2])
+    match = _NUMBER.search(_plain(answer.rpartition("####")[2]))
+    right = _number(match) if match else None
     if right is None:
         raise ValueError(f"there is no number in the answer {answer!r}")
     stated = stated_number(completion)
@@ -91,28 +137,36 @@ def gsm8k_reward(completion: str, answer: str) -> float:
 
 def stated_number(completion: str) -> Number | None:
     """Return the number that a completion states as its answer, None if there is none."""
+    completion = completion.rpartition("</think>")[2].strip() or completion
     text = _plain(completion[-_LAST_CHARACTERS:])
     for statement in reversed(list(_STATEMENT.finditer(text))[-_LAST_STATEMENTS:]):
-        number = first_number(_statement_text(text, statement))
-        if number is not None:
-            return number
+        stated = _statement_text(text, statement)
+        match = _NUMBER.search(stated)
+        if match and not _NEGATION.search(stated, 0, match.start()):
+            return _alone(match)
+    return _unannounced(completion)
+
+
+def _unannounced(completion: str) -> Number | None:
+    """Return the number that is the whole completion, or the only marked one of its last line."""
     bare = completion.strip()
-    match = _NUMBER.fullmatch(_plain(bare).rstrip(".")) if len(bare) <= _MAX_CHARACTERS else None
-    return _number(match) if match else None
-
-
-def first_number(text: str) -> Number | None:
-    """Return the first number of a text, None if there is none."""
-    match = _NUMBER.search(_plain(text))
-    return _number(match) if match else None
+    if len(bare) <= _MAX_CHARACTERS and (match := _NUMBER.fullmatch(_plain(bare).rstrip("."))):
+        return _number(match)
+    last = bare[-_STATEMENT_CHARACTERS:].rpartition("\n")[2]
+    marked = [_plain("".join(filter(None, texts))).strip(" .") for texts in _MARKED.findall(last)]
+    numbers = [match for text in marked if (match := _NUMBER.match(text))]
+    return _alone(numbers[0]) if len(numbers) == 1 else None
 
 
 def _plain(text: str) -> str:
     """Replace LaTeX and typographic forms of numbers by plain ones."""
-    text = text.replace("{,}", ",").replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
-    text = text.replace("\u2212", "-").replace("\u2013", "-")
+    for old, new in (("{,}", ","), ("\\!", ""), ("\\$", "$"), ("\\%", "%"), ("\\,", " ")):
+        text = text.replace(old, new)
+    text = text.translate(_CHARACTERS)
+    text = _VULGAR.sub(lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("⁄", "/"), text)
+    text = _SUPERSCRIPTS.sub(lambda m: "^" + unicodedata.normalize("NFKC", m[0]), text)
     text = re.sub(r"(?<=[0-9])\\[dt]?frac", r" \\frac", text)  # 2\frac{1}{2} is two and a half
-    return _FRACTION.sub(_plain_fraction, text)
+    return _FRACTION.sub(_plain_fraction, _TAG.sub("", text))
 
 
 def _plain_fraction(match: re.Match) -> str:
@@ -143,11 +197,30 @@ def _closing_brace(text: str) -> int:
     return len(text)
 
 
-def _number(match: re.Match) -> Number | None:
-    if len(match[0]) > _MAX_CHARACTERS or int(match["denominator"] or 1) == 0:
+def _alone(match: re.Match) -> Number | None:
+    """Return a number that is not a part of an expression, a list, a range or a time."""
+    text = match.string
+    if _OPENS.search(text, 0, match.start()) or not _CLOSES.match(text, match.end()):
         return None
-    value = Fraction(match["number"].replace(",", "")) / int(match["denominator"] or 1)
-    value += int(match["whole"] or 0)
+    return _number(match)
+
+
+def _number(match: re.Match) -> Number | None:
+    """Return the value of a match of _NUMBER; None if it is too long or divides by zero."""
+    ten = _exponent(match["ten"]) if match["ten"] else 0
+    power = _exponent(match["power"]) if match["power"] else 1
+    digits = len(match["number"])
+    if len(match[0]) > _MAX_CHARACTERS or max(digits * abs(power), abs(ten)) > _MAX_CHARACTERS:
+        return None
+    value, below = Fraction(re.sub("[, ]", "", match["number"])), int(match["denominator"] or 1)
+    if below == 0 or (value == 0 and power < 0):
+        return None
+    value = value**power / below * Fraction(10) ** ten + int(match["whole"] or 0)
     if match["sign"] or match["sign2"]:
         value = -value
-    return Number(value, percent=match["percent"] is not None)
+    return Number(value, _SCALES.get((match["scale"] or "").lower(), Fraction(1)))
+
+
+def _exponent(text: str) -> int:
+    """Return the last integer of a power: 3 of `e3` and of `\times 10^{3}`."""
+    return int(re.findall(r"[+-]?[0-9]+", text)[-1])

@@ -48,6 +48,37 @@ RIGHT = [
     ("#### 72\nI hope that my answer is clear.", "72"),
     ("#### 72", "8 boxes of 9 eggs are <<8*9=72>>72 eggs.\n#### 72"),
     ("#### 1080", "#### 1,080"),
+    ("<answer>\n42\n</answer>", "42"),
+    ("<think>It is 5? The answer is 5.</think> 42", "42"),
+    ("<think>\\boxed{35}</think> The answer is 34.", "34"),
+    ("**42**", "42"),
+    ("$42$", "42"),
+    (r"\(42\)", "42"),
+    ("So 4 + 38 are **42** apples.", "42"),
+    ("4 + 38 = 42\n\n**42 apples**", "42"),
+    ("The answer is <b>42</b>.", "42"),
+    (r"\fbox{42}", "42"),
+    ("The answer is 42\u4e2a", "42"),
+    ("1 234", "1234"),
+    (r"#### 1\,234", "1234"),
+    ("The answer is 1\u00a0234 eggs", "1234"),
+    ("#### - 5", "-5"),
+    ("The answer is 7\u00bd.", "7.5"),
+    ("The answer is 2 and 1/2", "2.5"),
+    ("1e3", "1000"),
+    (r"\boxed{10^{3}}", "1000"),
+    (r"\boxed{1.5 \times 10^3}", "1500"),
+    (r"\boxed{2^4}", "16"),
+    ("The answer is 50 percent.", "0.5"),
+    ("The answer is 1.5 million.", "1500000"),
+    ("The answer is 1.5 million.", "1.5"),
+    (r"\boxed{30^{\circ}}", "30"),
+    (r"\boxed{5\,\text{cm}}", "5"),
+    ("The answer is 5m.", "5"),
+    ("The answer is $5/hour.", "5"),
+    ("The answer is 18, since 3 * 6 = 18", "18"),
+    ("The answer is 18, which is 6 more.", "18"),
+    ("The answer is 6. The answer is not 5.", "6"),
 ]
 WRONG = [
     ("", "72"),
@@ -68,6 +99,26 @@ WRONG = [
     ("The answer is unknown. 72", "72"),
     ("#### " + "7" * 5000, "72"),
     ("#### \u0667\u0662", "72"),  # digits of another script
+    *((rf"\boxed{{{it}}}", "3") for it in (r"\sqrt{3}", "3x", "3 x", "3,4", r"\frac{3}{x}", "3/x")),
+    *((rf"\boxed{{{it}}}", "3") for it in (r"3\sqrt{2}", r"3\pi", "3!", "3^4", "3_4", "3-i", "3k")),
+    *(
+        (rf"\boxed{{{it}}}", "3")
+        for it in ("x - 3", "y/3", r"3 \times 4", "3(x+1)", "x > 3", "3:4")
+    ),
+    *(
+        (f"The answer is {it}.", "3")
+        for it in ("3 + 4", "3*4", "3-4", "3\u20134", "3 or 4", "3 to 4")
+    ),
+    *(
+        (f"The answer is {it}.", "3")
+        for it in ("3, 4", "3, 4, and 5", "3 and 4", "3 times 4", "not 3")
+    ),
+    ("The answer is 8:30", "8"),
+    ("The answer isn't 5.", "5"),
+    ("**3** and **4**", "3"),
+    ("It costs $5 and $6.", "5"),
+    ("<think>The answer is 5.</think> 7", "5"),
+    ("9^" * 400, "9"),
 ]
 
 
