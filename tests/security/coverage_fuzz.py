@@ -80,10 +80,10 @@ def completions(raw: bytes) -> None:
     text = raw.decode(errors="replace")
     assert gsm8k_reward(text, "#### 18") in (0.0, 1.0)
     is_oversized(stated_result(text))
-    assert extract_program(text) in text
+    extract_program(text)
     with contextlib.suppress(ValueError):
         tests = parse_tests(text, 10.0)
-        assert tests.inputs or tests.tests.strip()
+        assert tests.given or tests.statements.strip()
         assert not math.isnan(tests.time_limit_s)
 
 

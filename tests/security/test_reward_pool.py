@@ -255,12 +255,12 @@ def test_a_worker_cannot_take_all_memory() -> None:
 )
 def test_limits_that_make_no_sense_are_refused(limits: str) -> None:
     with pytest.raises(ValueError, match="answer") as error:
-        parse_tests(f'{{"tests": "pass", {limits}}}')
+        parse_tests(f'{{"tests": "assert True", {limits}}}')
     assert "\n" not in str(error.value)
 
 
 def test_a_program_must_be_stopped_before_the_pool_stops_it() -> None:
-    answer = '{"tests": "pass", "time_limit_s": 15}'
+    answer = '{"tests": "assert True", "time_limit_s": 15}'
     assert parse_tests(answer, 15.1).time_limit_s == 15
     with pytest.raises(ValueError, match=r"time_limit_s=15 must be less than reward.timeout_s=15"):
         parse_tests(answer, 15.0)
@@ -268,8 +268,8 @@ def test_a_program_must_be_stopped_before_the_pool_stops_it() -> None:
     async def main() -> None:
         async with RewardPool("areal_lite.rewards.program:program_reward", timeout_s=3.0) as pool:
             with pytest.raises(RewardError, match="time_limit_s=5 must be less than"):
-                await pool.score("pass", "pass")
-            slow = '{"tests": "pass", "time_limit_s": 0.5}'
+                await pool.score("pass", "assert True")
+            slow = '{"tests": "assert True", "time_limit_s": 0.5}'
             assert await pool.score("while True: pass", slow) == 0.0
 
     asyncio.run(main())

@@ -16,6 +16,7 @@ and system_calls.py only. Its steps, in order:
 A failure before step 7 is the sandbox's, never the program's.
 """
 
+import builtins
 import ctypes
 import json
 import os
@@ -64,6 +65,8 @@ def main(argument: str) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"sandbox: {error}")
     sys.path += settings["packages"]
+    sys.set_int_max_str_digits(0)  # the limit of processor time holds for long numbers, too
+    builtins.exit = builtins.quit = sys.exit  # that which `site` defines, which is left out
     sys.argv = ["program.py"]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__ = "program.py"

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from areal_lite.rewards.pool import RewardPool
-from areal_lite.rewards.program import extract_program, parse_tests, program_reward
+from areal_lite.rewards.program import program_reward
 from areal_lite.rewards.sandbox.run import Limits, Outcome, SandboxError, run_python
 from tests.processes import running
 
@@ -155,43 +155,6 @@ def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None
 
 
 ADD = "def add(a, b):\n    return a + b\n"
-SUM = "print(sum(map(int, input().split())))"
-STDIN = '{"inputs": ["1 2\\n", "3 4"], "outputs": ["3", "7\\n\\n"]}'
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (f"Here you are:\n```python\n{ADD}```\nDone.", "assert add(1, 2) == 3", 1.0),
-        (ADD, '{"tests": "assert add(1, 2) == 3"}', 1.0),
-        (f"```\nnonsense\n```\n```py\n{ADD}```", "assert add(1, 2) == 3", 1.0),
-        (ADD, "assert add(1, 2) == 4", 0.0),
-        ("import sys\nsys.exit(0)", "assert False", 0.0),
-        ("import os\nos._exit(0)", "assert False", 0.0),
-        ("x = '''", "assert False", 0.0),
-        ("while True: pass", '{"tests": "pass", "time_limit_s": 0.2}', 0.0),
-        ("", "assert False", 0.0),
-        (SUM, STDIN, 1.0),
-        (f"{SUM}\nprint()", STDIN, 1.0),
-        ("print(3)", STDIN, 0.0),
-        (f"{SUM}\n1 / 0", STDIN, 0.0),
-    ],
-)
-def test_program_reward(completion: str, answer: str, reward: float) -> None:
-    assert asyncio.run(program_reward(completion, answer)) == reward
-
-
-@pytest.mark.parametrize(
-    "answer", ["", "{", '{"inputs": ["1"], "outputs": []}', '{"tests": ""}', '{"test": "pass"}']
-)
-def test_an_answer_without_tests_is_an_error(answer: str) -> None:
-    with pytest.raises(ValueError, match="answer"):
-        parse_tests(answer)
-
-
-def test_extract_program() -> None:
-    assert extract_program("no fence") == "no fence"
-    assert extract_program("```python\na\n```\ntext\n  ```\nb\n  ```") == "b\n"
 
 
 def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch) -> None:
