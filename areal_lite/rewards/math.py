@@ -1,10 +1,18 @@
 r"""Verifier of mathematics: expressions, sets, intervals and matrices.
 
-Math-Verify parses the LaTeX and compares with sympy. What a model writes can cost either of them
-hours or all memory. Three bounds prevent that, and a completion beyond one of them scores 0:
+The stated result is the last `\boxed{}`, with those before it that `and`, `or` or a comma joins to
+it; without one the last `<answer>`, or the end of the completion. A later "the answer is" wins over
+a box, and after thinking (`</think>`) only what follows counts.
 
-* The last 10,000 characters are read. The stated result is the last `\boxed{}` in them, with those
-  before it that `and`, `or` or a comma joins to it. Without a box it is the last 500 characters.
+Math-Verify parses the LaTeX and compares with sympy. It rounds to six decimals; here the rounding
+is relative for numbers below 1. What it leaves out is read before: bases (`101_2` is 5), times,
+choices (`B`), thousands, degrees. The policy where people disagree: a percentage equals the number
+before the sign and its hundredth. A missing unit is no mistake, another one is (`5 cm`, `5 m`).
+
+What a model writes can cost the parser or sympy hours or all memory. Three bounds prevent that, and
+a completion beyond one of them scores 0:
+
+* The last 10,000 characters are read. Without a box or a mark, the last 500 of them.
 * A result is not parsed if it has more than 1,000 characters, brackets nested more than 10 deep,
   or a power or a factorial with more than a million digits.
 * The rest runs in a forked process with 3 s of processor time and 1 GiB of memory.
@@ -37,12 +45,68 @@ _WALL_CLOCK_S = 12.0
 # It warns once a process that its time-outs are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_TEXT = re.compile(r"[$#]|(?<!\\)%|\\boxed|\\[(\[]|[A-Za-z]{2,} [A-Za-z]{2,}")
-_BRACE = re.compile(r"\\boxed\s*+\{|\\[{}]|[{}]")
-_JOINT = re.compile(r"[\s$\\(),;]{0,9}(?:and|or)?[\s$\\(),;]{0,9}")
+_TEXT = re.compile(r"[$#]|\\boxed|\\[(\[]|[A-Za-z]{2,} [A-Za-z]{2,}")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[{}]|[{}]")
+# What may stand between boxes that are one result, and how much of it.
+_JOINT = re.compile(
+    r"(?:\\q?quad|\\(?:text|mathrm)\{[^{}]{0,40}\}|\\[()\[\],;:!\s]|[\s$(),;]|and|or"
+    r"|[A-Za-z](?:_\{?\w{1,3}\}?)?\s?=)*+"
+)
+_JOINT_CHARACTERS = 80
+_BARE_CHARACTERS = 100
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_ANNOUNCED = re.compile(r"\banswers?\b[^.\n:]{0,30}?(?:\bis\b|\bare\b|:)[\s*]", re.IGNORECASE)
+_SENTENCE = re.compile(r"\.\s|\n")
+_NEGATED = re.compile(r"(?:\bnot|n['’]t)\s+(?:equal\s+to\s+)?\S{1,40}\s*\Z", re.IGNORECASE)
 # 9^{9^{9}}, and (x+1)^{9}, whose base is not a number.
 _POWER = re.compile(r"(?<![0-9])[0-9]*+(?:\s{0,9}(?:\^|\*\*)[{(\s-]{0,9}[0-9]++)+")
 _FACTORIAL = re.compile(r"(?<![0-9])([0-9]++)[)}\s]{0,9}!")
+
+_DASHES = str.maketrans("\u2212\u2013\u2014\u00a0\u2009\u202f", "---   ")
+_DEGREES = r"\s?(?:\^\s?(?:\{\s?\\circ\s?\}|\\circ)|°|\\degree)"
+_PERCENT = re.compile(r"\s?(?:\\?%|\\text\{\s?percent\s?\}|\b(?:percent(?:age)?|pct)\b)")
+# Other forms of what Math-Verify knows, in the order in which they are replaced.
+_FORMS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\varnothing", r"\\emptyset"),
+        (r"(?<=[0-9])(?:\\[,!;:]|\{,\}|~)(?=[0-9]{3}(?![0-9]))", ""),
+        (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
+        (r"(?<=[0-9])[eE]([+-]?[0-9]{1,4})(?![\w.])", r"\\times 10^{\1}"),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"(?<![A-Za-z\\])sqrt\(([^()]{1,50})\)", r"\\sqrt{\1}"),
+        (r"\+\s?-", "-"),
+        (r"(?<![\w.])([0-9]+)\.0+(?![0-9])", r"\1"),
+        (r"(?<![\w.])1(?=i\b)", ""),
+    )
+]
+_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
+_BASE = re.compile(r"(?<![\w.])([0-9][0-9A-Z]{0,99})_(?:\{\s?([0-9]{1,2})\s?\}|([0-9]{1,2}))")
+_DOTS = re.compile(r"\\[lc]?dots|\.\.\.|…")
+_TIME = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
+_CHOICE = re.compile(r"\(?([A-J])\)?")
+_CHOSEN = re.compile(
+    r"\b(?:answer|choice|option)\b[^.\n]{0,20}?(?:\bis|:)?[\s*$(]*([A-J])(?![\w'’])"
+    r"|\A[\s*$(]*([A-J])(?:[).:*$]|\s*\Z)",
+    re.IGNORECASE,
+)
+_UNIT = re.compile(
+    r"(?:\\(?:text|mathrm|mbox|textrm)\{\s?([A-Za-z. ]{1,20}?)\s?\}|(?<=[0-9\s}])([A-Za-z]{2,12}))"
+    r"(?:\^\{?([0-9])\}?)?\Z"
+)
+_UNITS = {
+    name: names.split()[0]
+    for names in (
+        "mm millimeter millimeters;cm centimeter centimeters;m meter meters metre metres",
+        "km kilometer kilometers;in inch inches;ft foot feet;yd yard yards;mi mile miles",
+        "s sec second seconds;min minute minutes;h hr hrs hour hours;day days;week weeks",
+        "month months;year years yr;mg;g gram grams;kg kilogram kilograms;lb lbs pound pounds",
+        "oz ounce ounces;ml milliliter milliliters;l liter liters litre litres;am a.m.;pm p.m.",
+        "dollar dollars;cent cents",
+    )
+    for names in names.split(";")
+    for name in names.split()
+}
 
 
 def math_reward(completion: str, answer: str) -> float:
@@ -51,21 +115,109 @@ def math_reward(completion: str, answer: str) -> float:
     `answer` is an expression, or a text with one in it. Raises ValueError if it has no mathematics
     or is not parsed: an error of the data.
     """
-    gold = _parse_answer(answer)
-    result = stated_result(completion)
-    return 0.0 if is_oversized(result) else _compare_in_child(gold, result)
+    gold, stated = _Result(answer), _Result(stated_result(completion))
+    if choice := _CHOICE.fullmatch(gold.bare):
+        chosen = ["".join(letters) for letters in _CHOSEN.findall(stated.bare)]
+        return float(bool(chosen) and chosen[-1].upper() == choice[1])
+    right = _parse_answer(gold.text)
+    if is_oversized(stated.text) or _contradicts(gold, stated):
+        return 0.0
+    if (equal := _compare_texts(gold.bare, stated.bare)) is not None:
+        return float(equal)
+    return _compare_in_child(right, stated.text, [gold.percent, stated.percent])
+
+
+class _Result:
+    """A right answer, or a stated one.
+
+    `text` is for Math-Verify, without the unit, whose name and power are `unit`. `bare` is the
+    result alone, empty if there is more than that.
+    """
+
+    def __init__(self, text: str):
+        self.percent = _PERCENT.search(text) is not None
+        self.text = _plain(text)
+        bare = _bare(self.text)
+        self.bare = bare if len(bare) <= _BARE_CHARACTERS else ""
+        self.unit: tuple[str, str] | None = None
+        match = _UNIT.search(self.bare)
+        if match and (name := _UNITS.get((match[1] or match[2]).strip().lower())):
+            self.unit = name, match[3] or "1"
+            self.bare = self.bare[: match.start()].strip()
+            self.text = f"${self.bare}$"
+        elif self.bare and not _TEXT.search(text):
+            self.text = self.text.strip().removesuffix(".")
 
 
 def stated_result(completion: str) -> str:
     r"""Return the text of the stated result: boxes in dollars, or the end of the completion."""
     text = completion[-_LAST_CHARACTERS:]
+    text = text.rpartition("</think>")[2].strip() or text
+    if tagged := _TAGGED.findall(text):
+        text = tagged[-1] if "\\boxed" in tagged[-1] else f"\\boxed{{{tagged[-1].strip()}}}"
     boxes = _boxes(text)
+    after = boxes[-1][1] if boxes else 0
+    if announced := list(_ANNOUNCED.finditer(text, after)):
+        return _SENTENCE.split(text[announced[-1].end() :].lstrip(" \n*"), maxsplit=1)[0]
     if not boxes:
         return text[-_UNBOXED_CHARACTERS:]
     start, end = boxes.pop()
-    while boxes and _JOINT.fullmatch(text, boxes[-1][1], start):
+    while boxes and start - boxes[-1][1] <= _JOINT_CHARACTERS:
+        if not _JOINT.fullmatch(text, boxes[-1][1], start):
+            break
         start, _ = boxes.pop()
     return f"${text[start:end]}$"
+
+
+def _plain(text: str) -> str:
+    """Write the forms that Math-Verify does not read in forms that it does."""
+    text = text.translate(_DASHES).replace("\\fbox", "\\boxed")
+    for pattern, replacement in _FORMS:
+        text = pattern.sub(replacement, text)
+    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)\b", text):
+        text = re.sub(rf"([0-9]+(?:\.[0-9]+)?){_DEGREES}", r"\\frac{\1\\pi}{180}", text)
+    text = re.sub(_DEGREES, "", text)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
+    return _PERCENT.sub("", _BASE.sub(_in_base, text))
+
+
+def _in_base(match: re.Match) -> str:
+    """Write a number with a base in base ten."""
+    try:
+        return str(int(match[1], int(match[2] or match[3])))
+    except ValueError:  # not a number in this base
+        return match[0]
+
+
+def _bare(text: str) -> str:
+    r"""Return a result without dollars, a box or `\text{}` around it, and without a full stop."""
+    text = text.strip(" \n$.")
+    while wrapped := re.fullmatch(
+        r"\\(?:boxed|fbox|text|mathrm|textbf|mathbf)\s?\{(.*)\}", text, re.DOTALL
+    ):
+        if "}" in re.sub(r"\{[^{}]*\}", "", re.sub(r"\{[^{}]*\}", "", wrapped[1])):
+            break  # the last brace closes another one
+        text = wrapped[1].strip(" \n$.")
+    return text
+
+
+def _contradicts(gold: _Result, stated: _Result) -> bool:
+    """Return whether a result has another unit, is a false chain of numbers, or is negated."""
+    if None not in (gold.unit, stated.unit) and gold.unit != stated.unit:
+        return True
+    parts = [part.strip() for part in stated.bare.split("=")]
+    numbers = all(re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", part) for part in parts)
+    return (numbers and len(set(parts)) > 1) or bool(_NEGATED.search(stated.text.strip(" \n$.")))
+
+
+def _compare_texts(gold: str, stated: str) -> bool | None:
+    """Compare times, and lists with dots, as texts; None for anything else."""
+    texts = [re.sub(r"\s|\\[,;!]|\\text\{\s*\}", "", text) for text in (gold, stated)]
+    if _DOTS.search(gold) or all(map(_TIME.fullmatch, texts)):
+        return _DOTS.sub("…", texts[0]) == _DOTS.sub("…", texts[1])
+    if any(map(_TIME.fullmatch, texts)) and not all(":" in text for text in texts):
+        return False
+    return None
 
 
 def is_oversized(result: str) -> bool:
@@ -130,11 +282,14 @@ def _parse(text: str) -> list:
     return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
-def _compare_in_child(gold: list, result: str) -> float:
-    """Return the reward of a result; 0.0 if the comparison exceeds its limits."""
+def _compare_in_child(gold: list, result: str, percent: list[bool]) -> float:
+    """Return the reward of a result; 0.0 if the comparison exceeds its limits.
+
+    `percent` says of both whether they are percentages.
+    """
     context = multiprocessing.get_context("fork")  # with the parsers that the parent has warmed up
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_compare, args=(gold, result, sender))
+    child = context.Process(target=_compare, args=(gold, result, percent, sender))
     child.start()
     sender.close()
     try:
@@ -147,7 +302,7 @@ def _compare_in_child(gold: list, result: str) -> float:
         child.join()
 
 
-def _compare(gold: list, result: str, sender: Connection) -> None:
+def _compare(gold: list, result: str, percent: list[bool], sender: Connection) -> None:
     """Run in the child: send whether the results are equal."""
     from math_verify import verify
 
@@ -155,5 +310,35 @@ def _compare(gold: list, result: str, sender: Connection) -> None:
     memory = used + _MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_S, _PROCESSOR_S))
-    equal = verify(gold, _parse(result), timeout_seconds=None)
+    stated = _parse(result)
+    pairs = [(gold, stated)]
+    if percent == [True, False]:
+        pairs.append((_hundredths(gold), stated))
+    elif percent == [False, True]:
+        pairs.append((gold, _hundredths(stated)))
+    digits = _decimals([*gold, *stated])
+    equal = any(
+        verify(*pair, float_rounding=digits, numeric_precision=digits + 9, timeout_seconds=None)
+        for pair in pairs
+    )
     sender.send_bytes(b"equal" if equal else b"different")
+
+
+def _hundredths(parsed: list) -> list:
+    """Return the numbers of a result, divided by 100."""
+    return [one / 100 for one in parsed if getattr(one, "is_number", False)]
+
+
+def _decimals(parsed: list) -> int:
+    """Return the decimals to which numbers are rounded: six places of the smallest one below 1."""
+    import sympy
+
+    smallest = 0.0  # its logarithm
+    numbers = [one for one in parsed if isinstance(one, sympy.Basic)]
+    while numbers:
+        one = numbers.pop()
+        if not (isinstance(one, sympy.Expr) and one.is_number):
+            numbers += one.args
+        elif (size := sympy.Abs(one.doit()).evalf(3)).is_Float and 0 < size < 1:
+            smallest = min(smallest, float(sympy.log(size, 10).evalf(5)))
+    return 6 + math.floor(-smallest)
