@@ -396,7 +396,9 @@ async def _control(
         tokenizer=Tokenizer(config.model),
         store=store_thread,
         clock=steady_time,
-        eval_sets=load_eval_sets(config.eval.sets, config.data, config.model),
+        eval_sets=load_eval_sets(
+            config.eval.sets, config.data, config.model, config.reward.function
+        ),
     )
     announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
     controller = Controller(config, dependencies, client, announced, replace)

@@ -61,13 +61,14 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
             with naming(name):
                 same = (s.rewards for s in sources.values() if s.config.reward == own.reward)
                 reward = own.reward
+                load = partial(load_prompts, own.data, own.model, reward=reward.function)
                 rewards = next(same, None) or await pools.enter_async_context(
                     RewardPool(reward.function, reward.workers, reward.timeout_s)
                 )
                 sources[name] = Source(
                     config=own,
-                    prompts=load_prompts(own.data, own.model, "train") if trains else None,
-                    eval_prompts=load_prompts(own.data, own.model, "eval") if evaluates else None,
+                    prompts=load("train") if trains else None,
+                    eval_prompts=load("eval") if evaluates else None,
                     rewards=rewards,
                 )
         yield sources

@@ -3,11 +3,12 @@
 `data.source` names an opener: a key of SOURCES, an entry point of `extensions.DATA`, or
 `module:name` of your own. It is called as f(config, tokenizer, split, **data.args) -> PromptSet.
   * `jsonl`: a file with one JSON object per line;
-  * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, a folder made by `save_to_disk`,
-    or a name on the hub.
+  * `hf`: a folder of `<split>*.jsonl` or `<split>*.parquet` files, one such file, a folder made by
+    `save_to_disk`, or a name on the hub.
 
-A row's prompt is a string or a list of messages (`role`, `content`). Its answer is a string, a
-number, or an object or list, which is kept as JSON.
+A row's prompt is a string or a list of messages (`role`, `content`), or such a list as JSON. Its
+answer is a string, a number, or an object or list, which is kept as JSON. A key may lead into
+objects: `reward_model.ground_truth`.
 
 Invariants:
   * every row is checked at loading, and an error names the file, the row and the key;
@@ -24,6 +25,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,9 +35,11 @@ from areal_lite.config import DataConfig
 from areal_lite.data.rows import Row, Split, hf_rows, jsonl_rows
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.extensions import load_object
+from areal_lite.rewards.worker import answer_check
 
 log = logging.getLogger(__name__)
 _KEYS_SHOWN = 20
+_MISSING: Any = object()
 _OWN = "module:function of your own, f(config, tokenizer, split)"
 
 
@@ -64,15 +68,21 @@ class PromptSet(Protocol):
     def __getitem__(self, index: int) -> Prompt: ...
 
 
-def load_prompts(config: DataConfig, model_path: str | Path, split: Split) -> PromptSet:
+def load_prompts(
+    config: DataConfig, model_path: str | Path, split: Split, reward: str = ""
+) -> PromptSet:
     """Load the training or the held-out prompts for the checkpoint in `model_path`.
 
-    Raises ValueError if the source, a file, a row or the tokenizer cannot be used, or if no prompt
-    is short enough.
+    `reward` is reward.function. Raises ValueError if the source, a file, a row or the tokenizer
+    cannot be used, if no prompt is short enough, or if a verifier of this package cannot use an
+    answer.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    return prompt_source(config)(config, Tokenizer(model_path), split, **config.args)
+    prompts = prompt_source(config)(config, Tokenizer(model_path), split, **config.args)
+    if isinstance(prompts, TextPrompts) and (check := answer_check(reward)):
+        prompts.check_answers(check, config.answer_key)
+    return prompts
 
 
 def prompt_source(config: DataConfig) -> Callable[..., PromptSet]:
@@ -99,7 +109,7 @@ def prompt_source(config: DataConfig) -> Callable[..., PromptSet]:
 
 
 def load_eval_sets(
-    paths: Sequence[str], config: DataConfig, model_path: str | Path
+    paths: Sequence[str], config: DataConfig, model_path: str | Path, reward: str = ""
 ) -> dict[str, PromptSet]:
     """Load more held-out sets, named by the stem of their path.
 
@@ -111,7 +121,7 @@ def load_eval_sets(
         source = "jsonl" if path.endswith(".jsonl") else "hf"
         args = config.args if source == config.source else {}
         own = replace(config, source=source, args=args, eval_path=path)
-        sets[Path(path).stem] = load_prompts(own, model_path, "eval")
+        sets[Path(path).stem] = load_prompts(own, model_path, "eval", reward)
     return sets
 
 
@@ -147,6 +157,7 @@ class TextPrompts:
         self._tokenizer = tokenizer
         self._chat = config.chat
         self._prompts: list[Prompt] = []  # without their tokens
+        self._own_system_prompts = 0
         too_long = []  # their characters
         for row_id, row in rows:
             text, messages = self._text(row_id, row, config)
@@ -167,6 +178,11 @@ class TextPrompts:
                 config.max_prompt_tokens,
                 max(too_long),
             )
+        if self._own_system_prompts:
+            log.warning(
+                "%d prompts have a system message of their own, and not data.system_prompt",
+                self._own_system_prompts,
+            )
         if not self._prompts:
             raise ValueError(
                 f"no prompt in {config.path} has at most"
@@ -183,13 +199,27 @@ class TextPrompts:
         prompt = self._prompts[index]
         return replace(prompt, tokens=self._encode(prompt.text))
 
+    def check_answers(self, check: Callable[[str], object], key: str) -> None:
+        """Raise ValueError for the first row whose answer `check` refuses."""
+        for prompt in self._prompts:
+            try:
+                check(prompt.answer)
+            except ValueError as error:
+                reason = f"{error}; correct {key!r}, or set data.answer_key or reward.function"
+                raise ValueError(f"{prompt.prompt_id}: {reason}") from None
+
     def _is_too_long(self, row_id: str, text: str, max_tokens: int) -> bool:
         if len(text) > max_tokens * self._tokenizer.characters_per_token:
             return True
-        length = len(self._encode(text))
-        if not length:
+        ids = self._encode(text)
+        if not ids:
             raise ValueError(f"{row_id}: the prompt has no tokens: remove the row")
-        return length > max_tokens
+        if (largest := max(ids)) >= self._tokenizer.vocab_size:
+            raise ValueError(
+                f"{row_id}: token {largest} is none of the model's {self._tokenizer.vocab_size}:"
+                " its tokenizer is not that of its weights"
+            )
+        return len(ids) > max_tokens
 
     def _encode(self, text: str) -> list[int]:
         # A chat template has written the special tokens.
@@ -202,10 +232,16 @@ class TextPrompts:
         prompt = _value(row_id, row, config.prompt_key)
         if prompt == "":
             raise ValueError(f"{row_id}: {config.prompt_key!r} is empty: remove the row")
+        if isinstance(prompt, str) and prompt.startswith("[{"):
+            with suppress(ValueError, RecursionError):
+                decoded = json.loads(prompt)
+                prompt = decoded if _is_messages(decoded) else prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
         elif _is_messages(prompt):
-            messages = list(prompt)
+            messages = [
+                {**message, "content": _plain(message["content"]) or ""} for message in prompt
+            ]
         else:
             raise ValueError(
                 f"{row_id}: {config.prompt_key!r} must be a string"
@@ -218,8 +254,16 @@ class TextPrompts:
                     " which data.chat=false cannot take"
                 )
             return prompt, []
-        if config.system_prompt is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": config.system_prompt})
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                f"{row_id}: the last message is the assistant's, and the model writes the next one:"
+                " remove it"
+            )
+        if config.system_prompt is not None:
+            if messages[0]["role"] == "system":
+                self._own_system_prompts += 1
+            else:
+                messages.insert(0, {"role": "system", "content": config.system_prompt})
         try:
             return self._tokenizer.render(messages), messages
         except ValueError as error:
@@ -228,17 +272,20 @@ class TextPrompts:
 
 def _value(row_id: str, row: dict[str, Any], key: str) -> Any:
     """Return the value of a key. Raises ValueError unless it is JSON that can be sent as UTF-8."""
-    if key not in row:
+    value: Any = row
+    for part in [key] if key in row else key.split("."):
+        value = value[part] if isinstance(value, dict) and part in value else _MISSING
+    if value is _MISSING:
         raise ValueError(
             f"{row_id} has no key {key!r}, only {sorted(row)[:_KEYS_SHOWN]}:"
             " set data.prompt_key and data.answer_key"
         )
     try:
         # Half a surrogate pair cannot be encoded. NaN and infinities are not JSON.
-        json.dumps(row[key], ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{row_id}: {key!r} cannot be used: {error}; correct the row") from None
-    return row[key]
+    return value
 
 
 def _answer(row_id: str, row: dict[str, Any], key: str) -> str:
@@ -260,10 +307,19 @@ def _is_messages(prompt: Any) -> bool:
         and all(
             isinstance(m, dict)
             and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
+            and _plain(m.get("content")) is not None
             for m in prompt
         )
     )
+
+
+def _plain(content: Any) -> str | None:
+    """Return a message's content, which may be a list of parts with text; None for another kind."""
+    if isinstance(content, list) and content:
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        return "".join(texts) if whole else None
+    return content if isinstance(content, str) else None
 
 
 SOURCES: dict[str, Callable[..., PromptSet]] = {"jsonl": jsonl_prompts, "hf": hf_prompts}

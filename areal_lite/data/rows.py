@@ -36,6 +36,8 @@ def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[
     if path is None:
         raise ValueError("data.source=hf needs data.path, the name or the folder of a data set")
     folder = Path(path, name)
+    if folder.is_file():
+        return _parquet_file(folder) if folder.suffix == ".parquet" else _jsonl_file(folder)
     if not folder.is_dir():
         datasets = _library("datasets")
         return _numbered(part, datasets.load_dataset(path, name or None, split=part))
@@ -58,7 +60,8 @@ def _jsonl_file(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode())
+                # Some editors begin a file with a byte-order mark.
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}:{number}: not UTF-8: {error}; convert the file") from None
             except ValueError as error:

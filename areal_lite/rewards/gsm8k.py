@@ -127,12 +127,17 @@ def gsm8k_reward(completion: str, answer: str) -> float:
     `answer` is a number, or a worked solution of the data set, which ends with `#### number`.
     Raises ValueError if `answer` has no number: an error of the data.
     """
+    right, stated = check_answer(answer), stated_number(completion)
+    return float(stated is not None and stated.equals(right))
+
+
+def check_answer(answer: str) -> Number:
+    """Return the number of an answer of the data. Raises ValueError if there is none."""
     match = _NUMBER.search(_plain(answer.rpartition("####")[2]))
     right = _number(match) if match else None
     if right is None:
-        raise ValueError(f"there is no number in the answer {answer!r}")
-    stated = stated_number(completion)
-    return float(stated is not None and stated.equals(right))
+        raise ValueError(f"there is no number in the answer {answer[:100]!r}")
+    return right
 
 
 def stated_number(completion: str) -> Number | None:

@@ -261,11 +261,18 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     return found
 
 
+def check_answer(answer: str) -> None:
+    """Raise ValueError for an answer of the data that is empty or cannot be parsed for its size."""
+    if not answer.strip():
+        raise ValueError(f"there is no mathematics in the answer {answer!r}")
+    if is_oversized(answer[-_RESULT_CHARACTERS:]):
+        raise ValueError(f"the answer is too large a number or nested too deep: {answer[:100]!r}")
+
+
 @lru_cache(maxsize=1024)
 def _parse_answer(answer: str) -> list:
     """Parse the right answer. Raises ValueError."""
-    if is_oversized(answer[-_RESULT_CHARACTERS:]):
-        raise ValueError(f"the answer is too large a number or nested too deep: {answer[:100]!r}")
+    check_answer(answer)
     boxed = f"\\boxed{{{answer}}}"
     # In a text Math-Verify looks for the last number: it would take the 2 of y=2x.
     texts = (answer, boxed) if _TEXT.search(answer) else (boxed, answer)

@@ -266,6 +266,9 @@ def parse_tests(answer: str, timeout_s: float = math.inf) -> Tests:
     return tests
 
 
+check_answer = parse_tests
+
+
 def _decoded(text: str) -> Any:
     """Decode JSON, or a list or dictionary of Python; anything else is a text."""
     if text[:1] not in ("{", "["):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
 import inspect
 import math
 import os
@@ -188,6 +189,17 @@ def load_reward_function(name: str) -> RewardFunction:
             f"reward.function={name} is called as f(completion, answer): {error}"
         ) from None
     return function
+
+
+def answer_check(name: str) -> Callable[[str], object] | None:
+    """Return what checks an answer for a verifier of this package: `check_answer` of its module.
+
+    It raises ValueError for an answer that no completion can match. None for any other function.
+    """
+    module, _, _ = name.partition(":")
+    if not module.startswith("areal_lite.rewards."):
+        return None
+    return getattr(importlib.import_module(module), "check_answer", None)
 
 
 def execute(function: RewardFunction, request: Request, runner: asyncio.Runner) -> Reply:

@@ -145,7 +145,7 @@ def _source_lines(config: TrainConfig) -> list[str]:
         if data.source == "hf" and not (path and Path(path, data.args.get("name", "")).is_dir()):
             lines.append(f"{name}: {where}, not looked at: it is on the hub")
             continue
-        prompts = load_prompts(data, config.model, split)
+        prompts = load_prompts(data, config.model, split, config.reward.function)
         number = prompts.num_prompts
         if number is None:  # they are made, of no file
             lines.append(f"{name}: {data.source}, without end")

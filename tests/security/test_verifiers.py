@@ -110,14 +110,14 @@ def test_memory_beyond_the_limit_scores_zero(monkeypatch) -> None:
     monkeypatch.setattr(math_verifier, "_MEMORY_BYTES", 1 << 27)
     gold = math_verifier._parse_answer("4")
     monkeypatch.setattr(math_verifier, "_parse", allocate)
-    assert math_verifier._compare_in_child(gold, "4") == 0.0
+    assert math_verifier._compare_in_child(gold, "4", [False, False]) == 0.0
 
 
 def test_a_sleeping_comparison_scores_zero(monkeypatch) -> None:
     gold = math_verifier._parse_answer("4")
     monkeypatch.setattr(math_verifier, "_parse", lambda text: threading.Event().wait())
     monkeypatch.setattr(math_verifier, "_WALL_CLOCK_S", 0.2)
-    assert math_verifier._compare_in_child(gold, "4") == 0.0
+    assert math_verifier._compare_in_child(gold, "4", [False, False]) == 0.0
 
 
 def test_math_works_outside_the_main_thread() -> None:

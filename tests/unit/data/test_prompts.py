@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,55 @@ def test_a_prompt_may_be_a_conversation_and_an_answer_a_number(model: Path, tmp_
     assert [prompts[0].answer, prompts[1].answer] == ["4", "0.5"]
 
 
+def test_rows_come_as_data_sets_have_them(model: Path, tmp_path: Path) -> None:
+    """A mark of byte order, keys within objects, parts of contents, messages as JSON, one file."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"text": "2"}]}]
+    rows = [
+        {"prompt": prompt, "gold": {"truth": "4"}} for prompt in ("2+2", parts, json.dumps(parts))
+    ]
+    config = jsonl(tmp_path, rows, prompt_key="prompt", answer_key="gold.truth")
+    Path(config.path).write_bytes(b"\xef\xbb\xbf" + Path(config.path).read_bytes())
+    for source in ("jsonl", "hf"):
+        prompts = load_prompts(replace(config, source=source), model, "train")
+        assert {prompts[i].text for i in range(3)} == {"<bos>user: 2+2\nassistant: "}
+        assert [prompts[i].answer for i in range(3)] == ["4"] * 3
+
+
+def test_a_system_prompt_is_only_for_rows_without_one(model: Path, tmp_path: Path, caplog) -> None:
+    own = [{"role": "system", "content": "Count."}, {"role": "user", "content": "Hi"}]
+    config = jsonl(tmp_path, [{"question": own, "answer": "4"}], system_prompt="Be brief.")
+    with caplog.at_level(logging.WARNING):
+        load_prompts(config, model, "train")
+    assert "1 prompts have a system message of their own" in caplog.text
+
+
+def test_tokens_that_the_model_lacks_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "copy")
+    (folder / "config.json").write_text('{"vocab_size": 98}')  # one fewer than with <bos>
+    with pytest.raises(ValueError, match=r"data\.jsonl:1: token 98 is none of the model's 98"):
+        load_prompts(jsonl(tmp_path, ROWS), folder, "train")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answer", "complaint"),
+    [
+        ("gsm8k:gsm8k_reward", "none", "there is no number in the answer 'none'"),
+        ("math:math_reward", " ", "there is no mathematics"),
+        ("program:program_reward", "42", "the answer has no tests: its statements assert nothing"),
+    ],
+)
+def test_an_answer_that_nothing_can_match_is_refused(
+    model: Path, tmp_path: Path, verifier: str, answer: str, complaint: str
+) -> None:
+    rows = [{"question": "2+2", "answer": "assert 4"}, {"question": "2+2", "answer": answer}]
+    reward = f"areal_lite.rewards.{verifier}"
+    with pytest.raises(
+        ValueError, match=rf"data\.jsonl:2: {complaint}.*; correct 'answer', or set"
+    ):
+        load_prompts(jsonl(tmp_path, rows), model, "train", reward)
+    assert load_prompts(jsonl(tmp_path, rows), model, "train", "my_reward:reward").num_prompts == 2
+
+
 def test_chat_equals_apply_chat_template(model: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -137,6 +187,10 @@ def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, 
             r"data\.jsonl:2: 'question' must be a string or a list of messages",
         ),
         ('{"question": [{"role": "user"}], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
+        (
+            '{"question": [{"role": "assistant", "content": "4"}], "answer": "2"}',
+            r"data\.jsonl:2: the last message is the assistant's",
+        ),
         ('{"question": [], "answer": "2"}', r"data\.jsonl:2: 'question' must be"),
         (
             '{"question": "1+1", "answer": null}',
