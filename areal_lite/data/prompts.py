@@ -317,8 +317,8 @@ def _plain(content: Any) -> str | None:
     """Return a message's content, which may be a list of parts with text; None for another kind."""
     if isinstance(content, list) and content:
         texts = [part.get("text") for part in content if isinstance(part, dict)]
-        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        return "".join(texts) if whole else None
+        known = [text for text in texts if isinstance(text, str)]
+        return "".join(known) if len(known) == len(content) else None
     return content if isinstance(content, str) else None
 
 
