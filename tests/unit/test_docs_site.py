@@ -29,6 +29,22 @@ def test_the_navigation_lists_every_page_once() -> None:
     assert {str(page.relative_to(ROOT)) for page in results} <= set(pages)
 
 
+def test_the_site_builds() -> None:
+    """As docs/build.sh demands: each page that is linked is in the navigation, each link a file."""
+    nav = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    waiting, seen = sorted(DOCS.glob("*.md")), set()
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        for link in re.findall(r"\]\(([^)#\s:]+)[)#]", page.read_text()):
+            target = (page.parent / link).resolve()
+            assert target.is_file(), f"{page.relative_to(ROOT)}: {link}"
+            if target.suffix == ".md" and target not in seen:
+                waiting.append(target)
+    outside = {str(page.relative_to(ROOT)) for page in seen if page.parent != DOCS}
+    assert outside <= nav
+
+
 def test_nothing_comes_from_another_host() -> None:
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in settings and "vendor/mermaid.min.js" in settings
