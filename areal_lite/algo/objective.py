@@ -29,8 +29,7 @@ from torch import Tensor
 
 from areal_lite.algo import advantages
 from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
-from areal_lite.algo.kl import entropy_loss, kl_estimate, kl_loss
-from areal_lite.algo.losses import LossInputs, LossOutput
+from areal_lite.algo.losses import LossInputs, LossOutput, entropy_loss, kl_estimate, kl_loss
 from areal_lite.algo.metrics import by_staleness, mismatch, ratio_sums
 from areal_lite.algo.sequences import (
     reduction_count,

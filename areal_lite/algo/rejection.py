@@ -6,7 +6,7 @@ d = log r, its distance is
     ratio        r
     k1           d
     square       d^2, whose mean is M2PO's second moment (arXiv 2510.01161); twice k2
-    k3           exp(d) - 1 - d, estimates KL(behavior || proximal); kl.py has the source
+    k3           exp(d) - 1 - d, estimates KL(behavior || proximal); losses.py has the source
     k3_reverse   exp(-d) - 1 + d, the same estimate for tokens of the proximal policy; kl_k3 of
                  inclusionAI/AReaL (areal/utils/data.py)
     tv           |p - q|, the total variation if all other tokens count as one (DPPO's binary

@@ -10,7 +10,7 @@ computed in one of three ways:
   Padding stands to the right of each sequence, so causality hides it from every real token and no
   mask is needed. The output and the gradient of padding are dropped.
 
-Under context parallelism the segments of this rank see keys of all ranks (see context_parallel.py),
+Under context parallelism the segments of this rank see keys of all ranks (see packing.py),
 and blocks need a mask, because a segment may begin in the middle of its sequence.
 """
 
@@ -30,9 +30,8 @@ from megatron.core.transformer import MegatronModule
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.kernels import kernels
-from areal_lite.megatron.packing import to_device
+from areal_lite.megatron.packing import LocalTokens, to_device
 
 try:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]

@@ -19,6 +19,8 @@ positions of optimizer and schedule; and torch's random state and the caller's `
 The folder must be on a file system that all ranks see.
 """
 
+from __future__ import annotations
+
 import pickle
 import shutil
 from collections import ChainMap
@@ -30,7 +32,7 @@ from itertools import chain
 from pathlib import Path, PosixPath
 from queue import Queue
 from threading import Thread
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +47,7 @@ from torch.distributed.checkpoint import metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 
-from areal_lite.config import LoraConfig, TrainerConfig
+from areal_lite.config import LoraConfig
 from areal_lite.megatron.model import Chunks
 from areal_lite.megatron.optimizer import is_sharded
 from areal_lite.megatron.parallel import on_every_rank
@@ -54,22 +56,16 @@ from areal_lite.run_dir.resume import checkpoint_steps, checksum, latest_checkpo
 from areal_lite.system.files import publish_folder, reading, remove_unread, scratch_folder
 from areal_lite.system.processes import environment
 
+if TYPE_CHECKING:
+    from areal_lite.megatron.policy import TrainableModel
+
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-
-
-class Part(Protocol):
-    """One part of a checkpoint: a model on this rank with its optimizer and schedule."""
-
-    config: TrainerConfig
-    model: Chunks
-    optimizer: Any
-    scheduler: Any
 
 
 class PendingCheckpoint:
     """A checkpoint of the state at construction, being written. Every rank makes the same calls."""
 
-    def __init__(self, folder: Path, parts: Mapping[str, Part], extra: dict[str, Any]):
+    def __init__(self, folder: Path, parts: Mapping[str, TrainableModel], extra: dict[str, Any]):
         self.folder = folder
         scratch: list[Any] = [scratch_folder(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(scratch)
@@ -130,7 +126,7 @@ class Checkpoints:
     reading.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[str, Part], keep: int = 0):
+    def __init__(self, folder: Path, parts: Mapping[str, TrainableModel], keep: int = 0):
         self.folder = folder
         self.parts = parts
         self.keep = keep
@@ -167,7 +163,7 @@ class Checkpoints:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+def load_checkpoint(folder: Path, parts: Mapping[str, TrainableModel]) -> dict[str, Any]:
     """Restore the state in `folder`; return its `extra`. Every rank calls it.
 
     Raises ValueError when the folder is not a checkpoint of these parts, or holds more than data.
@@ -233,7 +229,7 @@ def _opened(folder: Path) -> Iterator[None]:
         yield
 
 
-def _host_copy(request: AsyncRequest, parts: Mapping[str, Part]) -> list:
+def _host_copy(request: AsyncRequest, parts: Mapping[str, TrainableModel]) -> list:
     """Return Megatron's write buckets, in host memory and without tensors that change.
 
     Sharded optimizer state is gathered, so it is in a state as a copy.
@@ -289,7 +285,7 @@ def format_metadata() -> dict[str, Any]:
     return FORMAT | {"dp_cp_group": group}
 
 
-def sharded_state(parts: Mapping[str, Part], is_loading: bool) -> dict[str, Any]:
+def sharded_state(parts: Mapping[str, TrainableModel], is_loading: bool) -> dict[str, Any]:
     """Return the state of all parts by name, to be saved or to be filled. Every rank calls it."""
     sharding = format_metadata()
     state: dict[str, Any] = {}
@@ -321,7 +317,7 @@ def _make_moments(optimizer: Any) -> None:
             moments["exp_avg_sq"].zero_()
 
 
-def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, Part]) -> None:
+def check_state(folder: Path, common: dict[str, Any], parts: Mapping[str, TrainableModel]) -> None:
     """Raise ValueError if `common`, a checkpoint's state without tensors, is not of these parts."""
     if missing := parts.keys() - common.keys():
         raise ValueError(f"{folder}: this checkpoint holds no {', '.join(sorted(missing))}")

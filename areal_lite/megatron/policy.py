@@ -1,27 +1,46 @@
-"""The models that train: the policy, with log-probs, updates and exported weights, and the critic.
+"""The models: what they share, those that train, the policy and the critic.
 
-Each trainer rank has one object of each, and every rank calls every method. A model knows nothing
-of rewards, advantages or servers: the loss is a function given to `update`.
+Each trainer rank has one object of each, and every rank calls every method, with the same
+microbatches on every rank of a model. Entry i of a per-token result is about token i and computed
+from the tokens before it. The first token of a sequence has none before it: its log-prob is 0, and
+its value is that of the state after the sequence's last token. A model knows nothing of rewards,
+advantages or servers: the loss is a function given to `update`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
+from transformers import AutoConfig
 
 from areal_lite.config import TrainerConfig
+from areal_lite.megatron.architectures import inverse_frequencies
+from areal_lite.megatron.attention import PackedSequences
 from areal_lite.megatron.checkpoint import PendingCheckpoint, load_checkpoint
-from areal_lite.megatron.hf import SHARD_BYTES, AdapterStream, Bucket, WeightStream, export_hf
-from areal_lite.megatron.logprobs import Head, value_head
-from areal_lite.megatron.lora import added_share
+from areal_lite.megatron.hf import (
+    SHARD_BYTES,
+    AdapterStream,
+    Bucket,
+    WeightStream,
+    export_hf,
+    load_hf,
+)
+from areal_lite.megatron.logprobs import Head, ValueLayer, language_head, value_head
+from areal_lite.megatron.lora import adapters, added_share
+from areal_lite.megatron.model import Backbone, Chunks, build_chunks
 from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -30,13 +49,223 @@ from areal_lite.megatron.optimizer import (
     offload,
     onload,
 )
-from areal_lite.megatron.packing import Microbatch
-from areal_lite.megatron.parallel_model import ParallelModel, is_filler
+from areal_lite.megatron.packing import (
+    LocalTokens,
+    Microbatch,
+    attention_crossover,
+    local_length,
+    local_tokens,
+    make_microbatches,
+    to_device,
+)
+from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
 from areal_lite.megatron.routing_replay import changed_share, install_replay
+from areal_lite.system import heartbeat
+from areal_lite.train_batch import TrainBatch
 
+# Called on the last pipeline stage with the results of the head, float32 [t], and the microbatch.
+# With gradients it returns (loss, number of tokens, what to collect), as Megatron expects.
+FinishMicrobatch = Callable[[tuple[Tensor, ...], Microbatch], Any]
 # (*results, microbatch) -> (share of the global loss, detached scalars to sum). Results, [t] each,
 # carry gradients: log-probs and entropies of a policy, values of a critic.
 LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+class ParallelModel:
+    """A model that joins the process groups if `init_distributed` has not been called.
+
+    Args:
+        config: layout, device and dtype.
+        model_path: a Hugging Face folder.
+        seed: of torch's generators and of adapters.
+        with_values: whether a value layer stands in place of the output layer.
+
+    Raises ValueError for a model or a setting that is not supported.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, model_path: str | Path, seed: int, with_values: bool = False
+    ):
+        self.config = config
+        self.device = init_distributed(config, seed)
+        self.dtype = select_dtype(config, self.device)
+        self.source = Path(model_path)
+        self.hf_config = AutoConfig.from_pretrained(self.source, local_files_only=True)
+        self.with_values = with_values
+        self.tp_group = process_group(parallel_state.get_tensor_model_parallel_group())
+        self.dp_group = process_group(parallel_state.get_data_parallel_group())
+        self.pp_group = process_group(parallel_state.get_pipeline_model_parallel_group())
+        self.cp_group = process_group(parallel_state.get_context_parallel_group())
+        tie = self.hf_config.tie_word_embeddings and not with_values
+        self.chunks = build_chunks(self.hf_config, self.dtype, config, tie=tie)
+        self.model = Chunks(self.chunks)
+        last: Any = self.chunks[-1]
+        if with_values and last.post_process:
+            last.output_layer = None  # not loaded
+        load_hf(self.chunks, self.source, self.hf_config)
+        for name, adapter in adapters(self.chunks):
+            adapter.initialize(seed, name)
+        if with_values and last.post_process:
+            last.output_layer = ValueLayer(last.config)
+        self.inv_freq = inverse_frequencies(self.hf_config, self.device)
+
+    def language_head(self, temperature: float) -> Head:
+        """Make the head of this model that returns log-probs and entropies."""
+        return language_head(temperature, self.hf_config.vocab_size, self.config.fp32_head)
+
+    def microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        """Pack this rank's batch into microbatches of at most `tokens_per_microbatch` tokens."""
+        return make_microbatches(
+            batch,
+            self.config.tokens_per_microbatch,
+            crossover=attention_crossover(self.chunks[0].config),
+            multiple=self.pp_group.size() if self.config.virtual_pipeline > 1 else 1,
+        )
+
+    @torch.no_grad()
+    def outputs(self, microbatches: Sequence[Microbatch], head: Head, num: int = 1) -> Tensor:
+        """Compute the head's first `num` results for all tokens of a flat batch, on every rank.
+
+        The microbatches partition the batch. Returns float32 [num, T].
+        """
+        self.model.eval()
+        tokens = 1 + max(int(m.token_index.max()) for m in microbatches)
+        result = torch.zeros(num, tokens, device=self.device)
+
+        def finish(outputs: tuple[Tensor, ...], microbatch: Microbatch) -> None:
+            if not is_filler(microbatch):
+                result[:, microbatch.token_index] = torch.stack(outputs[:num])
+
+        self.run(self.chunks, microbatches, head, finish, forward_only=True)
+        self.from_last_stage(result)
+        return result
+
+    def run(
+        self,
+        modules: Sequence[torch.nn.Module],
+        microbatches: Sequence[Microbatch],
+        head: Head,
+        finish: FinishMicrobatch,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run all microbatches through `modules`: the chunks, or wrappers of them.
+
+        Returns the results of `finish`, one for each microbatch, on the last stage.
+        """
+        microbatches = self._with_fillers(microbatches)
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        lengths = [local_length(m, size, self.tp_group.size()) for m in microbatches]
+        if self.pp_group.size() > 1:  # stages send each other tensors of one shape
+            lengths = [max(lengths)] * len(lengths)
+        local = [local_tokens(m, size, rank, length) for m, length in zip(microbatches, lengths)]
+        iterators = [iter(list(zip(microbatches, local))) for _ in modules]
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, head, finish),
+            data_iterator=iterators if len(modules) > 1 else iterators[0],
+            model=list(modules),
+            num_microbatches=len(microbatches),
+            seq_length=lengths[0] * size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _with_fillers(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """Add fillers where all ranks, or all stages, must run equally many microbatches."""
+        count = len(microbatches)
+        if self.config.expert_parallel > 1:  # shares experts with other data-parallel ranks
+            most = torch.tensor(count, device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.dp_group)
+            count = int(most)
+        if self.config.virtual_pipeline > 1:
+            count = -(-count // self.pp_group.size()) * self.pp_group.size()
+        return [*microbatches, *[_filler()] * (count - len(microbatches))]
+
+    def _forward_step(
+        self,
+        head: Head,
+        finish: FinishMicrobatch,
+        batches: Iterator[tuple[Microbatch, LocalTokens]],
+        module: torch.nn.Module,
+    ):
+        """Run this stage on the next microbatch: Megatron's forward step.
+
+        Returns the output for the next stage, and on the last one how to finish the microbatch.
+        """
+        heartbeat.beat()
+        microbatch, local = next(batches)
+        packed = PackedSequences.build(local, self.inv_freq, self.dtype)
+        local = to_device(local, self.device)
+        chunk: Any = unwrap_model(module)
+        assert isinstance(chunk, Backbone)
+        self._set_routes(chunk, local.routes)
+        hidden = module(
+            input_ids=local.tokens[None],
+            position_ids=local.position_ids[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
+        if not chunk.post_process:
+            return hidden, None
+        microbatch = to_device(microbatch, self.device)
+        results = head(chunk, hidden, local.following)
+        outputs = tuple(self._per_token(x, local, microbatch) for x in results)
+        return outputs[0], lambda *_, **__: finish(outputs, microbatch)
+
+    def _set_routes(self, chunk: Backbone, routes: Tensor | None) -> None:
+        """Hand [l, layers, top_k] to the routers that replay, for the next forward pass."""
+        if routes is not None:
+            routes = routes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        for replay in chunk.replays:
+            replay.routes = None if routes is None else routes[:, replay.layer]
+
+    def _per_token(self, x: Tensor, local: LocalTokens, microbatch: Microbatch) -> Tensor:
+        """Reorder [l], about the tokens that follow this rank's, to [t], about the microbatch's.
+
+        The result is the same on all context-parallel ranks.
+        """
+        if self.cp_group.size() > 1:
+            x = gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False, group=self.cp_group
+            )
+        bounds = microbatch.cu_seqlens.long()
+        previous = torch.arange(len(local.gathered_index), device=x.device) - 1
+        previous[bounds[:-1]] = bounds[1:] - 1  # a first token gets the entry of the last one
+        x = x.index_select(0, local.gathered_index[previous])
+        # Nothing follows a last token, so it has no log-prob.
+        return x if self.with_values else x.masked_fill(microbatch.position_ids == 0, 0.0)
+
+    def from_last_stage(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` on all pipeline stages with its content on the last stage."""
+        if self.pp_group.size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(tensor, last, group=self.pp_group)
+
+    def share_from_last_stage(self, value: dict[str, float] | None) -> dict[str, float]:
+        """Return, on all pipeline stages, the `value` of the last stage; others pass None."""
+        if self.pp_group.size() == 1:
+            assert value is not None
+            return value
+        shared = [value]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(shared, last, group=self.pp_group, device=self.device)
+        assert shared[0] is not None
+        return shared[0]
+
+
+def is_filler(microbatch: Microbatch) -> bool:
+    """Return whether the microbatch only makes up the number of microbatches."""
+    return not len(microbatch.token_index)
+
+
+def _filler() -> Microbatch:
+    one = torch.zeros(1, dtype=torch.int64)
+    return Microbatch(
+        tokens=one,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        position_ids=one,
+        token_index=torch.zeros(0, dtype=torch.int64),
+    )
 
 
 class TrainableModel(ParallelModel):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.lora import without_adapters
-from areal_lite.megatron.parallel_model import ParallelModel
-from areal_lite.megatron.policy import Policy
+from areal_lite.megatron.policy import ParallelModel, Policy
 from areal_lite.train_batch import TrainBatch, source_key
 
 _CACHED_TOKENS = 2**24  # 8 bytes each, for token and log-prob

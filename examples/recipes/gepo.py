@@ -18,8 +18,7 @@ Their scale (config and script): 8 answers per prompt, learning rate 1e-6, 2048 
 temperature 0.6, data up to 32 steps old (64 in the README's table).
 """
 
-from areal_lite.algo.kl import kl_estimate
-from areal_lite.algo.losses import clipped, group_log_q
+from areal_lite.algo.losses import clipped, group_log_q, kl_estimate
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.sequences import sequence_mean
 

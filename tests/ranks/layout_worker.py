@@ -16,8 +16,7 @@ import torch.distributed as dist
 from areal_lite.config import TrainerConfig
 from areal_lite.megatron.packing import Microbatch, make_microbatches
 from areal_lite.megatron.parallel import init_distributed, shutdown
-from areal_lite.megatron.parallel_model import ParallelModel
-from areal_lite.megatron.policy import Critic, Policy
+from areal_lite.megatron.policy import Critic, ParallelModel, Policy
 from areal_lite.megatron.reference import Reference
 from areal_lite.train_batch import TrainBatch
 from tests.ranks.engine_worker import SETTINGS, TEMPERATURE, random_batch

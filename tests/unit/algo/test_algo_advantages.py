@@ -21,7 +21,7 @@ from areal_lite.algo.advantages import (
     whiten,
 )
 from areal_lite.algo.correction import finite_mask
-from areal_lite.algo.kl import kl_estimate
+from areal_lite.algo.losses import kl_estimate
 from areal_lite.algo.metrics import (
     by_staleness,
     clip_counts,

@@ -9,8 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_lite.algo.correction import Correction, behavior_weight, finite_mask, sample_sums
-from areal_lite.algo.kl import entropy_loss, kl_estimate, kl_loss
-from areal_lite.algo.losses import cispo_loss, gspo_loss, ppo_loss, reinforce_loss
+from areal_lite.algo.losses import (
+    cispo_loss,
+    entropy_loss,
+    gspo_loss,
+    kl_estimate,
+    kl_loss,
+    ppo_loss,
+    reinforce_loss,
+)
 from areal_lite.algo.sequences import REDUCTIONS, reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import trajectory_balance_loss
 from tests.unit.algo.algo_batches import ragged, rows

@@ -11,8 +11,8 @@ from areal_lite.cpu.kernels import norms
 from areal_lite.cpu.kernels.products import linear
 from areal_lite.cpu.trainer import PackedAttention, rotate
 from areal_lite.megatron.attention import PackedSequences
-from areal_lite.megatron.context_parallel import LocalTokens
 from areal_lite.megatron.model import RMSNorm
+from areal_lite.megatron.packing import LocalTokens
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 3), st.sampled_from([2, 8, 34, 128]))
 

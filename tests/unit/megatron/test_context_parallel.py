@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
 from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen
-from areal_lite.megatron.context_parallel import local_length, local_tokens
 from areal_lite.megatron.kernels import rotate
-from areal_lite.megatron.packing import Microbatch
+from areal_lite.megatron.packing import Microbatch, local_length, local_tokens
 from areal_lite.routes import is_recorded
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
