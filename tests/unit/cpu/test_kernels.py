@@ -162,7 +162,7 @@ def test_packed_attention_is_used_where_it_fits(changed, fits):
         gathered_index=index,
     )
     packed = PackedSequences.build(local, torch.ones(case["dim"] // 2), case["dtype"])
-    assert (packed.bounds is not None) == fits and (packed.blocks is None) == fits
+    assert (packed.bounds is not None) == fits and (packed.segments is None) == fits
 
 
 @pytest.mark.parametrize(("rows", "bias"), [(3, True), (700, True), (700, False)])

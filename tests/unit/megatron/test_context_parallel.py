@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import areal_lite.megatron  # noqa: F401  (prepares megatron.core)
-from areal_lite.megatron.attention import PackedSequences, _in_blocks, _varlen
+from areal_lite.megatron.attention import PackedSequences, by_segment, causal_varlen
 from areal_lite.megatron.kernels import rotate
 from areal_lite.megatron.packing import Microbatch, local_length, local_tokens
 from areal_lite.routes import is_recorded
@@ -108,17 +108,15 @@ def test_attention_agrees_with_that_of_one_rank(lengths, size, extra):
     whole, ranks = split(lengths, size, extra)
     alone = PackedSequences.build(split(lengths, 1, 0)[1][0], inv_freq, torch.float64)
     key = rotate(k, alone.cos, alone.sin)
-    slots = alone.blocks.token_index
-    query = rotate(q, alone.cos, alone.sin)[slots]
-    expected = _in_blocks(query, key[slots], v[slots], alone.blocks)[alone.blocks.slot_index]
+    query = rotate(q, alone.cos, alone.sin)
+    expected = by_segment(query, key, v, alone.segments)
     ids = torch.cat([rank.tokens for rank in ranks])  # token i has id i
     outputs = []
     for rank in ranks:
         packed = PackedSequences.build(rank, inv_freq, torch.float64)
-        query = rotate(q[rank.tokens], packed.cos, packed.sin)[packed.blocks.token_index]
+        query = rotate(q[rank.tokens], packed.cos, packed.sin)
         keys = ids[packed.key_index]
-        out = _in_blocks(query, key[keys], v[keys], packed.blocks)
-        outputs.append(out[packed.blocks.slot_index])
+        outputs.append(by_segment(query, key[keys], v[keys], packed.segments))
     gathered = torch.cat(outputs)[ranks[0].gathered_index]
     assert torch.allclose(gathered, expected, atol=1e-12)
 
@@ -134,11 +132,13 @@ def test_flash_attention_sees_the_same_tokens(size):
     for rank in ranks:
         slow = PackedSequences.build(rank, inv_freq, torch.float32)
         fast = PackedSequences.build(rank, inv_freq.cuda(), torch.bfloat16)
-        assert fast.blocks is None
+        assert fast.segments is None
         query = q[rank.tokens]
-        keys = slow.blocks.token_index if slow.key_index is None else slow.key_index
-        slots = query[slow.blocks.token_index].float()
-        blocks = _in_blocks(slots, k[ids][keys].float(), v[ids][keys].float(), slow.blocks)
+        keys = slice(None) if slow.key_index is None else slow.key_index
+        kv = k[ids][keys].float(), v[ids][keys].float()
+        exact = by_segment(query.float(), *kv, slow.segments)
         keys = slice(None) if fast.key_index is None else fast.key_index.cpu()
-        flash = _varlen(query.cuda(), k[ids][keys].cuda(), v[ids][keys].cuda(), fast).flatten(1)
-        assert (flash.float().cpu() - blocks[slow.blocks.slot_index]).abs().max() < 0.03
+        tensors = query.cuda(), k[ids][keys].cuda(), v[ids][keys].cuda()
+        bounds = fast.cu_seqlens_q, fast.cu_seqlens_kv, fast.max_seqlen_q, fast.max_seqlen_kv
+        flash = causal_varlen(*tensors, *bounds)
+        assert (flash.float().cpu() - exact).abs().max() < 0.03

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_lite.megatron.attention import MIN_FILL, PaddedBlocks
 from areal_lite.megatron.packing import attention_crossover, make_microbatches, pack
 from areal_lite.train_batch import TrainBatch
 
@@ -147,25 +146,3 @@ def test_microbatches_partition_the_batch(lengths, budget):
             first = int(m.token_index[start])
             assert first in batch.cu_seqlens[:-1]  # whole sequences, in order
             assert m.token_index[start:end].tolist() == list(range(first, first + end - start))
-
-
-@settings(deadline=None)
-@given(LENGTHS)
-def test_attention_blocks_hold_each_sequence_in_a_row_of_its_own(lengths):
-    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    blocks = PaddedBlocks.build(cu_seqlens, cu_seqlens, masked=False)
-    tokens = blocks.token_index
-    assert torch.equal(tokens, blocks.key_index)
-    assert tokens[blocks.slot_index].tolist() == list(range(sum(lengths)))
-    assert sum(count for count, _, _ in blocks.shapes) == len(lengths)
-    start, seen = 0, []
-    for count, longest, keys in blocks.shapes:
-        assert keys == longest
-        for row in tokens[start : start + count * longest].view(count, longest).tolist():
-            sequence = int(np.searchsorted(np.cumsum(lengths), row[0], side="right"))
-            own = list(range(int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])))
-            assert row == own + [own[-1]] * (longest - len(own))
-            assert len(own) >= MIN_FILL * longest
-            seen.append(sequence)
-        start += count * longest
-    assert sorted(seen) == list(range(len(lengths)))

@@ -73,3 +73,12 @@ def kernel(*packed, window_size=(-1, -1), enable_gqa=False):
 def test_every_torch_gets_the_arguments_that_it_takes(torchs, heads, groups, monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", torchs)
     assert worst_error(attend, CPU, heads, groups, 32) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads, groups, dim", [(4, 2, 64), (3, 3, 32)])
+def test_one_segment_after_the_other_is_right(heads, groups, dim):
+    def attend(query, key, value, bounds, longest):
+        lengths = bounds.diff().tolist()
+        return attention.by_segment(query, key, value, list(zip(lengths, lengths)))
+
+    assert worst_error(attend, CPU, heads, groups, dim) < TOLERANCE
