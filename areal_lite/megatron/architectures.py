@@ -61,15 +61,13 @@ def padded_vocab(hf: PretrainedConfig, tensor_parallel: int) -> int:
     return -(-hf.vocab_size // tensor_parallel) * tensor_parallel
 
 
-@dataclass(frozen=True)
 class Parameter:
     """One Megatron parameter. Its `names` may hold `{expert}`, counted over the whole model."""
 
-    names: tuple[str, ...]
     replicated = False  # whether every rank holds all of it
 
     def __init__(self, *names: str):
-        object.__setattr__(self, "names", names)
+        self.names = names
 
     def shard(
         self, hf: PretrainedConfig, sources: Sequence[Source], rank: int, ranks: int

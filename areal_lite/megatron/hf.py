@@ -323,18 +323,14 @@ def export_adapter(
 def convert(
     checkpoint: Path, source: Path, folder: Path, dtype: str, adapter: bool = False
 ) -> torch.dtype:
-    """Write the policy in `checkpoint` to `folder`, and return the dtype of its weights.
+    """Write the policy in `checkpoint`, a folder step-N, to `folder`; return its dtype.
+
+    Everything but the weights is copied from `source`, from which the run started. dtype: `auto` is
+    that of the checkpoint. adapter: write the adapters alone instead of adding them to the weights.
 
     The checkpoint may be of any parallel layout. The call joins process groups of its own and
     leaves them, so it needs a process without any. Raises ValueError when the checkpoint is not of
     the model in `source`, or has no adapters to write.
-
-    Args:
-        checkpoint: a folder step-N of a run.
-        source: the Hugging Face folder from which the run started, for everything but the weights.
-        folder: where to write; it is replaced when the export is complete.
-        dtype: of the weights; `auto` is that of the checkpoint.
-        adapter: write the adapters alone, in PEFT's format, instead of adding them to the weights.
     """
     trained, lora = stored_part(checkpoint, _PART)
     if adapter and not lora.rank:

@@ -92,17 +92,13 @@ def pack(
     crossover: float = math.inf,
     multiple: int = 1,
 ) -> list[list[int]]:
-    """Divide sequences into bins of at most `budget` tokens and about equal cost.
+    """Divide sequences of these lengths into bins of at most `budget` tokens and about equal cost.
 
     The next longest sequence goes to the cheapest bin; a bin that it does not fit into is closed.
     So, without its shortest sequence, a bin costs no more than any bin that has room for one more
     sequence like its own shortest. Sequences that fit use fewer than 2 x tokens / budget + 1 bins;
-    longer ones stand alone.
-
-    Args:
-        lengths: tokens of each sequence.
-        crossover: tokens, see the module's docstring.
-        multiple: the number of bins is a multiple of this, or one for each of too few sequences.
+    longer ones stand alone. The number of bins is a multiple of `multiple`, or there is one for
+    each of too few sequences.
 
     Returns the indices of the sequences in each bin. Raises ValueError for a budget below 1.
     """

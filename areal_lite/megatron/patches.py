@@ -2,21 +2,12 @@
 
 Megatron-core names CUDA devices in its source and has defects that no setting avoids. `install`
 puts a finder in front of `megatron.core` that compiles the affected modules from adapted source.
-Neither `torch` nor any installed file is touched. The tables and when they apply:
-
-| table                  | applies                                                     |
-|------------------------|-------------------------------------------------------------|
-| of the device          | without CUDA (extensions.py)                                |
-| `TORCH_ADAMW_FIXES`    | without Transformer Engine and Apex, with or without CUDA   |
-| `ROUTER_FIXES`         | without Transformer Engine, with or without CUDA            |
-| `IMPORT_FIXES`         | with CUDA                                                   |
-| `CHECKPOINT_FIXES`     | always                                                      |
-| `GATHER_FIXES`         | always                                                      |
+Neither `torch` nor any installed file is touched.
 
 Invariant: every substitution matches exactly as often as its table says. Another release of
 Megatron-core raises ImportError instead of running with half of the changes.
 
-Each table says what Megatron-core does wrong, where, and when to remove it.
+Each table says when it applies, what Megatron-core does wrong, where, and when to remove it.
 """
 
 import importlib.abc
@@ -212,13 +203,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def untested(transformer_engine: bool, apex: bool) -> str:
-    """Describe the installed packages with which Megatron-core uses other code paths."""
-    found = {"transformer_engine": transformer_engine, "apex": apex}
-    names = " and ".join(name for name, installed in found.items() if installed)
-    return names and f"Megatron-core uses {names} here, with which areal_lite was not tested"
-
-
 def install(device: tuple[Substitution, ...] | None) -> None:
     """Put the import hook in place, once. Warns of packages that change what Megatron-core does.
 
@@ -234,5 +218,6 @@ def install(device: tuple[Substitution, ...] | None) -> None:
         )
     packages = {name: _installed(name) for name in ("transformer_engine", "apex")}
     sys.meta_path.insert(0, _Finder(substitutions(device, **packages)))
-    if text := untested(**packages):
+    if found := " and ".join(name for name, installed in packages.items() if installed):
+        text = f"Megatron-core uses {found} here, with which areal_lite was not tested"
         warnings.warn(text, stacklevel=2)

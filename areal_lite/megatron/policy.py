@@ -72,15 +72,11 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 class ParallelModel:
-    """A model that joins the process groups if `init_distributed` has not been called.
+    """The model of a Hugging Face folder, on the process groups of `config`.
 
-    Args:
-        config: layout, device and dtype.
-        model_path: a Hugging Face folder.
-        seed: of torch's generators and of adapters.
-        with_values: whether a value layer stands in place of the output layer.
-
-    Raises ValueError for a model or a setting that is not supported.
+    It joins them if `init_distributed` has not been called. seed: of torch's generators and of
+    adapters; with_values: a value layer stands in place of the output layer. Raises ValueError for
+    a model or a setting that is not supported.
     """
 
     def __init__(
@@ -369,8 +365,6 @@ class Policy(TrainableModel):
     """The trained policy on this rank.
 
     routing_replay: whether its routers follow the routes of a batch (routing_replay.py).
-
-    Raises ValueError for a model or a setting that is not supported.
     """
 
     def __init__(
