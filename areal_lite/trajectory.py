@@ -42,12 +42,9 @@ _LOGPROB_SLACK = 1e-4
 class FinishReason(StrEnum):
     """The reason why generation ended, as the server reports it."""
 
-    STOP = "stop"
-    """The policy sampled a stop token."""
-    LENGTH = "length"
-    """The token budget was used up: the trajectory is truncated."""
-    ABORT = "abort"
-    """The request was aborted, for example by a push. Only parts of a trajectory have this."""
+    STOP = "stop"  # the policy sampled a stop token
+    LENGTH = "length"  # the token budget was used up: the trajectory is truncated
+    ABORT = "abort"  # the request was aborted, as by a push: only of parts of a trajectory
 
 
 _FINISH_REASONS = frozenset(FinishReason)
@@ -65,30 +62,21 @@ class GroupState(StrEnum):
     groups too.
     """
 
-    IN_FLIGHT = "in_flight"
-    """Its trajectories are being generated."""
-    FINISHED = "finished"
-    """It has trajectories with rewards, and waits for the trainer."""
-    USED = "used"
-    """A training step has used it."""
-    FILTERED = "filtered"
-    """It finished, and a filter found nothing to learn in it."""
+    IN_FLIGHT = "in_flight"  # its trajectories are being generated
+    FINISHED = "finished"  # it has trajectories with rewards, and waits for the trainer
+    USED = "used"  # a training step has used it
+    FILTERED = "filtered"  # it finished, and a filter found nothing to learn in it
+    # Every rollout failed, it became too stale, or a resume discarded it: its prompt comes again.
     DROPPED = "dropped"
-    """Every rollout failed, it became too stale, or a resume discarded it. Its prompt is drawn
-    again."""
 
 
 class InterruptMode(StrEnum):
     """The effect of a push on the requests in flight (`rollout.interrupt`)."""
 
-    IN_PLACE = "in_place"
-    """Pause. Requests keep their KV cache, of the old weights, and continue with the new ones."""
-    RETRACT = "retract"
-    """Pause. The server discards the KV cache, and computes it again with the new weights."""
-    ABORT = "abort"
-    """Requests end with what they have, and are sent again as prompt plus that prefix."""
-    NONE = "none"
-    """Wait until no request is in flight: no trajectory has tokens of two versions."""
+    IN_PLACE = "in_place"  # they pause, and continue with the KV cache of the old weights
+    RETRACT = "retract"  # they pause, and the new weights compute their KV cache again
+    ABORT = "abort"  # they end, and are sent again as prompt plus what they have
+    NONE = "none"  # it waits for them: no trajectory has tokens of two versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,9 +220,7 @@ class Dispatcher:
         if self._curriculum.active:
             for scored in store.rewards():
                 self._curriculum.record(*scored)
-        self.sampler.restore(
-            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
-        )
+        self.sampler.resume(recovered.drawn, recovered.put_back)
         self.counts.update({"groups": recovered.groups, **store.failures()})
         totals = store.totals()
         self.counts.update({name: totals.get(name, 0) for name in FAILURE_COUNTS})

@@ -3,13 +3,12 @@
 * Sources take turns by their weights: after n draws, a source with the share s of all weights has
   had n s of them, less than one more or less (proved below).
 * An epoch is one pass over a source, in a new random order. It draws every prompt exactly once.
-* Draw n depends on n and on the sources (sizes, seeds, weights and their order) only.
+* Draw n depends on n and on the sources (sizes, seeds, weights and their order) only. An epoch's
+  order is computed shortly before its first draw: 10 ms and 8 MB for a million prompts.
 * Prompt i of source k of K has the index K i + k.
 * An index that was put back is served before any new one.
 * A retired index is never drawn again. One that rests is left out of some epochs of its source. The
   turn of either goes to the draw after it, of whatever source.
-
-An epoch's order is computed shortly before its first draw: 10 ms and 8 MB for a million prompts.
 
 Source k has the weight w_k, a positive integer; W is the sum of all weights, and c_k(n) the number
 of turns of source k among the first n. For every n and k
@@ -37,7 +36,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -66,10 +64,9 @@ class SourceOrder:
 class PromptSampler:
     """Draws indices of prompts.
 
-    `drawn` is the number of new indices so far; those that were put back do not count again.
-    `retired` has the retired ones. Raises ValueError for an empty source.
-
-    An index that was put back is served, even if it rests: its draw was made before.
+    `drawn` is the number of new indices so far. `returned` has those that were put back, which do
+    not count again and are served even if they rest. `retired` has the retired ones. Raises
+    ValueError for an empty source.
     """
 
     def __init__(self, *sources: SourceOrder) -> None:
@@ -87,7 +84,7 @@ class PromptSampler:
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(_epoch_order)
         self._indices_of = lru_cache(maxsize=1)(self._indices_of_block)
         self.drawn = 0
-        self._put_back: deque[int] = deque()
+        self.returned: deque[int] = deque()
         self.retired: set[int] = set()
         # The first epoch of its source that has an index again.
         self._rests_until: dict[int, int] = {}
@@ -106,10 +103,7 @@ class PromptSampler:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Return by name how often each source was passed through; 0.5 is half a pass.
-
-        Sources without end are left out.
-        """
+        """Return how often each source that has an end was passed through, by name."""
         return {
             source.name: draws / source.num_prompts
             for source, draws in zip(self.sources, self.draws_by_source(self.drawn))
@@ -125,8 +119,8 @@ class PromptSampler:
     def next(self) -> int:
         """Return the index that was put back first, or else a new one."""
         assert not self.exhausted, "every prompt has been retired"
-        while self._put_back:
-            if (index := self._put_back.popleft()) not in self.retired:
+        while self.returned:
+            if (index := self.returned.popleft()) not in self.retired:
                 return index
         while True:
             index = self._index_at(self.drawn)
@@ -136,7 +130,7 @@ class PromptSampler:
 
     def put_back(self, index: int) -> None:
         """Serve `index` again, before any new index."""
-        self._put_back.append(index)
+        self.returned.append(index)
 
     def retire(self, index: int) -> None:
         """Exclude `index` from all later draws."""
@@ -155,27 +149,10 @@ class PromptSampler:
         """Return how many indices the present epochs of their sources leave out."""
         return sum(map(self._rests, self._rests_until))
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON values."""
-        return {
-            "sources": [asdict(source) for source in self.sources],
-            "drawn": self.drawn,
-            "put_back": list(self._put_back),
-            "retired": sorted(self.retired),
-            "rests_until": sorted(self._rests_until.items()),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises ValueError if that is of other prompts or another order."""
-        if tuple(before := [SourceOrder(**source) for source in state["sources"]]) != self.sources:
-            raise ValueError(
-                f"cannot resume: prompts were sampled with {_described(before)}, this run has"
-                f" {_described(self.sources)}"
-            )
-        self.drawn = state["drawn"]
-        self._put_back = deque(state["put_back"])
-        self.retired = set(state["retired"])
-        self._rests_until = dict(state["rests_until"])
+    def resume(self, drawn: int, put_back: Iterable[int]) -> None:
+        """Continue after `drawn` new indices, and serve those that were put back first."""
+        self.drawn = drawn
+        self.returned = deque(put_back)
 
     def check_draws(self, draws: Iterable[tuple[int, int]]) -> None:
         """Raise ValueError unless this sampler makes `draws`: pairs of `drawn` after it, index."""

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from areal_lite.config import TrainConfig
 from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles, signal_group
-from areal_lite.run_dir.metrics import newest_event
+from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.run_dir.resume import (
     remove_controller_files,
@@ -276,8 +276,8 @@ class Restarts:
         time.sleep(restart.delay_s)
 
     def _record(self, failed: ProcessFailed) -> None:
-        newest = newest_event(self._run_dir, "metrics")
-        steps = newest["step"] if newest else 0
+        newest = read_metrics(self._run_dir, newest=1)
+        steps = newest[0]["step"] if newest else 0
         is_left = start_version(self._run_dir) < self._config.trainer.steps
         reported = (failed.role.process.poll() or 0) > 0
         failure = Failure(

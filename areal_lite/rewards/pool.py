@@ -11,8 +11,7 @@ Invariants:
   * the time-out counts from the start of a sample's execution, however long the sample waited;
   * only the executing sample fails with its process; samples behind it are executed elsewhere,
     once;
-  * a process outlives neither the pool nor the process that owns the pool, and nor does what it
-    started, nor its temporary files (worker.py);
+  * nothing of a process outlives the pool or the pool's own process (worker.py);
   * a killed or dead process is replaced. If a replacement cannot start, the pool shrinks; an empty
     pool raises RuntimeError;
   * nothing blocks the event loop.
@@ -30,13 +29,14 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, cast
+from typing import cast
 
 import msgspec
 
 from areal_lite.rewards.worker import Ready, Reply, Request, frame, take_frames
 from areal_lite.system.processes import dying_with_me
 
+log = logging.getLogger(__name__)
 # Tells a reward function its own limit.
 ENV_TIMEOUT_S = "AREAL_LITE_REWARD_TIMEOUT_S"
 _START_TIMEOUT_S = 120.0
@@ -53,20 +53,6 @@ class Sample:
     result: asyncio.Future[float]
 
 
-class WorkerOwner(Protocol):
-    """The part of RewardPool that its worker processes use."""
-
-    function: str
-    timeout_s: float
-    workers: list[WorkerProcess]  # those whose process runs
-
-    def dispatch(self) -> None: ...
-
-    def settle(self, sample: Sample, reply: Reply) -> None: ...
-
-    def on_retired(self, worker: WorkerProcess, unbegun: list[Sample]) -> None: ...
-
-
 class WorkerProcess(asyncio.SubprocessProtocol):
     """One worker process.
 
@@ -74,8 +60,8 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     error message, or None if the worker can be used; `gone` resolves when the process has ended.
     """
 
-    def __init__(self, owner: WorkerOwner) -> None:
-        self._owner = owner
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
         self._loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[str | None] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
@@ -91,13 +77,13 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """Start the process. It dies with the calling thread."""
         await self._loop.subprocess_exec(
             lambda: self,
-            *(sys.executable, "-m", "areal_lite.rewards.worker", self._owner.function),
+            *(sys.executable, "-m", "areal_lite.rewards.worker", self._pool.function),
             stderr=None,
-            start_new_session=True,  # Ctrl-C reaches its owner only
+            start_new_session=True,  # Ctrl-C reaches the pool's process only
             env={
                 **os.environ,
                 **dying_with_me(),
-                ENV_TIMEOUT_S: str(self._owner.timeout_s),
+                ENV_TIMEOUT_S: str(self._pool.timeout_s),
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             },
         )
@@ -120,7 +106,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._owner.workers.append(self)
+        self._pool.workers.append(self)
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self._stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(0))
         self._waiting_since = self._loop.time()
@@ -137,7 +123,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
                 raise ValueError("it sent something without a request")
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             self._fail("died", f"its process did not keep to the protocol: {error}")
-        self._owner.dispatch()
+        self._pool.dispatch()
 
     def process_exited(self) -> None:
         if not self._stdin.is_closing():
@@ -148,10 +134,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._retire("died", f"its process ended with status {self._transport.get_returncode()}")
         if not self.ready.done():
             self.ready.set_result(
-                f"a worker of {self._owner.function} ended while it was starting;"
+                f"a worker of {self._pool.function} ended while it was starting;"
                 " see its error output"
             )
-        self._owner.workers.remove(self)
+        self._pool.workers.remove(self)
         self.gone.set_result(None)
 
     def _on_message(self, body: bytes) -> None:
@@ -163,7 +149,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         if not self.samples or reply.number != self.samples[0].number:
             raise ValueError(f"there is no request for its reply {reply.number}")
         self._waiting_since = self._loop.time()  # the next sample began when this one ended
-        self._owner.settle(self.samples.popleft(), reply)
+        self._pool.settle(self.samples.popleft(), reply)
 
     def _on_ready(self, message: Ready) -> None:
         if self.ready.done():
@@ -183,7 +169,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._watchdog = None
         if self.started and not self.samples:
             return
-        limit_s = self._owner.timeout_s if self.started else _START_TIMEOUT_S
+        limit_s = self._pool.timeout_s if self.started else _START_TIMEOUT_S
         remaining_s = self._waiting_since + limit_s - self._loop.time()
         if remaining_s > 0:
             self._watchdog = self._loop.call_later(remaining_s, self._watch)
@@ -195,7 +181,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     def _fail(self, reason: str, detail: str) -> None:
         """End the process because of the sample that it executes, or of its start."""
         if not self.ready.done():
-            self.ready.set_result(f"a worker could not load {self._owner.function}: {detail}")
+            self.ready.set_result(f"a worker could not load {self._pool.function}: {detail}")
         self._retire(reason, detail)
         self._kill()
 
@@ -210,16 +196,14 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             seconds = self._loop.time() - self._waiting_since
             sample = self.samples.popleft()
             reply = Reply(number=sample.number, seconds=seconds, reason=reason, detail=detail)
-            self._owner.settle(sample, reply)
-        self._owner.on_retired(self, list(self.samples))
+            self._pool.settle(sample, reply)
+        self._pool.on_retired(self, list(self.samples))
         self.samples.clear()
 
     def _kill(self) -> None:
         with suppress(ProcessLookupError):  # it has ended
             self._transport.terminate()
 
-
-log = logging.getLogger(__name__)
 
 # A worker gets samples ahead only if they take less time than a switch between processes.
 _PIPELINE_DEPTH = 8

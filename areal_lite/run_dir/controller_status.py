@@ -22,41 +22,23 @@ class TrainerPhase(StrEnum):
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The groups and requests of the controller, and the state of trainer and servers.
+    """The groups and requests of the controller, and the state of trainer and servers."""
 
-    Args:
-        version: the servers' version, the step of the last push.
-        step: completed training steps.
-        trainer: what the trainer does.
-        batch_step: the step, from 0, whose batch was asked for and is not complete.
-        missing_groups: groups that a batch still needs.
-        held_by: the running group that a whole batch may not pass (`buffer.window`).
-        queued_groups: finished groups that wait for the trainer.
-        running_groups: groups that are being generated.
-        capacity: groups that may start now; None without a bound.
-        in_flight: trajectories that are being generated.
-        concurrency_limit: trajectories that may be generated at a time.
-        requests: requests that the servers hold.
-        servers_ready: servers that take requests.
-        servers_announced: servers that are up.
-        evaluating: the versions that are being evaluated.
-    """
-
-    version: int
-    step: int
+    version: int  # the servers', the step of the last push
+    step: int  # completed training steps
     trainer: TrainerPhase
-    batch_step: int | None
-    missing_groups: int
-    held_by: int | None = None
-    queued_groups: int
-    running_groups: int
-    capacity: int | None
-    in_flight: int
-    concurrency_limit: int
-    requests: int
-    servers_ready: int
-    servers_announced: int
-    evaluating: list[int]
+    batch_step: int | None  # the step, from 0, whose batch was asked for and is not complete
+    missing_groups: int  # that a batch still needs
+    held_by: int | None = None  # the running group that a whole batch may not pass (buffer.window)
+    queued_groups: int  # finished ones that wait for the trainer
+    running_groups: int  # that are being generated
+    capacity: int | None  # groups that may start now; None without a bound
+    in_flight: int  # trajectories that are being generated
+    concurrency_limit: int  # trajectories that may be generated at a time
+    requests: int  # that the servers hold
+    servers_ready: int  # that take requests
+    servers_announced: int  # that are up
+    evaluating: list[int]  # versions
 
     @property
     def can_admit(self) -> bool:

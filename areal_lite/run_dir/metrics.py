@@ -2,9 +2,8 @@
 
 `metrics.jsonl` has one line per training step, `evals.jsonl` one per evaluation.
 
-* A line is complete when it ends with a newline. Readers ignore an incomplete last line, and the
-  next writer (a resumed run) cuts it off.
-* JSON has no NaN: numbers that are not finite become null.
+A line is complete when it ends with a newline. Readers ignore an incomplete last line, and the next
+writer (a resumed run) cuts it off. JSON has no NaN: numbers that are not finite become null.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Any, Protocol, TextIO
 
 from areal_lite.config import LoggerConfig
 from areal_lite.extensions import TRACKERS, load
-from areal_lite.run_dir.paths import EVALS_FILE, METRICS_FILE
+from areal_lite.run_dir.paths import METRICS_FILE
 from areal_lite.system.files import sync_path, to_plain, write_atomically
 from areal_lite.system.processes import steady_time
 
@@ -37,8 +36,6 @@ STEP_KEYS = (
     "pause_s",
 )
 """Keys that every training step reports. The trainer may add more."""
-# Read at once from the end of a log: a few lines.
-_TAIL_BYTES = 8192
 
 
 class Tracker(Protocol):
@@ -52,10 +49,9 @@ class Tracker(Protocol):
 
 
 class MetricsLog:
-    """The training log of trainer rank 0.
+    """The log of trainer rank 0, which wandb gets, too, if it is configured.
 
-    Each record also gets `logged_at`, the wall-clock seconds at which it was written. wandb gets
-    the records, too, if it is configured.
+    Each record also gets `logged_at`, the wall-clock seconds at which it was written.
     """
 
     def __init__(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]):
@@ -93,7 +89,7 @@ class MetricsLog:
 
 def read_metrics(run_dir: Path, newest: int | None = None) -> list[dict[str, Any]]:
     """Read the training steps that a run has logged so far, or only the `newest` of them."""
-    return _read_lines(Path(run_dir) / METRICS_FILE, newest)
+    return read_events(run_dir, "metrics", newest)
 
 
 def append_event(
@@ -112,41 +108,27 @@ def forget_after(run_dir: Path, version: int) -> None:
 
     The run resumes from `version` and writes them again.
     """
-    for name, key in ((METRICS_FILE, "step"), (EVALS_FILE, "version")):
-        path = Path(run_dir) / name
-        if path.exists():
-            kept = [record for record in _read_lines(path) if record[key] <= version]
+    for name, key in (("metrics", "step"), ("evals", "version")):
+        if (path := _log_file(run_dir, name)).exists():
+            kept = [record for record in read_events(run_dir, name) if record[key] <= version]
             lines = [json.dumps(record, allow_nan=False) + "\n" for record in kept]
             write_atomically(path, "".join(lines))
 
 
-def read_events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Read the complete lines of `<run_dir>/<name>.jsonl`; [] without that file.
+def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dict[str, Any]]:
+    """Read the complete lines of `<run_dir>/<name>.jsonl`, or only the `newest` of them.
 
-    Raises ValueError for a line that is not JSON.
+    Returns [] without that file. Raises ValueError for a line that is not JSON.
     """
-    return _read_lines(_log_file(run_dir, name))
-
-
-def newest_event(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """Read the last complete line of `<run_dir>/<name>.jsonl`; None if there is none.
-
-    Only the end of the file is read.
-    """
+    if not (path := _log_file(run_dir, name)).exists():
+        return []
+    with open(path, "rb") as file:
+        # After the last newline comes nothing, or an incomplete line.
+        complete = deque((line for line in file if line.endswith(b"\n")), newest)
     try:
-        file = open(_log_file(run_dir, name), "rb")
-    except FileNotFoundError:
-        return None
-    with file:
-        start = end = file.seek(0, os.SEEK_END)
-        # The first line may lack its beginning. After the last newline comes an empty line, or one
-        # that is incomplete.
-        lines: list[bytes] = []
-        while len(lines) < 3 and start > 0:
-            start = max(0, 2 * start - end - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(end - start).split(b"\n")
-    return json.loads(lines[-2]) if len(lines) > 1 else None
+        return [json.loads(line) for line in complete]
+    except ValueError as error:
+        raise ValueError(f"{path} has a line that is not JSON ({error}): remove it") from error
 
 
 class EventFollower:
@@ -161,36 +143,20 @@ class EventFollower:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete lines that are new since the last call."""
-        found = []
-        for line in self._new_lines():
+        complete, found = b"", []
+        with suppress(FileNotFoundError), open(self._path, "rb") as file:
+            file.seek(self._offset)
+            complete = file.read().rpartition(b"\n")[0]
+        self._offset += len(complete) + 1 if complete else 0
+        for line in complete.split(b"\n"):
             with suppress(ValueError, RecursionError):
                 if isinstance(event := json.loads(line), dict):
                     found.append(event)
         return found
 
-    def _new_lines(self) -> list[bytes]:
-        with suppress(FileNotFoundError), open(self._path, "rb") as file:
-            file.seek(self._offset)
-            complete = file.read().rpartition(b"\n")[0]
-            self._offset += len(complete) + 1 if complete else 0
-            return complete.split(b"\n") if complete else []
-        return []
-
 
 def _log_file(run_dir: Path, name: str) -> Path:
     return Path(run_dir) / f"{name}.jsonl"
-
-
-def _read_lines(path: Path, newest: int | None = None) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        # After the last newline comes nothing, or an incomplete line.
-        complete = deque((line for line in file if line.endswith(b"\n")), newest)
-    try:
-        return [json.loads(line) for line in complete]
-    except ValueError as error:
-        raise ValueError(f"{path} has a line that is not JSON ({error}): remove it") from error
 
 
 def _open_for_append(path: Path) -> TextIO:

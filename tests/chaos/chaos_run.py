@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from areal_lite.run_dir.metrics import newest_event
+from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import HEARTBEATS_DIR
 from areal_lite.servers.registry import announced_servers
 from areal_lite.system import heartbeat
@@ -215,8 +215,8 @@ class ChaosRun:
         return self._output.read_text()
 
     def _newest_step(self) -> int:
-        newest = newest_event(self.folder, "metrics")
-        step = newest["step"] if newest else 0
+        newest = read_metrics(self.folder, newest=1)
+        step = newest[0]["step"] if newest else 0
         if step != self._seen:
             self._seen = step
             self._note_sessions()

@@ -19,6 +19,7 @@ only so many at a time.
 
 import argparse
 import json
+import os
 import re
 import socket
 import sys
@@ -37,7 +38,6 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from areal_lite.run_dir.metrics import newest_event
 from areal_lite.run_dir.paths import CONFIG_FILE, SUMMARY_FILE
 from areal_lite.servers.registry import announced_servers, announcements
 from areal_lite.system.network import LOOPBACK, NODE, listen_address
@@ -45,6 +45,7 @@ from areal_lite.tools.metric_table import MEANINGS
 
 _MAX_CONNECTIONS = 32
 _MAX_CONNECTION_S = 10.0
+_TAIL_BYTES = 8192  # read at once from the end of a log: a few lines
 FACTS = {
     "seconds_since_step": "seconds since the newest training step was logged",
     "steps_planned": "trainer.steps",
@@ -109,6 +110,27 @@ def _newest_step(run_dir: Path) -> dict[str, Any]:
     if step and not isinstance(step.get("logged_at"), (int, float)):
         raise ValueError("the newest step lacks logged_at")
     return step
+
+
+def newest_event(run_dir: Path, name: str) -> Any:
+    """Read the last complete line of `<run_dir>/<name>.jsonl`; None if there is none.
+
+    Only the end of the file is read.
+    """
+    try:
+        file = open(run_dir / f"{name}.jsonl", "rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        start = end = file.seek(0, os.SEEK_END)
+        # The first line may lack its beginning. After the last newline comes an empty line, or one
+        # that is incomplete.
+        lines: list[bytes] = []
+        while len(lines) < 3 and start > 0:
+            start = max(0, 2 * start - end - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(end - start).split(b"\n")
+    return json.loads(lines[-2]) if len(lines) > 1 else None
 
 
 def _newest(run_dir: Path, name: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_unsolved_prompts_come_in_ever_fewer_epochs(size, hard, seed, cut) -> No
         curriculum = Curriculum(sampler, retire_above=None, rest_unsolved=4)
         for record in records:
             curriculum.record(*record)
-        sampler.restore({**sampler.state(), "drawn": drawn})
+        sampler.resume(drawn, [])
         while len(records) < until:
             index = sampler.next()
             records.append((index, [0.0, 0.0 if index in hard else 1.0], sampler.drawn))

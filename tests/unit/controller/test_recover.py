@@ -136,7 +136,7 @@ class Run:
         if self.saved == self.version:  # nothing but what was in flight is lost
             assert (recovered.drawn, recovered.put_back) == (
                 self.sampler.drawn,
-                self.sampler.state()["put_back"] + flying,
+                list(self.sampler.returned) + flying,
             )
         for row in self.store.groups():
             old = before[row["group_id"]]
@@ -170,7 +170,7 @@ class Run:
         assert self.store.completed_steps() == self.version
         flying = [self.prompts[t] for t in self.groups("in_flight")]
         before = {t["group_id"]: t for t in self.store.groups() if t["state"] != "in_flight"}
-        waiting, put_back = self.waiting(), self.sampler.state()["put_back"]
+        waiting, put_back = self.waiting(), list(self.sampler.returned)
         recovered = self.store.recover(self.version, self.tick(), trainer_runs=True)
         assert {t["group_id"]: t for t in self.store.groups() if t["group_id"] in before} == before
         assert [t.group_id for t in self.store.assigned_groups(self.version)] == self.batch
@@ -181,16 +181,14 @@ class Run:
     def restore_sampler(self, recovered: Recovered) -> None:
         self.sampler = PromptSampler(*self.sources)
         self.sampler.check_draws(recovered.draws)
-        self.sampler.restore(
-            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
-        )
+        self.sampler.resume(recovered.drawn, recovered.put_back)
 
     def check(self) -> None:
         """Each drawn prompt belongs to a group that was not dropped, or was put back."""
         fresh = PromptSampler(*self.sources)
         drawn = Counter(fresh.next() for _ in range(self.sampler.drawn))
         held = Counter(t["prompt_index"] for t in self.store.groups() if t["state"] != "dropped")
-        assert drawn == held + Counter(self.sampler.state()["put_back"])
+        assert drawn == held + Counter(list(self.sampler.returned))
         assert self.store.missing_trajectories() == 0
 
 

@@ -81,9 +81,7 @@ class History:
         for scored in self.store.rewards():
             self.curriculum.record(*scored)
         self.store.set_totals(self.sampler.sizes)
-        self.sampler.restore(
-            {**self.sampler.state(), "drawn": recovered.drawn, "put_back": recovered.put_back}
-        )
+        self.sampler.resume(recovered.drawn, recovered.put_back)
         self.prompts = [row["prompt_index"] for row in self.store.groups()]
         self.drawn = [row["drawn"] for row in self.store.groups()]
         self.flying: list[int] = []

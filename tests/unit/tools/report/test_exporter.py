@@ -13,10 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_lite.config import LoggerConfig, save_config
-from areal_lite.run_dir.metrics import MetricsLog, newest_event, read_events, read_metrics
+from areal_lite.run_dir.metrics import MetricsLog, read_events, read_metrics
 from areal_lite.servers.registry import ServerInfo, announce_server
 from areal_lite.system.files import write_json
-from areal_lite.tools.report.exporter import FACTS, RunCollector, exporter, targets
+from areal_lite.tools.report.exporter import FACTS, RunCollector, exporter, newest_event, targets
 from tests.unit.tools.report.synthetic_run import T0, config_of, hand_made, step_record
 
 NOW = T0 + 100
