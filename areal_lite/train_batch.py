@@ -128,8 +128,7 @@ class TrainBatch:
     def minibatches(self, num: int) -> list[np.ndarray]:
         """Split into `num` minibatches of equally many whole groups; return sequence indices.
 
-        Groups keep the order in which they first appear. Raises ValueError if they cannot be split
-        equally.
+        Groups keep their order. Raises ValueError if they cannot be split equally.
         """
         _, first, inverse = np.unique(self.group_ids, return_index=True, return_inverse=True)
         order = np.argsort(np.argsort(first))[inverse]
@@ -153,7 +152,7 @@ class TrainBatch:
         """Encode for a socket, without pickle.
 
         The first frame is a msgpack header of names, dtypes and shapes. Each further frame is the
-        raw little-endian buffer of one array. A batch without routes has no such frame.
+        raw little-endian buffer of one array.
         """
         named = {name: a for name in _DTYPES if (a := getattr(self, name)) is not None}
         header = msgspec.msgpack.encode([[n, a.dtype.name, a.shape] for n, a in named.items()])
@@ -181,10 +180,7 @@ class TrainBatch:
 
 
 def source_key(prompt_id: str) -> int:
-    """Return a number for the part of `prompt_id` before its first slash.
-
-    With several data sources that is the name of the prompt's source.
-    """
+    """Return a number for the part of `prompt_id` before its first slash: the source's name."""
     return zlib.crc32(prompt_id.partition("/")[0].encode())
 
 

@@ -80,14 +80,7 @@ class Batches:
     """Assigns finished groups to steps.
 
     `step` counts completed steps, `lag` is that of the event loop, `was_asked` tells whether a rank
-    has come.
-
-    Args:
-        config: the run's configuration.
-        dispatcher: drops overdue groups, and is described in the facts of a batch.
-        fleet: knows the stale servers.
-        store: records batches and resyncs.
-        clock: wall-clock seconds.
+    has come. `clock` returns wall-clock seconds.
     """
 
     def __init__(
@@ -142,10 +135,7 @@ class Batches:
         self.notify()
 
     def notify(self) -> None:
-        """Wake everything that waits for a batch.
-
-        The event is replaced: clearing an event that several tasks wait for would lose wake-ups.
-        """
+        """Wake everything that waits for a batch."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -175,7 +165,7 @@ class Batches:
     async def pull(self, request: PullBatch) -> Answer:
         """Wait for the batch of a step, or for a resync request that this rank has not had yet.
 
-        Raises ValueError for a step that is over, and for a rank that the batch was not dealt to.
+        Raises ValueError for a step that is over and for another number of ranks.
         """
         step, rank, world = request.step, request.rank, request.world
         if step < self.step:
@@ -200,10 +190,7 @@ class Batches:
         return BatchReady(batch.info), batch.shards[rank].to_frames()
 
     async def resync_comes_first(self, resyncs: int, task: asyncio.Future[Any]) -> bool:
-        """Wait until `task` is done or a resync is requested; tell whether the rank must resync.
-
-        `resyncs` is the number of resyncs that the rank has had.
-        """
+        """Wait until `task` is done or a rank that has had `resyncs` must resync; tell which."""
         while resyncs >= self._resyncs and not task.done():
             requested = asyncio.ensure_future(self._resync_requested.wait())
             await asyncio.wait({task, requested}, return_when=asyncio.FIRST_COMPLETED)
@@ -213,8 +200,7 @@ class Batches:
     async def _assign(self, step: int, world: int) -> BatchAssignment:
         """Wait until the batch of `step` is complete, and assign it to `world` ranks.
 
-        It waits for groups, and for the end of the step before: a rank may ask for the next batch
-        before rank 0 has reported it. A delivered group, a server and a recorded step unblock it.
+        It also waits for the end of the step before: a rank may ask before rank 0 has reported it.
         """
         started = self._clock()
         while step >= self.step:
@@ -237,8 +223,7 @@ class Batches:
 
         A resumed run may have a whole batch while no server is ready. It is not taken then if an
         evaluation needs a server before the next push: with `server.deterministic`, and at step 0
-        after a restart. With a window, a batch is taken when it passes few enough groups that still
-        run. A batch that an earlier controller has assigned stays as it is.
+        after a restart. A batch that an earlier controller has assigned stays as it is.
         """
         if self._inherited:
             inherited = self.queue.deal(self._inherited, step, world)

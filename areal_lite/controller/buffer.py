@@ -98,8 +98,7 @@ class AdmissionGate:
     """Counts groups and decides whether another one may start.
 
     Args:
-        max_staleness: the bound eta in steps. With None, as replay needs it, generation never
-            waits.
+        max_staleness: the bound eta in steps; None for replay: generation never waits.
         batch_groups: groups per training step, B.
         steps: training steps of the run. No group starts that no step would use. None: no end.
         version: the servers' version.
@@ -168,10 +167,7 @@ class AdmissionGate:
         self.version = version
 
     def recover(self, step: int, version: int, waiting: int) -> None:
-        """Resume after `step` steps with `waiting` finished groups that no step has used.
-
-        Call this before anything is admitted. The servers have `version`.
-        """
+        """Resume after `step` steps with `waiting` finished groups. The servers have `version`."""
         assert self.running == self.accepted == self.step == 0, "the run has already begun"
         self.step, self.version = step, version
         self.accepted = step * self.batch_groups + waiting
@@ -209,7 +205,7 @@ class BatchAssignment:
         return any(t.routes is not None for group in self.groups for t in group.trajectories)
 
     def join_routes(self) -> None:
-        """Give the shards, which are made without them, the routes of their trajectories.
+        """Give the shards the routes of their trajectories.
 
         These are a gigabyte for millions of tokens of a large mixture: not for an event loop.
         """
@@ -222,13 +218,7 @@ class GroupQueue:
     """Finished groups in the order of admission."""
 
     def __init__(self, max_staleness: int | None, overdue: str, window: int | None = None):
-        """Make an empty queue.
-
-        Args:
-            max_staleness: in steps, None for no bound.
-            overdue: `mask` or `drop`.
-            window: groups that may pass one that still runs; None for no limit.
-        """
+        """Make an empty queue with these settings of `buffer`; None means no limit."""
         self._max_staleness = _NO_BOUND if max_staleness is None else max_staleness
         self._overdue = overdue
         self._window = window
@@ -262,12 +252,7 @@ class GroupQueue:
         self.dropped_by_length[1 << (longest - 1).bit_length()] += 1
 
     def num_passing(self, count: int, oldest_running: int | None) -> int:
-        """Return how many groups have passed the oldest running one when the next batch is taken.
-
-        Args:
-            count: groups of the batch.
-            oldest_running: the `group_id` of the oldest group that is being generated.
-        """
+        """Return how many groups have passed `oldest_running` when `count` more are taken."""
         if oldest_running is None:
             return 0
         passed = len(self._passed) - bisect.bisect(self._passed, oldest_running)
@@ -284,13 +269,9 @@ class GroupQueue:
     ) -> BatchAssignment | None:
         """Take the oldest `count` groups; None while there are fewer, or while they may not pass.
 
-        Call `drop_overdue` first. Raises ValueError if the shards cannot be equal.
-
-        Args:
-            count: groups of the batch.
-            version: the trainer's, at the start of the step.
-            num_shards: data-parallel ranks.
-            oldest_running: the `group_id` of the oldest group that is being generated.
+        Call `drop_overdue` first. `version` is the trainer's at the start of the step, and
+        `oldest_running` the `group_id` of the oldest group that is being generated. Raises
+        ValueError if the shards cannot be equal.
         """
         if len(self._groups) < count or self.held_back(count, oldest_running):
             return None
@@ -307,10 +288,7 @@ class GroupQueue:
     def deal(
         self, groups: list[Group], version: int, num_shards: int, passed: int = 0
     ) -> BatchAssignment:
-        """Make the batch of these groups, which do not have to be in the queue.
-
-        Equal arguments give an equal batch. Raises ValueError if the shards cannot be equal.
-        """
+        """Make the batch of these groups. Raises ValueError if the shards cannot be equal."""
         shards = make_shards(groups, num_shards)
         oldest = version - self._max_staleness
         return BatchAssignment(
@@ -335,8 +313,8 @@ def make_shards(groups: Sequence[Group], num_shards: int) -> list[TrainBatch]:
 def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group]]:
     """Distribute whole groups over data-parallel ranks, equally many to each.
 
-    Tokens are balanced greedily: the longest group goes to the rank with the fewest tokens. Raises
-    ValueError if the groups cannot be distributed equally.
+    Greedily, the longest group goes to the rank with the fewest tokens. Raises ValueError if the
+    groups cannot be distributed equally.
     """
     if len(groups) % num_shards:
         raise ValueError(
@@ -411,10 +389,7 @@ class ReplayBuffer(GroupQueue):
     def take(
         self, count: int, version: int, num_shards: int, oldest_running: int | None = None
     ) -> BatchAssignment | None:
-        """Draw `count` groups for a trainer at `version`; None while there are fewer prompts.
-
-        Raises ValueError if the shards cannot be equal.
-        """
+        """Draw `count` groups for a trainer at `version`; None while there are fewer prompts."""
         if len(self) < count:
             return None
         rng = np.random.default_rng([self._seed, version])
@@ -456,8 +431,7 @@ def drawn_batch(
 ) -> BatchAssignment:
     """Make the batch of the step at `version` from the episodes of its draws.
 
-    The store records the draws. It uses up no groups. Raises ValueError if the shards cannot be
-    equal.
+    It uses up no groups. Raises ValueError if the shards cannot be equal.
     """
     groups = [
         _as_group(number, episodes)

@@ -126,11 +126,7 @@ COUNTS = ("dropped_groups", "empty_groups", "failed_rollouts", *FAILURE_COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """A group that was admitted.
-
-    `drawn` counts the prompts drawn so far, this one included. `again` tells that the store has the
-    group already.
-    """
+    """A group that was admitted, after `drawn` draws. `again`: the store has it already."""
 
     group_id: int
     prompt_index: int
@@ -141,10 +137,9 @@ class _Submission:
 class Dispatcher:
     """Submits groups while admission and concurrency allow, and delivers them when they finish.
 
-    `counts`, of the whole run: `groups`, `workflow_failures`, `reward_failures`, `failed_rollouts`,
-    `empty_groups`, `dropped_groups`. `filtered` counts the filtered groups of the whole run by
-    reason. `in_flight` counts episodes, `running` has the ids of the running groups. `sampler`
-    draws the prompts, and `workflows` has the workflow of each data source.
+    `counts` (the COUNTS and `groups`) and `filtered`, by reason, are of the whole run. `in_flight`
+    counts episodes, `running` has the ids of the running groups. `sampler` draws the prompts, and
+    `workflows` has the workflow of each data source.
     """
 
     def __init__(
@@ -155,10 +150,7 @@ class Dispatcher:
         deliver: Callable[[Group], None],
         on_rejected: Callable[[], None] = lambda: None,
     ):
-        """Build the dispatcher.
-
-        It calls `deliver(group)` with each finished group, and `on_rejected()` after others.
-        """
+        """Build it: `deliver` gets finished groups, and `on_rejected` is called after others."""
         assert dependencies.store is not None
         rollout = config.rollout
         self._config = config
@@ -208,9 +200,9 @@ class Dispatcher:
     def recover(self, store: Store, step: int, version: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the state in `store`. Call this before `run`.
 
-        The servers have `version`, and the trainer starts again unless it runs. Raises ValueError
-        for another data set. With `server.deterministic`, lost groups are played again under their
-        numbers, on which their sampling and their place in the batch depend.
+        The servers have `version`. Raises ValueError for another data set. With
+        `server.deterministic`, lost groups are played again under their numbers, on which their
+        sampling and their place in the batch depend.
         """
         play_again = self._config.server.deterministic
         recovered = store.recover(step, self._clock(), play_again, trainer_runs)
@@ -372,10 +364,7 @@ class Dispatcher:
         self._wake.set()
 
     def _on_filtered(self, reason: str) -> None:
-        """Count a filtered group, whose prompt is not drawn again.
-
-        Raises RuntimeError after too many in a row.
-        """
+        """Count a filtered group. Raises RuntimeError after too many in a row."""
         self.filtered[reason] += 1
         self._consecutive_filtered += 1
         if self._consecutive_filtered > max(_MIN_FILTERED_LIMIT, 10 * self._batch_groups):
@@ -393,10 +382,7 @@ class Dispatcher:
         self._on_rejected()
 
     def _fail_if_exhausted(self) -> None:
-        """Raise RuntimeError if no batch can be made any more: every prompt is retired.
-
-        Groups that wait for the trainer are used first.
-        """
+        """Raise RuntimeError if every prompt is retired, and no batch is left."""
         admission = self.admission
         if (
             self.sampler.exhausted

@@ -99,7 +99,7 @@ def interval(mean: float, problems: int) -> Interval:
     """Return the 95 % score interval of a mean over problems whose values are in [0, 1].
 
     It is Wilson's (1927), for a share. Other values in [0, 1] with the same mean vary less, so it
-    is too wide for them rather than too narrow. It has a width at 0 and at 1, too.
+    is too wide for them rather than too narrow.
     """
     shrink = 1 + _Z**2 / problems
     center = (mean + _Z**2 / (2 * problems)) / shrink
@@ -153,16 +153,7 @@ async def score_problems(
 
 
 class Evaluator:
-    """Runs evaluations while training continues. `running` has the versions that they are of.
-
-    Args:
-        config: the run's configuration.
-        dependencies: sources, tokenizer and clock are used.
-        fleet: the servers.
-        workflows: those that training uses, by data source.
-        batches: counts the completed steps, and asks the trainer for resyncs.
-        store: records the end of the last evaluation.
-    """
+    """Runs evaluations while training continues. `running` has the versions that they are of."""
 
     def __init__(
         self,
@@ -213,9 +204,8 @@ class Evaluator:
     async def _evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems of each source, then `eval.sets`.
 
-        In the returned line of evals.jsonl, `version` is the trainer's when it asked, and `sets`
-        has the scores of each source, if there are several, or of each of `eval.sets`. The line
-        itself is about the problems of all sources.
+        `sets` of the line has the scores of each source, if there are several, or of each of
+        `eval.sets`. The line itself is about the problems of all sources.
         """
         config, parts = self._config.eval, self._dependencies
         started = parts.clock()

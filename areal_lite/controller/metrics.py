@@ -58,10 +58,7 @@ def batch_stats(
 
 
 def source_stats(groups: Sequence[Group], sources: Sequence[str]) -> dict[str, float]:
-    """Describe the groups of each data source as `key/NAME`; a source without one is left out.
-
-    `sources` are the names, empty for a single source: nothing is then said of it.
-    """
+    """Describe the groups of each named data source that has any, as `key/NAME`."""
     by_source: dict[str, list[Group]] = {}
     for group in groups:
         by_source.setdefault(group.prompt_id.partition("/")[0], []).append(group)
@@ -81,14 +78,10 @@ def of_source(key: str, source: str) -> str:
 
 
 def diversity(prompts: Iterable[Sequence[Sequence[Trajectory]]]) -> dict[str, float]:
-    """Measure diversity, as means over prompts; 0 without prompts.
+    """Return `distinct_share` and `distinct_correct`, means over prompts; 0 without prompts.
 
-    Args:
-        prompts: the scored episodes of each prompt. Their traces are one completion.
-
-    Returns:
-        `distinct_share`: different completions as a share of all completions.
-        `distinct_correct`: number of different completions with a positive reward.
+    They are the share of different completions among the episodes of a prompt, and the number of
+    different ones with a positive reward. The traces of an episode are one completion.
     """
     shares: list[float] = []
     correct: list[int] = []

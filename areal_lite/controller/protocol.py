@@ -50,10 +50,7 @@ from areal_lite.train_batch import TrainBatch
 
 
 class PullBatch(msgspec.Struct, tag="pull_batch", frozen=True):
-    """Ask for one rank's shard of the batch that takes the trainer from `step` to `step + 1`.
-
-    `resyncs` counts the `Resync` replies that this rank has had.
-    """
+    """Ask for one rank's shard of the batch of `step`, after `resyncs` `Resync` replies."""
 
     step: int
     rank: int
@@ -134,7 +131,7 @@ class Resync(msgspec.Struct, tag="resync"):
 class PushTargets(msgspec.Struct, tag="push_targets"):
     """The servers to push to, possibly none: servers that start later are resynced then.
 
-    `drained` is the number of requests in flight that were waited for (interrupt mode `none`).
+    `drained` counts the requests in flight that were waited for (interrupt mode `none`).
     """
 
     servers: list[ServerInfo]
@@ -241,10 +238,7 @@ class MessageServer:
         host: str = "127.0.0.1",
         takes_over: bool = False,
     ):
-        """Listen on `host`, and write the address to the run directory.
-
-        `takes_over`: whether clients of a controller that was killed may continue here.
-        """
+        """Listen on `host`, and write the address to the run directory."""
         self._handler = handler
         self._malformed = 0
         self._context = zmq.asyncio.Context()
@@ -351,10 +345,7 @@ class MessageServer:
 
 
 async def run_until(event: asyncio.Event, *coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run the coroutines concurrently until `event` is set, then cancel them.
-
-    If one fails, the others are cancelled and its error is raised in an ExceptionGroup.
-    """
+    """Run the coroutines until `event` is set, then cancel them, or until one of them fails."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(coroutine) for coroutine in coroutines]
         await event.wait()
@@ -416,17 +407,11 @@ class ControllerClient:
     def batch(
         self, step: int, rank: int, world: int, resync: Callable[[], object] = lambda: None
     ) -> tuple[TrainBatch, dict[str, Any]]:
-        """Wait for this rank's shard of a batch. A repeated call returns the same shard.
+        """Wait for this rank's shard of the batch of `step`, and for facts about the whole batch.
 
-        Args:
-            step: completed steps; the batch becomes unavailable when the step is complete.
-            rank, world: data-parallel rank and number of ranks.
-            resync: pushes version `step` to the stale servers. It is called while there is no batch
-                and servers started late or came back. Every rank calls it equally often and in the
-                same order relative to the batches.
-
-        Returns:
-            The shard, and facts about the batch of all ranks.
+        A repeated call returns the same shard, until the step is complete. `resync` pushes version
+        `step` to the stale servers. It is called while there is no batch and servers started late
+        or came back: on every rank equally often, and in the same order relative to the batches.
         """
         ask = partial(PullBatch, step, rank, world)
         response, frames = self._call_with_resyncs(ask, BatchReady, resync)
@@ -449,9 +434,9 @@ class ControllerClient:
         return self._call(Evaluate(version), Evaluation)[0].record
 
     def await_evaluation(self, version: int, resync: Callable[[], object]) -> None:
-        """Wait until the evaluation of the last version has ended. Its result is not returned.
+        """Wait until the evaluation of the last version has ended. Every rank calls it.
 
-        Every rank calls it. `resync` is as in `batch`: it pushes `version` to the stale servers.
+        `resync` is as in `batch`.
         """
         self._call_with_resyncs(partial(AwaitEvaluation, version), EvaluationEnded, resync)
 
@@ -511,7 +496,7 @@ class ControllerClient:
     def _successor(self, request: Request) -> Address | None:
         """Return the address of the controller that took the place of this one, if there is one.
 
-        Raises RuntimeError if the new controller continues another trainer's run.
+        Raises RuntimeError if it continues another trainer's run.
         """
         address = None
         with suppress(FileNotFoundError):

@@ -183,8 +183,8 @@ class Controller:
     def recover(self, store: Store, step: int, trainer_runs: bool = False) -> None:
         """Resume after `step` steps with the content of `store`, which may be empty.
 
-        Call it before `run`. If the trainer runs, `step` is that of its newest checkpoint, and the
-        store says how many steps it has completed since. Nothing else may use the store yet. Raises
+        Call it before `run`, while nothing else uses the store. If the trainer runs, `step` is that
+        of its newest checkpoint, and the store says how many steps it has completed since. Raises
         ValueError if the run began with another data set. See run_dir/resume.py.
         """
         self._trainer_runs = trainer_runs
@@ -255,8 +255,8 @@ class Controller:
     async def _record_push(self, version: int, failed: list[str]) -> Recorded:
         """End a push and open admission for `version`.
 
-        If it began under an earlier controller, the servers stay stale until the next resync. If
-        that one has recorded the end, and was killed before its reply, nothing is left to do.
+        If an earlier controller has recorded the end, and was killed before its reply, nothing is
+        left to do. If the push began under it, the servers stay stale until the next resync.
         """
         if not self._pushing and version == self.fleet.router.version == self.batches.step:
             return Recorded()
@@ -274,10 +274,7 @@ class Controller:
         return Recorded()
 
     async def _record_step(self, step: int) -> Recorded:
-        """Record that `step` steps are complete, while the servers keep their version.
-
-        The rank reports a step again if a controller was killed before its reply.
-        """
+        """Record that `step` steps are complete, perhaps again after a takeover."""
         if step < self.batches.step:
             raise ValueError(
                 f"step {step} is reported, but {self.batches.step} steps are complete already"

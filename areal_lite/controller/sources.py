@@ -31,13 +31,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One data source.
+    """One data source: the settings of the run with those of the source, and its parts.
 
-    Args:
-        config: the settings of the run, with those of the source.
-        prompts: the training prompts; None when nothing is trained.
-        eval_prompts: the held-out problems; None without evaluation.
-        rewards: scores completions.
+    `prompts` is None when nothing is trained, `eval_prompts` without evaluation.
     """
 
     config: Sampled
@@ -51,7 +47,7 @@ async def open_sources(config: Sampled) -> AsyncIterator[dict[str, Source]]:
     """Load the prompts and start the reward processes of each source, by its name.
 
     Sources with the same reward share its processes, which end with the block. Raises ValueError
-    that names the source and what cannot be used.
+    that names the source.
     """
     trains = isinstance(config, TrainConfig)
     evaluates = not trains or config.eval.problems > 0
@@ -121,13 +117,7 @@ class Rollout:
 class Player:
     """Plays and scores episodes of one data source.
 
-    Args:
-        source: where the prompts are from; its rewards are used.
-        dependencies: tokenizer and clock are used.
-        fleet: the servers.
-        workflow: plays one episode per rollout.
-        counts: `workflow_failures` and `reward_failures` are counted here.
-        on_end: called when a rollout has ended.
+    `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends.
     """
 
     def __init__(
@@ -155,10 +145,7 @@ class Player:
         params: SamplingParams,
         first: int = 0,
     ) -> list[Rollout]:
-        """Wait for a ready server, then for a rollout for each request id.
-
-        All of them start on this server. They are the samples `first`, `first` + 1, …
-        """
+        """Play a rollout for each request id on one ready server, from sample `first` on."""
         server = await self._fleet.reserve(len(rids))
         sessions = [Session(rid, server) for rid in rids]
         episodes = [

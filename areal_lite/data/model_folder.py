@@ -66,10 +66,7 @@ def expert_layout(folder: Path) -> ExpertLayout | None:
 
 
 def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
-    """Check that a model can be split over the trainer's ranks, as far as its config.json says.
-
-    Raises ValueError.
-    """
+    """Raise ValueError if the trainer's ranks cannot split a model, as its config.json says."""
     ranks = trainer.tensor_parallel
     for name in _SPLIT_SIZES:
         if (size := described.get(name) or 0) % ranks:
@@ -91,8 +88,7 @@ def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
 def weight_files(folder: Path) -> dict[str, Path]:
     """Map each tensor name to its safetensors file.
 
-    Raises ValueError without a file, for a file that is damaged, or for one that the index names
-    and that is not there.
+    Raises ValueError without a file, for a damaged one, and for one that the index names in vain.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -119,9 +115,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that the files are complete and that their tensors match config.json.
+    """Raise ValueError unless the files are complete and their tensors match config.json.
 
-    Raises ValueError. Tensors of other architectures than MODEL_TYPES are not looked at.
+    Tensors of other architectures than MODEL_TYPES are not looked at.
     """
     tensors = weight_files(folder)
     config = read_json(folder / "config.json")
@@ -165,10 +161,7 @@ def _check_tensor(
 
 
 def expected_shape(name: str, config: Mapping[str, Any]) -> list[int] | None:
-    """Return the shape of a tensor that `config` implies, None if it does not say.
-
-    config: a config.json of one of MODEL_TYPES. Matrices are [out, in].
-    """
+    """Return the shape that a config.json of MODEL_TYPES implies, if it does: [out, in]."""
     module, kind = name.split(".")[-2:] if "." in name else (name, "")
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]

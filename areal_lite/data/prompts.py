@@ -48,7 +48,7 @@ class Prompt:
     """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
 
     The chat template made the text from `messages`, which is empty for plain text. `source` is the
-    name in `data.sources`, or empty.
+    name in `data.sources`, if there are any.
     """
 
     prompt_id: str
@@ -113,8 +113,8 @@ def load_eval_sets(
 ) -> dict[str, PromptSet]:
     """Load more held-out sets, named by the stem of their path.
 
-    A path is a .jsonl file or anything that `data.source=hf` can load. All other settings are taken
-    from `config`; `data.args` only if it is for the same kind of source.
+    A path is a .jsonl file or anything that `data.source=hf` can load. `data.args` are used if they
+    are for the same kind of source.
     """
     sets = {}
     for path in paths:
@@ -329,8 +329,7 @@ SOURCES: dict[str, Callable[..., PromptSet]] = {"jsonl": jsonl_prompts, "hf": hf
 class MixedPrompts:
     """Prompt i of source k of K, under the index K i + k, so that sources may be without end.
 
-    A prompt has the name of its source, which is also in front of its `prompt_id`. A single source
-    without a name keeps its prompts as they are.
+    The name of a source is in its prompts, and in front of their `prompt_id`.
     """
 
     def __init__(self, sources: Mapping[str, PromptSet]) -> None:

@@ -45,10 +45,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class SourceOrder:
-    """The order of the prompts of one source.
-
-    `num_prompts` is None for an endless source, which yields 0, 1, 2, …
-    """
+    """The order of the prompts of one source; `num_prompts` is None for an endless one."""
 
     num_prompts: int | None
     seed: int = 0
@@ -227,7 +224,7 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int, number: int) -> np.nda
 def interleave(weights: Sequence[int]) -> np.ndarray:
     """Return the source of each of the first sum(weights) turns, int64. Then they repeat.
 
-    Among equal deadlines the source that comes first in `weights` has its turn first.
+    Among equal deadlines the first source has its turn first.
     """
     total = sum(weights)
     taken = [0] * len(weights)

@@ -32,10 +32,9 @@ _END_OF_MESSAGE = "<|eom_id|>"
 class Tokenizer:
     """The tokenizer of a Hugging Face checkpoint folder.
 
-    `eos_ids` are the ids that end a completion, which are those at which a server stops: of
-    generation_config.json first, then of config.json and of the tokenizer. Every id that the model
-    can sample is below `vocab_size`. Raises ValueError if the folder has no usable
-    tokenizer.
+    `eos_ids` end a completion. They are those at which a server stops: of generation_config.json
+    first, then of config.json and of the tokenizer. Every id that the model can sample is below
+    `vocab_size`. Raises ValueError if the folder has no usable tokenizer.
     """
 
     def __init__(self, model_path: str | Path) -> None:
@@ -90,8 +89,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the chat template, up to where the assistant speaks next.
 
-        `tools` are JSON schemas of functions. Raises ValueError if there is no chat template or if
-        it refuses the messages.
+        `tools` are JSON schemas of functions. Raises ValueError if there is no template or it
+        refuses.
         """
         if self._chat_template is None:
             raise ValueError(
@@ -187,10 +186,9 @@ _KEEPS_TEXT = {
 
 
 def characters_per_token(settings: dict[str, Any]) -> float:
-    """Return the most characters of text that one token can stand for.
+    """Return the most characters of text that one token can stand for, by tokenizer.json.
 
     Infinity for a tokenizer that leaves text out, or that makes one unknown token of much text.
-    `settings` is the content of tokenizer.json.
     """
     model = settings["model"]
     parts = [*_parts(settings["normalizer"]), *_parts(settings["pre_tokenizer"])]

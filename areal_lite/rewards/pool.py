@@ -245,10 +245,7 @@ class RewardPool:
         await self.close()
 
     async def start(self) -> None:
-        """Wait until every worker has loaded the function.
-
-        Raises ValueError if one cannot, and leaves no process.
-        """
+        """Wait until every worker has loaded the function. Raises ValueError if one cannot."""
         self._unusable = None
         try:
             outcomes = await asyncio.gather(

@@ -58,10 +58,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True, kw_only=True):
-    """The result of request `number` after `seconds` of execution.
-
-    After a failure `reward` is None and `reason` is one of RewardError's.
-    """
+    """The result of request `number` after `seconds`: `reward`, or one of RewardError's reasons."""
 
     number: int
     seconds: float
@@ -94,9 +91,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT)
 
 
 def fork_worker() -> None:
-    """Fork, and return in the child, the worker. This process keeps it and does not return.
+    """Fork, and return in the child, the worker, which has a temporary folder of its own.
 
-    The worker's temporary files are in a folder of its own.
+    This process keeps it and does not return.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     owner = int(os.environ.get(ENV_DIE_WITH_PARENT, os.getppid()))

@@ -52,10 +52,8 @@ class Episode:
     """One sample of a group: a prompt, and the means to answer it.
 
     `params.max_new_tokens` bounds everything that follows the prompt, environment tokens included.
-    `clock()` returns seconds.
-
-    `complete(tokens, params)` continues `tokens` (int32 [n]) and returns the finished Completion.
-    Transcript calls it.
+    `clock()` returns seconds. `complete(tokens, params)`, which Transcript calls, continues
+    `tokens` (int32 [n]) and returns the finished Completion.
     """
 
     prompt: Prompt
@@ -70,8 +68,7 @@ class Episode:
 def grouped(workflow: Workflow) -> Workflow:
     """Mark a function that is called once per group; a class sets `grouped = True` instead.
 
-    It is called as `workflow(episodes: list[Episode])` and returns one result per episode, None for
-    a failed one.
+    It gets all episodes and returns one result for each, None for a failed one.
     """
     vars(workflow)["grouped"] = True
     return workflow
@@ -222,10 +219,7 @@ class Transcript:
         return self._limit - self._length
 
     def fork(self, length: int) -> "Transcript":
-        """Return a transcript that begins with the first `length` tokens, as its prompt.
-
-        It ends at the same number of tokens as this one.
-        """
+        """Return a transcript with the first `length` tokens as its prompt, and the same end."""
         fork = Transcript(self.episode, self.tokens[:length])
         fork._limit = self._limit
         return fork
@@ -267,8 +261,7 @@ class Transcript:
     def add_messages(self, messages: Sequence[Message]) -> bool:
         """Add environment messages, or return False if they do not fit (see `add_tokens`).
 
-        They are tokenized as the chat template writes them after an answer, or as plain text if the
-        prompt is not a chat.
+        They are tokenized as the chat template writes them after an answer, or as plain text.
         """
         tokenizer = self.episode.tokenizer
         if self.episode.prompt.messages:
@@ -282,8 +275,7 @@ class Transcript:
     def may_fit(self, text: str) -> bool:
         """Return False if `text` is too long for the remaining tokens whatever it says.
 
-        It is not encoded, which would take seconds for a long text. In that case the finish reason
-        becomes `length`.
+        It is not encoded, which would take seconds. The finish reason then becomes `length`.
         """
         if len(text) <= self.episode.tokenizer.characters_per_token * self.remaining_tokens:
             return True
@@ -293,7 +285,7 @@ class Transcript:
     def add_tokens(self, tokens: Sequence[int]) -> bool:
         """Add environment tokens, or return False if they would leave no token for an answer.
 
-        In that case nothing is added and the finish reason becomes `length`.
+        Nothing is added then, and the finish reason becomes `length`.
         """
         if (
             tokens

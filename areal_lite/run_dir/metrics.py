@@ -104,10 +104,7 @@ def append_event(
 
 
 def forget_after(run_dir: Path, version: int) -> None:
-    """Cut off the training steps after `version` and the evaluations of later weights.
-
-    The run resumes from `version` and writes them again.
-    """
+    """Cut off the training steps and the evaluations after `version`, where the run resumes."""
     for name, key in (("metrics", "step"), ("evals", "version")):
         if (path := _log_file(run_dir, name)).exists():
             kept = [record for record in read_events(run_dir, name) if record[key] <= version]
@@ -132,17 +129,14 @@ def read_events(run_dir: Path, name: str, newest: int | None = None) -> list[dic
 
 
 class EventFollower:
-    """Reads the lines that a run appends to `<run_dir>/<name>.jsonl`, each once.
-
-    A line that is not a JSON object is left out.
-    """
+    """Reads the lines that a run appends to `<run_dir>/<name>.jsonl`, each once."""
 
     def __init__(self, run_dir: Path, name: str):
         self._path = _log_file(run_dir, name)
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines that are new since the last call."""
+        """Return the JSON objects in the complete lines that are new since the last call."""
         complete, found = b"", []
         with suppress(FileNotFoundError), open(self._path, "rb") as file:
             file.seek(self._offset)

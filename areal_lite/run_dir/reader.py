@@ -258,13 +258,10 @@ class RunReader(StoreFile):
         yield from self._rows("SELECT * FROM groups ORDER BY group_id")
 
     def trajectories(self, *, limit: int = -1, **filters: Any) -> Iterator[dict[str, Any]]:
-        """Yield the trajectories that pass all filters, by group, sample and trace.
+        """Yield up to `limit` trajectories that pass all filters, by group, sample and trace.
 
-        A trajectory is a dict as `decoded` returns it, with its group's state, step and prompt_id.
-
-        Args:
-            limit: how many to yield at most; -1 for all.
-            filters: by the names of _FILTERS; None lets everything pass.
+        Each is a dict as `decoded` returns it, with its group's state, step and prompt_id.
+        `filters` are by the names of _FILTERS; None lets everything pass.
         """
         source, values = _matching(filters)
         query = f"SELECT {WITH_TOKENS}, state, step, prompt_id {source} ORDER BY {TRACE}"
@@ -302,8 +299,8 @@ class RunReader(StoreFile):
     def chunks(self, names: Sequence[str], drawn: bool = False) -> Iterator[Chunk]:
         """Yield all trajectories as columns, some at a time, by group, sample and trace.
 
-        With `drawn` a trajectory comes as often as steps drew it from a replay buffer, and `step`
-        is that of the draw.
+        With `drawn` it yields each draw of a trajectory from a replay buffer, with the draw's
+        `step`.
         """
         columns = ", ".join(["t.segments", *(_COLUMNS[name][0] for name in names)])
         with self._explained():
@@ -368,26 +365,17 @@ class RunReader(StoreFile):
         )
 
     def finished_groups(self) -> Iterator[tuple[Group, bool]]:
-        """Yield each finished or used group and whether it was used, in finishing order.
-
-        Groups whose tokens are not kept are left out.
-        """
+        """Yield the kept groups that finished, and whether they were used, in finishing order."""
         where = "state IN ('finished', 'used') AND kept_bytes > 0 ORDER BY finished_at, group_id"
         for row in self._rows(f"SELECT * FROM groups WHERE {where}"):
             yield self._group(row), row["state"] == GroupState.USED
 
     def waiting_groups(self) -> list[Group]:
-        """Return the finished groups that no step has, in the order of admission.
-
-        Raises DamagedGroup, also for one whose tokens were removed although it waits.
-        """
+        """Return the finished groups that no step has. Raises DamagedGroup."""
         return self._groups("state = 'finished' AND step IS NULL")
 
     def assigned_groups(self, step: int) -> list[Group]:
-        """Return the batch of `step`, if it is assigned and its end is not recorded.
-
-        The groups are in the order of admission. Raises DamagedGroup.
-        """
+        """Return the batch of `step`, if its end is not recorded. Raises DamagedGroup."""
         return self._groups("state = 'finished' AND step = ?", step)
 
     def completed_steps(self) -> int:
@@ -396,16 +384,13 @@ class RunReader(StoreFile):
         return steps or 0
 
     def used_groups(self, step: int) -> list[Group]:
-        """Return the groups that `step` used, in the order of admission.
-
-        Raises DamagedGroup, and ValueError if their tokens are not kept.
-        """
+        """Return the groups that `step` used. Raises ValueError if their tokens are not kept."""
         return self._groups("state = 'used' AND step = ?", step)
 
     def drawn(self, step: int) -> list[list[list[Trajectory]]]:
         """Return the episodes of each group that `step` drew from the replay buffer, in order.
 
-        Raises DamagedGroup, and ValueError if their tokens are not kept.
+        Raises ValueError if their tokens are not kept.
         """
         drawn: dict[int, dict[int, list[Trajectory]]] = {}
         for row in self._rows(
@@ -438,10 +423,7 @@ class RunReader(StoreFile):
         return list(map(self._group, rows))
 
     def _group(self, row: dict[str, Any]) -> Group:
-        """Return the group of a row of `groups`.
-
-        Raises DamagedGroup, and ValueError if its tokens are not kept.
-        """
+        """Return the group of a row. Raises DamagedGroup, or ValueError without its tokens."""
         self._check_kept(row)
         query = f"SELECT {WITH_ROUTES} FROM trajectories {TOKENS} WHERE group_id = ?"
         rows = list(self._rows(f"{query} ORDER BY sample_index, trace_index", (row["group_id"],)))

@@ -138,10 +138,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_whole_step(run_dir: Path) -> tuple[int, dict[Path, str]]:
-    """Return the step of the newest checkpoint that is whole, and why each newer one is not.
+    """Return the step of the newest whole checkpoint, 0 without any, and what newer ones lack.
 
-    The step is 0 without any checkpoint. Raises ValueError when there are checkpoints and none is
-    whole.
+    Raises ValueError when there are checkpoints and none is whole.
     """
     folder = run_dir / CHECKPOINTS_DIR
     steps = checkpoint_steps(folder)
@@ -158,7 +157,7 @@ def newest_whole_step(run_dir: Path) -> tuple[int, dict[Path, str]]:
 
 
 def set_aside_damaged(run_dir: Path) -> None:
-    """Rename damaged checkpoints that are newer than the newest whole checkpoint.
+    """Rename damaged checkpoints that are newer than the newest whole one.
 
     Call it before any role starts, so that all of them see the same checkpoints. Raises ValueError,
     and renames nothing, when there are checkpoints and none is whole.
@@ -224,8 +223,8 @@ def _remove(run_dir: Path, patterns: tuple[str, ...]) -> None:
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Make `run_dir`, hold its lock, and turn SIGUSR1 into a stop request.
 
-    Every command takes the lock before it writes there. Raises ValueError while another command
-    holds it, while a controller runs there, and where a folder cannot be made.
+    Every command takes the lock before it writes there. Raises ValueError while another command or
+    a controller holds one, and where a folder cannot be made.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -246,7 +245,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def lock_controller(run_dir: Path) -> IO[bytes]:
-    """Return the locked file of the only controller of a run. Closing it releases the lock.
+    """Return the locked file of the only controller of a run; closing it releases the lock.
 
     Raises ValueError while another controller runs in `run_dir`.
     """

@@ -141,10 +141,8 @@ class Store(RunReader):
     def trim(self, max_bytes: int, since: int, held: Sequence[int] | None = None) -> bool:
         """Bring a file of more than `max_bytes` nearer to it; return whether another call may.
 
-        Args:
-            max_bytes: the bound of the file, without its write-ahead log.
-            since: a resume may need what this step and later ones have used.
-            held: ids of the groups of a replay buffer; None without one: what waits is needed.
+        A resume may need what step `since` and later ones have used. `held` has the ids of the
+        groups of a replay buffer; None without one: what waits is needed.
         """
         page, pages = self._pragma("page_size"), self._pragma("page_count")
         if page * pages <= max_bytes:
@@ -186,14 +184,10 @@ class Store(RunReader):
     def admit(
         self, group_id: int, prompt_id: str, prompt_index: int, drawn: int, size: int, now: float
     ) -> None:
-        """Insert a group in flight.
+        """Insert a group in flight, of `size` episodes. `now` is in wall-clock seconds.
 
-        Args:
-            group_id: counts from 0.
-            prompt_id, prompt_index: the prompt, and its position in the data set.
-            drawn: PromptSampler.drawn after it gave `prompt_index`.
-            size: number of episodes that are about to be played.
-            now: wall-clock seconds.
+        `prompt_index` is the place of the prompt in the data set, and `drawn` is
+        PromptSampler.drawn after it gave that.
         """
         values = (group_id, prompt_id, prompt_index, drawn, size, float(now))
         self._execute(
@@ -212,12 +206,8 @@ class Store(RunReader):
     ) -> None:
         """Move a group from in_flight to finished or filtered, and insert its trajectories.
 
-        Args:
-            group: the group.
-            texts: (prompt, completion) of each trajectory.
-            reason: why the group was filtered, or why trajectories are missing.
-            now: wall-clock seconds.
-            state: the new state.
+        `texts` has (prompt, completion) of each trajectory. `reason` says why the group was
+        filtered, or why trajectories are missing.
         """
         assert state in (GroupState.FINISHED, GroupState.FILTERED)
         rows = [
@@ -306,17 +296,15 @@ class Store(RunReader):
     def recover(
         self, version: int, now: float, play_again: bool = False, trainer_runs: bool = False
     ) -> Recovered:
-        """Resume at `version`: forget the training steps from `version` on.
+        """Resume at `version`: forget the training steps from `version` on. Call this first.
 
-        Call this before anything else. Finished groups, and used groups of a lost step, wait again
-        if weights up to `version` sampled them. Groups in flight, damaged groups, groups that lost
-        weights sampled and groups of a lost step whose tokens are not kept are lost. Lost groups
-        are dropped.
+        Finished groups, and used groups of a lost step, wait again if weights up to `version`
+        sampled them. Groups in flight, damaged groups, groups that lost weights sampled and groups
+        of a lost step whose tokens are not kept are lost: they are dropped.
 
         With `play_again` they are in flight again: the caller plays them under their numbers. A
-        filtered group is then lost, too, if lost weights sampled it.
-
-        If the trainer runs, it may have the batch of its present step, which stays assigned.
+        filtered group is then lost, too, if lost weights sampled it. If the trainer runs, it may
+        have the batch of its present step, which stays assigned.
         """
         self._execute("REINDEX groups")  # SQLite does not compare an index with its table
         self.begin()
@@ -376,8 +364,8 @@ class Store(RunReader):
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.
 
-        The prompt of a dropped group was put back. A group whose admission did not raise `drawn`
-        took a prompt that had been put back.
+        The prompt of a dropped group was put back. A group that did not raise `drawn` took one
+        back.
         """
         draws: deque[tuple[int, int]] = deque(maxlen=_NUM_DRAWS)
         served_again: Counter[int] = Counter()
@@ -461,7 +449,7 @@ class StoreThread:
     def _commit_queued(self) -> bool:
         """Wait for calls, commit all queued ones at once, and return whether to end.
 
-        No call outlives it: a call may hold a group of trajectories.
+        It keeps no call: a call may hold a group of trajectories.
         """
         calls = [self._queue.get()]
         while not self._queue.empty():

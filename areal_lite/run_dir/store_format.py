@@ -212,10 +212,7 @@ _SEQUENCE = ("group_id", "sample_index", "trace_index", "tokens", "logprobs", "t
 
 
 class Rows(NamedTuple):
-    """The values of one trajectory in `trajectories` and in `sequences`.
-
-    `num_bytes` counts those of tokens, log-probs, texts and routes.
-    """
+    """The values of one trajectory in its two tables; `num_bytes` of those that go at the bound."""
 
     facts: tuple[Any, ...]
     sequence: tuple[Any, ...]
@@ -289,10 +286,7 @@ def check_sums(row: Mapping[str, Any]) -> None:
 
 
 def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
-    """Return the trajectory of a row of WITH_ROUTES.
-
-    Raises ValueError for a damaged row, and for one without tokens.
-    """
+    """Return the trajectory of a row of WITH_ROUTES. Raises ValueError if it is damaged."""
     check_sums(row)
     if row["tokens"] is None:
         raise ValueError(f"{_name(row)} lacks its tokens")
@@ -340,10 +334,9 @@ class StoreFile:
     """An open file, for one thread at a time. Every error of SQLite is a StoreError."""
 
     def __init__(self, path: Path, read_only: bool = False):
-        """Open the store, and create it if there is none.
+        """Open the store, and create it if there is none, unless `read_only`.
 
-        With `read_only` it is never created, and its run may still be going on. Raises ValueError
-        if there is none to read.
+        Its run may still be going on. Raises ValueError if there is none to read.
         """
         if read_only and not path.exists():
             raise ValueError(f"{path} does not exist: give a run directory that has a {path.name}")

@@ -34,10 +34,9 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for the next message of a conversation.
+    """A request for the next message of a conversation, as the chat template takes it.
 
-    `messages` and `tools` are those of the chat template. Without `max_tokens`, only the budget of
-    the trace limits the answer.
+    Without `max_tokens`, only the budget of the trace limits the answer.
     """
 
     messages: list[Message]
@@ -78,11 +77,8 @@ def check_settings(
 ) -> None:
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
-    Args:
-        body: the request.
-        temperature: the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
-        free: settings that may have any value.
-        only_value: settings with the one value that they may have.
+    `temperature` is the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
+    Settings in `free` may have any value, those in `only_value` this one.
     """
     for key, value in body.items():
         if value is None or key in free:

@@ -61,10 +61,7 @@ _BODY_TIMEOUT_S = 30.0
 class Conversation:
     """Requests that begin with all messages before them, the policy's answers included.
 
-    Args:
-        messages: those that it begins with, which its transcript has.
-        tools: the tools of every request.
-        transcript: the tokens of `messages`; None if there are none.
+    `transcript` has the tokens of `messages`; None if there are none. `tools` are of every request.
     """
 
     def __init__(
@@ -92,10 +89,7 @@ class Conversation:
         return bool(self._ends)
 
     def known(self, messages: list[Message]) -> int:
-        """Return how many messages, up to an answer, `messages` has in common with this one.
-
-        At least one of `messages` is new.
-        """
+        """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
             if not same_messages([given], [recorded]):
@@ -150,8 +144,8 @@ class Conversation:
 class Conversations:
     """The requests and answers of one episode.
 
-    `truncated` tells that a request was refused because a budget is used up: that of tokens of a
-    trace, or `max_traces`.
+    `truncated` tells that a request was refused because the budget of tokens of a trace, or
+    `max_traces`, is used up.
     """
 
     def __init__(self, episode: Episode, max_traces: int):
@@ -174,10 +168,7 @@ class Conversations:
         return await asyncio.shield(conversation.answer)
 
     def traces(self, reward: float | None) -> list[Trajectory]:
-        """Return the traces in the order of their last answers.
-
-        Raises ValueError if there is none.
-        """
+        """Return the traces by their last answers. Raises ValueError if there is none."""
         traces = [
             conversation.transcript.trajectory(reward)
             for conversation in self._conversations
@@ -193,10 +184,7 @@ class Conversations:
         return next((conversation.answer for conversation in asked), None)
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
-        """Return the conversation that a request continues, or a new one for it.
-
-        Its messages are the longest known beginning of `messages`.
-        """
+        """Return the conversation with the longest known beginning of `messages`, or a new one."""
         known, continues, number = 0, False, -1
         for index, conversation in enumerate(self._conversations):
             if conversation.tools == tools:
