@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.batches import Batches, Handover, record_handover
-from areal_lite.controller.protocol import EvaluationEnded, Resync
+from areal_lite.controller.protocol import Done, Resync
 from areal_lite.controller.sources import Dependencies, Player, Rollout, Source
 from areal_lite.rollout.episode import Workflow
 from areal_lite.run_dir.paths import CHECKPOINTS_DIR, HF_DIR
@@ -229,14 +229,14 @@ class Evaluator:
             "seconds": parts.clock() - started,
         }
 
-    async def await_last(self, resyncs: int) -> Resync | EvaluationEnded:
+    async def await_last(self, resyncs: int) -> Done | Resync:
         """Wait for the end of the last evaluation, or for a resync that the rank has not had."""
         ended = asyncio.ensure_future(self._last_ended.wait())
         try:
             must_resync = await self._batches.resync_comes_first(resyncs, ended)
         finally:
             ended.cancel()
-        return Resync() if must_resync else EvaluationEnded()
+        return Resync() if must_resync else Done()
 
     async def _check_servers(self, version: int) -> None:
         """After the last step, ask for the weights of servers that return, and wait for them."""

@@ -3,12 +3,12 @@
     request                        reply
     PullBatch(step, rank, world)   BatchReady, followed by the frames of this rank's TrainBatch; or
                                    Resync: push version `step` to the stale servers, and ask again
-    StepDone(step)                 Recorded
+    StepDone(step)                 Done
     BeginPush(version)             PushTargets: the servers to push to
-    Pushed(version, failed)        Recorded
-    Evaluate(version)              Evaluation: accuracy on held-out problems
-    AwaitEvaluation(version)       EvaluationEnded; or Resync: push `version` and ask again
-    Finish()                       RunTotals; then the controller exits
+    Pushed(version, failed)        Done
+    Evaluate(version)              Facts: accuracy on held-out problems
+    AwaitEvaluation(version)       Done; or Resync: push `version` and ask again
+    Finish()                       Facts: the run's totals; then the controller exits
 
 A request that fails is answered by `Failed`. A request is one frame (`Envelope`). A reply is one
 frame (`Reply`), plus the frames of the batch after a `BatchReady`.
@@ -32,7 +32,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import psutil
@@ -49,86 +49,81 @@ from areal_lite.system.processes import process_namespace
 from areal_lite.train_batch import TrainBatch
 
 
-class PullBatch(msgspec.Struct, tag="pull_batch", frozen=True):
+class _Request(msgspec.Struct, frozen=True, tag=str.lower):
+    what: ClassVar[str]
+
+    def __str__(self) -> str:
+        """Say what the client waits for."""
+        return self.what.format(self)
+
+
+class PullBatch(_Request, frozen=True):
     """Ask for one rank's shard of the batch of `step`, after `resyncs` `Resync` replies."""
 
+    what = "the batch of step {0.step} (rank {0.rank} of {0.world})"
     step: int
     rank: int
     world: int
     resyncs: int = 0
 
-    def __str__(self) -> str:
-        return f"the batch of step {self.step} (rank {self.rank} of {self.world})"
 
-
-class StepDone(msgspec.Struct, tag="step_done", frozen=True):
+class StepDone(_Request, frozen=True):
     """Report that `step` steps are complete and that no push follows the last one."""
 
+    what = "the controller to record that {0.step} steps are complete"
     step: int
 
-    def __str__(self) -> str:
-        return f"the controller to record that {self.step} steps are complete"
 
-
-class BeginPush(msgspec.Struct, tag="begin_push", frozen=True):
+class BeginPush(_Request, frozen=True):
     """Announce a push of `version`. In interrupt mode `none` the reply waits for idle servers."""
 
+    what = "permission to push version {0.version}"
     version: int
 
-    def __str__(self) -> str:
-        return f"permission to push version {self.version}"
 
-
-class Pushed(msgspec.Struct, tag="pushed", frozen=True):
+class Pushed(_Request, frozen=True):
     """Report the end of a push. `failed` names the servers that did not get `version`."""
 
+    what = "the controller to record the push of version {0.version}"
     version: int
     failed: list[str]
 
-    def __str__(self) -> str:
-        return f"the controller to record the push of version {self.version}"
 
-
-class Evaluate(msgspec.Struct, tag="evaluate", frozen=True):
+class Evaluate(_Request, frozen=True):
     """Ask for an evaluation on the held-out problems, labelled with `version`."""
 
+    what = "the evaluation at version {0.version}"
     version: int
 
-    def __str__(self) -> str:
-        return f"the evaluation at version {self.version}"
 
-
-class AwaitEvaluation(msgspec.Struct, tag="await_evaluation", frozen=True):
+class AwaitEvaluation(_Request, frozen=True):
     """Wait until the evaluation of the last version has succeeded or failed. Every rank asks."""
 
+    what = "the end of the evaluation at version {0.version}"
     version: int
     resyncs: int = 0
 
-    def __str__(self) -> str:
-        return f"the end of the evaluation at version {self.version}"
 
-
-class Finish(msgspec.Struct, tag="finish", frozen=True):
+class Finish(_Request, frozen=True):
     """End the run and ask for its totals."""
 
-    def __str__(self) -> str:
-        return "the totals of the run"
+    what = "the totals of the run"
 
 
 Request = PullBatch | StepDone | BeginPush | Pushed | Evaluate | AwaitEvaluation | Finish
 
 
-class BatchReady(msgspec.Struct, tag="batch_ready"):
+class BatchReady(msgspec.Struct, tag=str.lower):
     """The batch exists. `info` describes all ranks' shards together, for the metrics."""
 
     info: dict[str, Any]
 
 
-class Resync(msgspec.Struct, tag="resync"):
+class Resync(msgspec.Struct, tag=str.lower):
     """The trainer waits and some servers are stale: push the current version to them first."""
 
 
-class PushTargets(msgspec.Struct, tag="push_targets"):
+class PushTargets(msgspec.Struct, tag=str.lower):
     """The servers to push to, possibly none: servers that start later are resynced then.
 
     `drained` counts the requests in flight that were waited for (interrupt mode `none`).
@@ -138,35 +133,23 @@ class PushTargets(msgspec.Struct, tag="push_targets"):
     drained: int = 0
 
 
-class Recorded(msgspec.Struct, tag="recorded"):
-    """The step, or the push, is recorded. Admission is open for the version of a push."""
+class Done(msgspec.Struct, tag=str.lower):
+    """The step or the push is recorded, or the evaluation has ended."""
 
 
-class Evaluation(msgspec.Struct, tag="evaluation"):
-    """A finished evaluation: `record` is one line of evals.jsonl."""
+class Facts(msgspec.Struct, tag=str.lower):
+    """A line of evals.jsonl, or the content of controller_totals.json."""
 
-    record: dict[str, Any]
-
-
-class EvaluationEnded(msgspec.Struct, tag="evaluation_ended"):
-    """The evaluation has ended. Only the client that sent `Evaluate` gets its result."""
+    values: dict[str, Any]
 
 
-class RunTotals(msgspec.Struct, tag="run_totals"):
-    """The end of the run: `totals` is the content of controller_totals.json."""
-
-    totals: dict[str, Any]
-
-
-class Failed(msgspec.Struct, tag="failed"):
+class Failed(msgspec.Struct, tag=str.lower):
     """The request failed; `error` is the message for the trainer."""
 
     error: str
 
 
-Response = (
-    BatchReady | Resync | PushTargets | Recorded | Evaluation | EvaluationEnded | RunTotals | Failed
-)
+Response = BatchReady | Resync | PushTargets | Done | Facts | Failed
 
 
 class Envelope(msgspec.Struct):
@@ -322,7 +305,7 @@ class MessageServer:
             if not refuses or isinstance(error, StoreError):
                 raise
         self._pending.discard((client, number))
-        if isinstance(response, RunTotals):
+        if response is not None and isinstance(request, Finish):
             self.finished.set()
 
     async def _send(
@@ -419,7 +402,7 @@ class ControllerClient:
 
     def step_done(self, step: int) -> None:
         """Report that `step` steps are complete and that no push follows the last one."""
-        self._call(StepDone(step), Recorded)
+        self._call(StepDone(step), Done)
 
     def begin_push(self, version: int) -> PushTargets:
         """Announce a push of `version` and return the servers to push to."""
@@ -427,22 +410,22 @@ class ControllerClient:
 
     def pushed(self, version: int, failed: Sequence[str] = ()) -> None:
         """Report that every target of the push except `failed` now serves `version`."""
-        self._call(Pushed(version, list(failed)), Recorded)
+        self._call(Pushed(version, list(failed)), Done)
 
     def evaluate(self, version: int) -> dict[str, Any]:
         """Evaluate the held-out problems and return one line of evals.jsonl."""
-        return self._call(Evaluate(version), Evaluation)[0].record
+        return self._call(Evaluate(version), Facts)[0].values
 
     def await_evaluation(self, version: int, resync: Callable[[], object]) -> None:
         """Wait until the evaluation of the last version has ended. Every rank calls it.
 
         `resync` is as in `batch`.
         """
-        self._call_with_resyncs(partial(AwaitEvaluation, version), EvaluationEnded, resync)
+        self._call_with_resyncs(partial(AwaitEvaluation, version), Done, resync)
 
     def finish(self) -> dict[str, Any]:
         """End the run and return its totals. The controller exits afterwards."""
-        return self._call(Finish(), RunTotals)[0].totals
+        return self._call(Finish(), Facts)[0].values
 
     def _call_with_resyncs(
         self, ask: Callable[[int], Request], expected: type[R], resync: Callable[[], object]

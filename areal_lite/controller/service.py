@@ -39,16 +39,15 @@ from areal_lite.controller.protocol import (
     Answer,
     AwaitEvaluation,
     BeginPush,
+    Done,
     Evaluate,
-    Evaluation,
+    Facts,
     Finish,
     MessageServer,
     PullBatch,
     Pushed,
     PushTargets,
-    Recorded,
     Request,
-    RunTotals,
     StepDone,
     run_until,
 )
@@ -219,17 +218,19 @@ class Controller:
             case PullBatch():
                 return await self.batches.pull(request)
             case StepDone(step):
-                return await self._record_step(step), ()
+                await self._record_step(step)
+                return Done(), ()
             case BeginPush(version):
                 return await self._begin_push(version), ()
             case Pushed(version, failed):
-                return await self._record_push(version, failed), ()
+                await self._record_push(version, failed)
+                return Done(), ()
             case Evaluate(version):
-                return Evaluation(dict(await self.evaluator.evaluate(version))), ()
+                return Facts(await self.evaluator.evaluate(version)), ()
             case AwaitEvaluation(_, resyncs):
                 return await self.evaluator.await_last(resyncs), ()
             case Finish():
-                return RunTotals(await self._finish()), ()
+                return Facts(await self._finish()), ()
 
     async def _begin_push(self, version: int) -> PushTargets:
         """Start a push.
@@ -252,14 +253,14 @@ class Controller:
         self._pushing = True
         return PushTargets(servers, drained)
 
-    async def _record_push(self, version: int, failed: list[str]) -> Recorded:
+    async def _record_push(self, version: int, failed: list[str]) -> None:
         """End a push and open admission for `version`.
 
         If an earlier controller has recorded the end, and was killed before its reply, nothing is
         left to do. If the push began under it, the servers stay stale until the next resync.
         """
         if not self._pushing and version == self.fleet.router.version == self.batches.step:
-            return Recorded()
+            return
         if not self._pushing or version < self.batches.step:
             raise ValueError(
                 f"version {version} was pushed without permission: call begin_push first "
@@ -271,9 +272,8 @@ class Controller:
         self.batches.on_push()
         await self._complete(version)
         await record_handover(self._store, pushing=0, version=version)
-        return Recorded()
 
-    async def _record_step(self, step: int) -> Recorded:
+    async def _record_step(self, step: int) -> None:
         """Record that `step` steps are complete, perhaps again after a takeover."""
         if step < self.batches.step:
             raise ValueError(
@@ -281,7 +281,6 @@ class Controller:
             )
         self.dispatcher.on_step(step)
         await self._complete(step)
-        return Recorded()
 
     async def _complete(self, step: int) -> None:
         """Let the batch of `step` be assigned, and mark the batches before it as used."""

@@ -28,14 +28,14 @@ from areal_lite.controller.protocol import (
     Answer,
     BatchReady,
     BeginPush,
+    Done,
+    Facts,
     Finish,
     MessageServer,
     PullBatch,
     Pushed,
     PushTargets,
-    Recorded,
     Request,
-    RunTotals,
     StepDone,
     run_until,
 )
@@ -113,9 +113,9 @@ class StoredRunController:
             case BeginPush():
                 return PushTargets([]), ()
             case StepDone() | Pushed():
-                return Recorded(), ()
+                return Done(), ()
             case Finish():
-                return RunTotals(self._totals()), ()
+                return Facts(self._totals()), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
     def _assign(self, step: int, world: int) -> BatchAssignment:

@@ -25,14 +25,13 @@ from areal_lite.controller.protocol import (
     BeginPush,
     ControllerClient,
     Evaluate,
-    Evaluation,
+    Facts,
     Finish,
     MessageServer,
     PullBatch,
     Pushed,
     PushTargets,
     Resync,
-    RunTotals,
 )
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.system.processes import process_namespace
@@ -88,9 +87,9 @@ async def handler(request):
         case Pushed(version, failed):
             raise RuntimeError(f"{version} {failed}")
         case Evaluate(version):
-            return Evaluation({"greedy": 0.25, "versions": [version]}), ()
+            return Facts({"greedy": 0.25, "versions": [version]}), ()
         case Finish():
-            return RunTotals({"groups": {"used": 3}}), ()
+            return Facts({"groups": {"used": 3}}), ()
 
 
 @pytest.fixture
