@@ -1,8 +1,6 @@
-"""The plugins inside an SGLang server: push.py for weights, sampling.py for tokens.
+"""The plugins inside an SGLang server (push.py), and the process group of a push (weight_group.py).
 
-SGLang loads the plugins in every process of a server (entry point `areal_lite`, push.py:install).
-They are hooks around SGLang's own functions. weight_group.py is the process group of a push; the
-trainer uses it, too.
+SGLang loads them in every process of a server (entry point `areal_lite`, push.py:install).
 """
 
 ENV_READBACK = "AREAL_LITE_READBACK"

@@ -1,4 +1,6 @@
-"""The server's side of a push of weights. Groups of other clients stay as SGLang made them.
+"""The plugins inside an SGLang server: hooks around its functions, for pushes and for tokens.
+
+A push of weights. Groups of other clients stay as SGLang made them:
 
 * Weight groups (weight_group.py): the answer to a request means that the weights have arrived, and
   a server whose group breaks can join the next.
@@ -10,6 +12,16 @@
   samples to the version that comes after it.
 * Read-back: with AREAL_LITE_READBACK=1, every architecture answers `/get_weights_by_name`, with the
   names of the server's own parameters. Pushes are verified with it.
+
+Sampling, and SGLang's report about a sampled token:
+
+* Greedy requests change no other request's tokens under `server.deterministic`. SGLang takes greedy
+  for top-k sampling, and samples the whole batch from sorted probabilities. It then hashes the rank
+  of a token in place of the token: every other request gets other tokens for the same seed.
+* A retracted request returns the routes of its own forward passes. SGLang keeps routes beside the
+  KV cache, and a request that is retracted, by a push or for lack of memory, loses both. Its tokens
+  are computed again, perhaps by newer weights, and SGLang would return the routes of that
+  computation.
 """
 
 from __future__ import annotations
@@ -27,7 +39,7 @@ from safetensors import safe_open
 
 from areal_lite import sglang_plugins
 from areal_lite.data.model_folder import weight_files
-from areal_lite.sglang_plugins import ENV_READBACK, sampling
+from areal_lite.sglang_plugins import ENV_READBACK
 from areal_lite.sglang_plugins.weight_group import (
     ADAPTERS,
     GROUP_PREFIX,
@@ -42,6 +54,12 @@ _READ = (
     "sglang.srt.model_executor.model_runner_components.weight_exporter"
     ".WeightExporter.get_weights_by_name"
 )
+_SAMPLER = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+_RELEASE = "sglang.srt.managers.schedule_batch.release_req"
+_COLLECT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._maybe_collect_routed_experts"
+)
 # SGLang's own limit for a group. The trainer closes the store long before.
 _LIMIT = timedelta(minutes=30)
 # How often to ask the trainer's store whether the group still lives, in seconds.
@@ -55,11 +73,11 @@ Named = tuple[str, torch.Tensor]
 
 
 def install() -> None:
-    """Register the hooks of this module and of sampling.py with SGLang."""
+    """Register the hooks with SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     sglang_plugins.installed = True
-    for target, hook in {**hooks(), **sampling.hooks()}.items():
+    for target, hook in hooks().items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
@@ -71,6 +89,9 @@ def hooks() -> dict[str, Callable]:
         f"{_UPDATER}.receive_weights_from_distributed": _receive_weights,
         f"{_SCHEDULER}.pause_generation": _finish_forward_pass,
         f"{_SCHEDULER}.record_weight_version_change": _tag_pending_tokens,
+        _SAMPLER: _sample_by_token,
+        _RELEASE: _keep_routes,
+        _COLLECT: _return_kept_routes,
         **({_READ: _read_parameter} if os.environ.get(ENV_READBACK) == "1" else {}),
     }
 
@@ -253,3 +274,51 @@ def _read_parameter(
     """Return the first rows of a parameter as nested lists of floats; None if it is unknown."""
     parameter = dict(self.get_model().named_parameters()).get(name)
     return None if parameter is None else parameter[:truncate_size].float().cpu().tolist()
+
+
+def _sample_by_token(
+    original: Callable,
+    self: Any,
+    probs: Any,
+    sampling_info: Any,
+    positions: Any,
+    simple_sampling_case: bool,
+) -> tuple[Any, Any]:
+    """Sample seeded requests over the whole vocabulary by token, greedy ones without noise."""
+    from sglang.srt.layers.sampler import sampling_from_probs_torch
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    info = sampling_info
+    tokens, capture = original(self, probs, info, positions, simple_sampling_case)
+    if simple_sampling_case or info.sampling_seed is None or info.need_top_p_sampling:
+        return tokens, capture
+    seeded = sampling_from_probs_torch(probs, info.sampling_seed, positions)
+    tokens = torch.where(info.top_ks == TOP_K_ALL, seeded, tokens)
+    return torch.where(info.top_ks == 1, probs.argmax(-1).to(tokens.dtype), tokens), capture
+
+
+def _keep_routes(original: Callable, *, req: Any, req_to_token_pool: Any, **rest: Any) -> bool:
+    """Retract a request, and keep the routes with which its tokens were sampled."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    capturer = get_global_experts_capturer()
+    if req.return_routed_experts and capturer is not None and req.output_ids:
+        kept = getattr(req, "kept_routes", None)
+        first = req.routed_experts_start_len + (0 if kept is None else len(kept))
+        newer = capturer.get_topk(
+            req_pool_idx=req.kv.req_pool_idx,
+            seqlen=len(req.origin_input_ids) + len(req.output_ids),
+            req_to_token_pool=req_to_token_pool,
+            start_len=first,
+        )
+        req.kept_routes = newer if kept is None else torch.cat((kept, newer))
+    return original(req=req, req_to_token_pool=req_to_token_pool, **rest)
+
+
+def _return_kept_routes(original: Callable, self: Any, req: Any) -> None:
+    """Collect the routes of a finished request, with the kept ones for its first tokens."""
+    original(self, req)
+    kept = getattr(req, "kept_routes", None)
+    if kept is not None and req.routed_experts is not None:
+        count = min(len(kept), len(req.routed_experts))
+        req.routed_experts[:count] = kept[:count]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_lite.sglang_plugins import sampling as routes_plugin
+from areal_lite.sglang_plugins import push as routes_plugin
 
 PROMPT = [5, 6, 7]
 
