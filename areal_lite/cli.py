@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import extensions
-from areal_lite.config import TrainConfig, command_names, compose_config, find_command, to_dataclass
+from areal_lite.config import TrainConfig, command_names, compose_config, find_command
 from areal_lite.config.command_line import did_you_mean, explain, one_line, overrides_of, switches
 from areal_lite.config.commands import CORE
 from areal_lite.extensions import load_object
@@ -79,7 +79,7 @@ def checked_config(command: str, overrides: list[str]) -> Any:
             f"{missing[0]} is not set: add {missing[0]}=… "
             f"(`{find_command(command).written(command)} --help` lists all settings)"
         )
-    config = to_dataclass(composed)
+    config = OmegaConf.to_object(composed)
     from areal_lite.launch.preflight import check_config
 
     for caution in check_config(find_command(command), config):

@@ -36,7 +36,6 @@ from areal_lite.config.files import (
     load_config,
     save_config,
     stored_settings,
-    to_dataclass,
 )
 from areal_lite.config.sections import (
     BufferConfig,

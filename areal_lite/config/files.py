@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -40,7 +40,9 @@ def load_config(run_dir: Path, schema: type = TrainConfig) -> Any:
     """
     stored: Any = OmegaConf.to_container(stored_settings(run_dir))
     try:
-        return to_dataclass(OmegaConf.merge(OmegaConf.structured(schema), _known(stored, schema)))
+        return OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(schema), _known(stored, schema))
+        )
     except OmegaConfBaseException as error:
         raise ValueError(f"{Path(run_dir) / CONFIG_FILE}: {error}") from error
 
@@ -89,8 +91,3 @@ def stored_settings(run_dir: Path) -> DictConfig:
     if not isinstance(stored, DictConfig) or not stored:
         raise ValueError(f"{path} has no settings: mend it, or choose another run_dir")
     return stored
-
-
-def to_dataclass(config: DictConfig | ListConfig) -> Any:
-    """Convert a composed configuration to its dataclass, with every interpolation resolved."""
-    return OmegaConf.to_object(config)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 
 from areal_lite.algo.objective import PolicyObjective
 from areal_lite.algo.trajectory_balance import BalanceObjective
@@ -21,7 +22,6 @@ from areal_lite.config import (
     ShapingConfig,
     TrainConfig,
     TrainerConfig,
-    to_dataclass,
 )
 from areal_lite.config.command_line import compose_config
 from areal_lite.megatron.packing import make_microbatches
@@ -377,7 +377,7 @@ def test_distillation_follows_the_reverse_kl_to_a_larger_teacher(model, tmp_path
     overrides = [f"model={model}", "algo=distill", f"algo.reference={teacher}"]
     overrides += ["algo.correction.cap=1e6", "trainer.steps=30", "trainer.lr=1e-2"]
     overrides += [f"trainer.tokens_per_microbatch={budget}", "trainer.adam_eps=1e-5"]
-    config = to_dataclass(compose_config("train", overrides))
+    config = OmegaConf.to_object(compose_config("train", overrides))
     student, scorer = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         for folder in (model, teacher)
@@ -412,7 +412,7 @@ def test_each_source_learns_from_a_teacher_of_its_own(model, tmp_path):
         sizes = {"hidden_size": 48, "num_layers": layers, "head_dim": 8, "mlp_size": 96}
         make_model(MakeModelConfig(out=str(folder), seed=seed, **sizes))
     sources = {name: {"reference": str(folder)} for name, folder in teachers.items()}
-    config = to_dataclass(compose_config("train", [f"model={model}", "algo=distill"]))
+    config = OmegaConf.to_object(compose_config("train", [f"model={model}", "algo=distill"]))
     config.data.sources = sources
     data, drawn = batch(), "abba" * 3
     data = replace(data, source_keys=np.array([source_key(f"{name}/1") for name in drawn]))

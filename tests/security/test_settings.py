@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from areal_lite import cli
-from areal_lite.config import command_names, compose_config, find_command, settings_of, to_dataclass
+from areal_lite.config import command_names, compose_config, find_command, settings_of
 from areal_lite.config.command_line import explain, one_line
 from areal_lite.config.fields import keys_of, sections
 from areal_lite.launch.preflight import check_config
@@ -86,7 +86,7 @@ def refusal(command: str, composed: bytes, changes: dict[str, Any]) -> str:
     try:
         for key, value in changes.items():
             OmegaConf.update(config, key, value)
-        final = to_dataclass(config)
+        final = OmegaConf.to_object(config)
         check_config(find_command(command), final)
     except (HydraException, OmegaConfBaseException) as error:
         return explain(error, command)

@@ -9,8 +9,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from areal_lite.config import DataConfig, to_dataclass
+from areal_lite.config import DataConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt, load_prompts
 from areal_lite.data.tokenizer import Tokenizer
@@ -99,7 +100,7 @@ def test_the_rows_are_read_as_files_and_as_a_hugging_face_data_set(
     script = (EXAMPLES / "custom_dataset" / "run.sh").read_text()
     command = re.search(r"^areal-lite train(.*)", script, re.DOTALL | re.MULTILINE)
     words = [word for word in shlex.split(command[1].replace("\\\n", " ")) if "$" not in word]
-    config = to_dataclass(compose_config("train", ["model=m", *words, *more]))
+    config = OmegaConf.to_object(compose_config("train", ["model=m", *words, *more]))
     for split, count in ("train", None), ("eval", 200):
         prompts = load_prompts(config.data, tokenizer.path, split)
         assert count in (None, prompts.num_prompts) and prompts[0].answer.startswith(("x", "y"))

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from scipy import stats
 
 from areal_lite.algo.advantages import grpo
 from areal_lite.algo.correction import Correction
 from areal_lite.algo.losses import LossInputs, ppo_loss
-from areal_lite.config import to_dataclass
 from areal_lite.config.command_line import compose_config
 from areal_lite.quickstart import addition
 from areal_lite.run_dir.store import Store
@@ -36,7 +36,7 @@ def test_cells_are_the_runs_that_they_name(study: str) -> None:
     cells = STUDIES[study](3)
     assert len({cell.name for cell in cells}) == len(cells)
     for cell in cells[:: max(1, len(cells) // 6)]:
-        config = to_dataclass(
+        config = OmegaConf.to_object(
             compose_config("train", ["model=warm", "run_dir=run", *cell.settings])
         )
         assert config.buffer.max_staleness == cell.lag and config.buffer.window == 0
@@ -50,7 +50,9 @@ def test_every_arm_differs_from_decoupled_in_what_it_adds() -> None:
     configs = {}
     for arm in ARMS:
         settings = Cell(arm, 8, 1e-4, 1).settings
-        configs[arm] = to_dataclass(compose_config("train", ["model=w", "run_dir=r", *settings]))
+        configs[arm] = OmegaConf.to_object(
+            compose_config("train", ["model=w", "run_dir=r", *settings])
+        )
     base = configs["decoupled"]
     changed = {
         arm: {

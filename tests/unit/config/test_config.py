@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from areal_lite import extensions
 from areal_lite.cli import main, run_command
-from areal_lite.config import TrainConfig, find_command, load_config, save_config, to_dataclass
+from areal_lite.config import TrainConfig, find_command, load_config, save_config
 from areal_lite.config.command_line import compose_config, config_dir
 from areal_lite.launch.preflight import check_config
 from areal_lite.quickstart.command import SftConfig
@@ -60,7 +60,7 @@ def test_every_preset_composes_and_is_valid(preset, command, model, tmp_path):
     where = [f"run_dir={tmp_path / 'run'}"]
     where += [f"model={model}", "+task=addition"] if command == "train" else []
     teacher = [f"algo.reference={model}"] if preset == "distill" else []
-    config = to_dataclass(compose_config(command, [f"algo={preset}", *where, *teacher]))
+    config = OmegaConf.to_object(compose_config(command, [f"algo={preset}", *where, *teacher]))
     check_config(find_command(command), config)
     written = OmegaConf.to_container(
         OmegaConf.load(config_dir() / "algo" / f"{preset}.yaml"), resolve=False
@@ -191,7 +191,7 @@ def test_a_teacher_has_the_same_tokens(tmp_path, capsys):
 
     check_config(
         find_command("train"),
-        to_dataclass(compose_config("train", ["+task=addition", *overrides("larger")])),
+        OmegaConf.to_object(compose_config("train", ["+task=addition", *overrides("larger")])),
     )
     for teacher, message in ("other", "'a' is 1 there and 0 in"), ("smaller", "'b' is None there"):
         line = complaint(capsys, "train", *overrides(teacher))

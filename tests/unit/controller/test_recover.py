@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from areal_lite.config import TrainConfig, find_command, save_config, to_dataclass
+from areal_lite.config import TrainConfig, find_command, save_config
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.launch.preflight import check_config
 from areal_lite.run_dir.metrics import append_event, forget_after, read_events
@@ -385,5 +385,5 @@ def checked(settings: dict[str, object]) -> TrainConfig:
         OmegaConf.structured(TrainConfig),
         OmegaConf.from_dotlist([f"{k}={v}" for k, v in settings.items()]),
     )
-    check_config(find_command("train"), to_dataclass(config))
-    return to_dataclass(config)
+    check_config(find_command("train"), OmegaConf.to_object(config))
+    return OmegaConf.to_object(config)

@@ -9,8 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from areal_lite.config import RolloutConfig, TrainConfig, to_dataclass
+from areal_lite.config import RolloutConfig, TrainConfig
 from areal_lite.config.command_line import compose_config
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def config_of(command: str) -> TrainConfig:
     arguments = [a for a in shlex.split(command.replace("\\\n", " ")) if a != "…"]
     assert arguments[:2] == ["areal-lite", "train"]
-    return to_dataclass(
+    return OmegaConf.to_object(
         compose_config("train", ["model=somewhere", "+task=addition", *arguments[2:]])
     )
 

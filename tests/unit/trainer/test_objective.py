@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import value_loss
@@ -22,7 +23,6 @@ from areal_lite.config import (
     RolloutConfig,
     ShapingConfig,
     TrainConfig,
-    to_dataclass,
 )
 from areal_lite.config.command_line import compose_config
 from areal_lite.config.fields import settings_of
@@ -327,7 +327,7 @@ def test_a_teacher_adds_its_log_ratio_to_the_advantage_of_a_token(estimator, see
 def test_distillation_follows_the_gradient_of_the_reverse_kl(stale):
     """Add up the gradients of all tokens that can follow, by the probability of sampling each."""
     overrides = ["model=m", "algo=distill", "algo.reference=m", "algo.correction.cap=1e6"]
-    config = to_dataclass(compose_config("train", overrides))
+    config = OmegaConf.to_object(compose_config("train", overrides))
     objective = build_objective(config)
     generator = torch.Generator().manual_seed(3)
 

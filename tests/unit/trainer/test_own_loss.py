@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from areal_lite.algo.objective import FlatBatch
 from areal_lite.config import (
@@ -18,7 +19,6 @@ from areal_lite.config import (
     KLConfig,
     RolloutConfig,
     TrainConfig,
-    to_dataclass,
 )
 from areal_lite.config.command_line import compose_config
 from areal_lite.config.rules import check_rules
@@ -158,7 +158,7 @@ def recipe_config(path: Path) -> TrainConfig:
     text = path.read_text().split('"""')[1].replace("\\\n", " ")
     (command,) = re.findall(r"^ +areal-lite train (.*)$", text, re.MULTILINE)
     words = [word.replace("…", "m") for word in shlex.split(command)]
-    return to_dataclass(compose_config("train", words))
+    return OmegaConf.to_object(compose_config("train", words))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
