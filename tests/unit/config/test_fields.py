@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from areal_lite.algo import correction, objective, sequences
+from areal_lite.algo import correction, losses, sequences
 from areal_lite.config import (
     AlgoConfig,
     CorrectionConfig,
@@ -94,7 +94,7 @@ def test_choices_are_those_of_the_code_that_reads_them():
     assert correction_settings["mode"].choices == correction.MODES
     assert correction_settings["level"].choices == correction.LEVELS
     assert settings_of(AlgoConfig)["reduction"].choices == sequences.REDUCTIONS
-    assert settings_of(KLConfig)["estimator"].choices == objective.ESTIMATORS
+    assert settings_of(KLConfig)["estimator"].choices == losses.ESTIMATORS
     assert set(settings_of(MakeModelConfig)["architecture"].choices) == set(ARCHITECTURES)
 
 
