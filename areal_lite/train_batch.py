@@ -36,36 +36,21 @@ _DTYPES = {name: (np.dtype(dtype),) for name, dtype in _ARRAYS.items()} | {"rout
 
 @dataclass(slots=True, kw_only=True)
 class TrainBatch:
-    """Trajectories laid end to end: n sequences with T tokens in all.
+    """Trajectories laid end to end: n sequences with T tokens in all."""
 
-    Args:
-        tokens: int32 [T].
-        loss_mask: bool [T], true where a token takes part in the loss.
-        behavior_logprobs: float32 [T], finite.
-        versions: int32 [T].
-        rewards: float32 [n], NaN without a reward.
-        group_ids: int64 [n].
-        sample_indices, trace_indices: int32 [n].
-        truncated: bool [n], true for finish reason `length`.
-        kv_versions: int32 [n], as in Trajectory.
-        source_keys: int64 [n], the `source_key` of each trajectory's data source.
-        cu_seqlens: int64 [n + 1]; sequence i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-        routes: [T, layers, top_k], as in Trajectory; None if no sequence has any.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    rewards: np.ndarray
-    group_ids: np.ndarray
-    sample_indices: np.ndarray
-    trace_indices: np.ndarray
-    truncated: np.ndarray
-    kv_versions: np.ndarray
-    source_keys: np.ndarray
-    cu_seqlens: np.ndarray
-    routes: np.ndarray | None = None
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T], true where a token takes part in the loss
+    behavior_logprobs: np.ndarray  # float32 [T], finite
+    versions: np.ndarray  # int32 [T]
+    rewards: np.ndarray  # float32 [n], NaN without a reward
+    group_ids: np.ndarray  # int64 [n]
+    sample_indices: np.ndarray  # int32 [n]
+    trace_indices: np.ndarray  # int32 [n]
+    truncated: np.ndarray  # bool [n], true for finish reason `length`
+    kv_versions: np.ndarray  # int32 [n], as in Trajectory
+    source_keys: np.ndarray  # int64 [n], the `source_key` of each trajectory's data source
+    cu_seqlens: np.ndarray  # int64 [n + 1]; sequence i owns [cu_seqlens[i], cu_seqlens[i + 1])
+    routes: np.ndarray | None = None  # [T, layers, top_k], as in Trajectory; None without any
 
     @classmethod
     def from_trajectories(

@@ -90,43 +90,29 @@ class Segment:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """One sampled sequence, a trace of an episode: a prompt and its continuation.
-
-    Args:
-        group_id: the group that it belongs to.
-        sample_index: the number of its episode within the group.
-        trace_index: its own number within the episode.
-        tokens: int32 [L].
-        loss_mask: bool [L], true for sampled tokens.
-        behavior_logprobs: float32 [L], nats, of the distribution that was sampled from.
-        versions: int32 [L], the version of the weights that sampled each token, else -1.
-        finish_reason: a FinishReason.
-        reward: None until it is scored.
-        started_at, finished_at: wall-clock seconds. server: name of that of its last turn, or "".
-        requests: number of HTTP requests, more than one after an abort or in several turns.
-        kv_version: the KV cache holds nothing of older versions than this; -1 if unknown. It can be
-            older than every entry of `versions`: a request that was queued during an in-place push
-            may begin with a prefix that the old weights have cached.
-        routes: uint8 or uint16 [L, layers, top_k], the experts that computed each token (routes.py)
-            in the forward pass that sampled the token after it. The last token has none. None
-            without `algo.routing_replay`.
-    """
+    """One sampled sequence of L tokens, a trace of an episode: a prompt and its continuation."""
 
     group_id: int
     prompt_id: str
-    sample_index: int
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: str
-    trace_index: int = 0
-    reward: float | None = None
-    started_at: float = 0.0
+    sample_index: int  # the number of its episode within the group
+    tokens: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L], true for sampled tokens
+    behavior_logprobs: np.ndarray  # float32 [L], nats, of the distribution that was sampled from
+    versions: np.ndarray  # int32 [L], of the weights that sampled each token, else -1
+    finish_reason: str  # a FinishReason
+    trace_index: int = 0  # its own number within the episode
+    reward: float | None = None  # None until it is scored
+    started_at: float = 0.0  # wall-clock seconds
     finished_at: float = 0.0
-    server: str = ""
-    requests: int = 1
+    server: str = ""  # the name of that of its last turn
+    requests: int = 1  # HTTP requests, more than one after an abort or in several turns
+    # The KV cache holds nothing of older versions than this; -1 if unknown. It can be older than
+    # every entry of `versions`: a request that was queued during an in-place push may begin with a
+    # prefix that the old weights have cached.
     kv_version: int = -1
+    # uint8 or uint16 [L, layers, top_k], the experts that computed each token (routes.py) in the
+    # forward pass that sampled the token after it. The last token has none. None without
+    # `algo.routing_replay`.
     routes: np.ndarray | None = None
 
     def check(self) -> Trajectory:

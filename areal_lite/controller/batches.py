@@ -35,19 +35,12 @@ _PREFIX = "handover_"  # of the names in the table `totals`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """Answers that the trainer has received, besides its batches.
+    """Answers that the trainer has received, besides its batches."""
 
-    Args:
-        resyncs: number of resyncs that were requested since the trainer's start.
-        version: version of the last push.
-        pushing: 1 between the beginning and the end of a push, else 0.
-        evaluated: 1 after the end of the evaluation of the last version, else 0.
-    """
-
-    resyncs: int = 0
-    version: int = 0
-    pushing: int = 0
-    evaluated: int = 0
+    resyncs: int = 0  # requested since the trainer's start
+    version: int = 0  # of the last push
+    pushing: int = 0  # 1 between the beginning and the end of a push
+    evaluated: int = 0  # 1 after the end of the evaluation of the last version
 
 
 def read_handover(store: Store) -> Handover:

@@ -95,21 +95,13 @@ from areal_lite.trajectory import Group, Trajectory, episode_reward
 
 @dataclass(slots=True, kw_only=True)
 class AdmissionGate:
-    """Counts groups and decides whether another one may start.
+    """Counts groups and decides whether another one may start."""
 
-    Args:
-        max_staleness: the bound eta in steps; None for replay: generation never waits.
-        batch_groups: groups per training step, B.
-        steps: training steps of the run. No group starts that no step would use. None: no end.
-        version: the servers' version.
-        step: completed training steps.
-    """
-
-    max_staleness: int | None
-    batch_groups: int
-    steps: int | None = None
-    version: int = 0
-    step: int = 0
+    max_staleness: int | None  # the bound eta in steps; None for replay: generation never waits
+    batch_groups: int  # per training step, B
+    steps: int | None = None  # of the run: no group starts that no step would use. None: no end
+    version: int = 0  # the servers'
+    step: int = 0  # completed training steps
     running: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -179,25 +171,16 @@ _NO_BOUND = 2**30
 
 @dataclass(slots=True, kw_only=True)
 class BatchAssignment:
-    """The batch of one training step.
-
-    Args:
-        groups: its groups.
-        shards: one TrainBatch per data-parallel rank.
-        masked_tokens: number of overdue tokens that were masked.
-        group_ids: the groups that the step uses up.
-        passed: number of groups, up to this batch, that passed the oldest group that still runs.
-        draws: replay: group id and sample index of each episode, by group of the batch.
-        info: facts for the metrics.
-    """
+    """The batch of one training step."""
 
     groups: list[Group]
-    shards: list[TrainBatch]
-    masked_tokens: int
-    group_ids: list[int]
-    passed: int = 0
+    shards: list[TrainBatch]  # one per data-parallel rank
+    masked_tokens: int  # overdue ones
+    group_ids: list[int]  # the groups that the step uses up
+    passed: int = 0  # groups, up to this batch, that passed the oldest one that still runs
+    # Replay: group id and sample index of each episode, by group of the batch.
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)  # for the metrics
 
     @property
     def has_routes(self) -> bool:

@@ -83,23 +83,14 @@ def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """The parts that a simulator may replace.
+    """The parts that a simulator may replace."""
 
-    Args:
-        sources: the data sources by name; a single one may have none.
-        tokenizer: decodes completions for the reward function.
-        store: keeps groups and trajectories; None when nothing is trained.
-        clock: returns seconds since 1970.
-        eval_sets: further held-out sets of a single source, by name.
-        workflow: plays the episodes; None: that of `rollout.workflow` for each source.
-    """
-
-    sources: Mapping[str, Source]
-    tokenizer: Tokenizer
-    store: StoreThread | None
-    clock: Callable[[], float]
-    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)
-    workflow: Workflow | None = None
+    sources: Mapping[str, Source]  # by name; a single one may have none
+    tokenizer: Tokenizer  # decodes completions for the reward function
+    store: StoreThread | None  # None when nothing is trained
+    clock: Callable[[], float]  # returns seconds since 1970
+    eval_sets: Mapping[str, PromptSet] = field(default_factory=dict)  # more of a single source
+    workflow: Workflow | None = None  # None: that of `rollout.workflow` for each source
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from areal_lite.run_dir.resume import (
     TRAINER_RUNS,
     clear_stop_request,
     lock_run_dir,
-    remove_stale_files,
+    remove_files,
     set_aside_damaged,
     start_version,
     stop_requested,
@@ -155,7 +155,7 @@ def how_to_continue(config: TrainConfig) -> str:
 
 def train(config: TrainConfig, run_dir: Path, on_step: OnStep | None = None) -> None:
     """Run all roles until trainer and controller have ended. Raises RoleFailed when one fails."""
-    remove_stale_files(run_dir)
+    remove_files(run_dir)
     placement = place_run(config)
     if config.debug == "off":
         _train_with_restarts(config, run_dir, placement, on_step)

@@ -26,7 +26,7 @@ from areal_lite.run_dir.paths import CONFIG_FILE, LOGS_DIR, STOP_FILE
 from areal_lite.run_dir.resume import (
     is_locked,
     lock_run_dir,
-    remove_stale_files,
+    remove_files,
     set_aside_damaged,
     start_version,
 )
@@ -86,7 +86,7 @@ def _begin(run_dir: Path) -> int:
     if version >= load_config(run_dir).trainer.steps:
         print(f"the run is complete: it has a checkpoint of step {version}", file=sys.stderr)
         return COMPLETE
-    remove_stale_files(run_dir)
+    remove_files(run_dir)
     forget_after(run_dir, version)
     return 0
 

@@ -26,8 +26,9 @@ from areal_lite.launch.roles import ProcessFailed, Role, RoleFailed, Roles, sign
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import LOGS_DIR
 from areal_lite.run_dir.resume import (
-    remove_controller_files,
-    remove_role_files,
+    CONTROLLER_FILES,
+    ROLE_FILES,
+    remove_files,
     set_aside_damaged,
     start_version,
     stop_requested,
@@ -242,7 +243,7 @@ class Restarts:
             set_aside_damaged(self._run_dir)
         except ValueError as error:
             raise self._end(failed, str(error)) from error
-        remove_role_files(self._run_dir)
+        remove_files(self._run_dir, ROLE_FILES)
         self.start = start_version(self._run_dir)
         self._wait(failed, restart, f"controller and trainer start again from step {self.start}")
 
@@ -260,7 +261,7 @@ class Restarts:
     def prepare_controller(self, failed: ProcessFailed) -> None:
         """Log the failure, wait, and prepare the run directory for another controller."""
         restart = self._decide(failed)
-        remove_controller_files(self._run_dir)
+        remove_files(self._run_dir, CONTROLLER_FILES)
         self._wait(failed, restart, "the controller starts again under the running trainer")
 
     def _decide(self, failed: ProcessFailed) -> Restart:

@@ -2,19 +2,14 @@
 
 `score` returns a finite float or raises RewardError with one of these reasons:
   * `exception`: the function raised;
-  * `timeout`: it ran for longer than `timeout_s`. Its process and everything that it started are
-    killed;
+  * `timeout`: it ran for longer than `timeout_s`. All that its process started is killed with it;
   * `died`: its process ended (out of memory, `os._exit`), or wrote to the pool's pipe itself;
   * `bad_result`: it returned something other than a finite number.
 
-Invariants:
-  * the time-out counts from the start of a sample's execution, however long the sample waited;
-  * only the executing sample fails with its process; samples behind it are executed elsewhere,
-    once;
-  * nothing of a process outlives the pool or the pool's own process (worker.py);
-  * a killed or dead process is replaced. If a replacement cannot start, the pool shrinks; an empty
-    pool raises RuntimeError;
-  * nothing blocks the event loop.
+The time-out counts from the start of a sample's execution, however long the sample waited. Samples
+behind it are executed elsewhere, once. A killed or dead process is replaced. If a replacement
+cannot start, the pool shrinks; an empty pool raises RuntimeError. Nothing of a process outlives the
+pool or the pool's own process (worker.py).
 
 Start the pool in a thread that lasts: the kernel kills children with the thread that made them.
 """

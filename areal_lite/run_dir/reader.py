@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,30 +81,20 @@ class DamagedGroup(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The table of groups as columns, n of them, in the order of admission.
+    """The table of groups as columns, n of them, in the order of admission."""
 
-    Args:
-        ids, prompt, drawn, size: int64 [n], as in the store. `prompt` is an index.
-        state: int64 [n], the place of its state in GroupState; see `are`.
-        trajectories, step: int64 [n], -1 without one. Steps count from 0.
-        kept: int64 [n], the bytes of the tokens of its trajectories; -1 without trajectories.
-        reason: bool [n], whether there is one.
-        admitted, finished: float64 [n], wall-clock seconds, NaN before.
-        damaged: bool [n], admissions that their checksum contradicts.
-    """
-
-    ids: np.ndarray
-    prompt: np.ndarray
+    ids: np.ndarray  # int64 [n], as the others up to `kept`
+    prompt: np.ndarray  # its index
     drawn: np.ndarray
     size: np.ndarray
-    state: np.ndarray
-    trajectories: np.ndarray
-    step: np.ndarray
-    kept: np.ndarray
-    reason: np.ndarray
-    admitted: np.ndarray
-    finished: np.ndarray
-    damaged: np.ndarray
+    state: np.ndarray  # its place in GroupState; see `are`
+    trajectories: np.ndarray  # -1 without any
+    step: np.ndarray  # from 0; -1 without one
+    kept: np.ndarray  # bytes of the tokens of its trajectories; -1 without any
+    reason: np.ndarray  # bool [n], whether there is one
+    admitted: np.ndarray  # float64 [n], wall-clock seconds
+    finished: np.ndarray  # the same, NaN before
+    damaged: np.ndarray  # bool [n], admissions that their checksum contradicts
 
     def are(self, state: GroupState) -> np.ndarray:
         """Tell which groups are in `state`, bool [n]."""
@@ -117,17 +107,11 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some trajectories as columns, n of them with s segments.
+    """Some trajectories as columns, n of them with s segments."""
 
-    Args:
-        columns: arrays [n] by the names that were asked for, also as chunk[name].
-        owner: int64 [s], the trajectory of each segment, an index below n.
-        version, start, end: int64 [s], the segments in order.
-    """
-
-    columns: dict[str, np.ndarray]
-    owner: np.ndarray
-    version: np.ndarray
+    columns: dict[str, np.ndarray]  # [n], by the names that were asked for, also as chunk[name]
+    owner: np.ndarray  # int64 [s], the trajectory of each segment, an index below n
+    version: np.ndarray  # int64 [s], as `start` and `end`, of the segments in order
     start: np.ndarray
     end: np.ndarray
 
@@ -147,14 +131,12 @@ def to_groups(rows: Iterable[Sequence[Any]] = ()) -> Groups:
     """Return the columns of rows that `RunReader.group_table` has selected."""
     flat = (value for row in rows for value in _numbers(row))
     table = np.fromiter(flat, np.float64).reshape(-1, 12).T
-    names = ("ids", "prompt", "drawn", "size", "state", "trajectories", "step", "kept")
-    return Groups(
-        **{name: column.astype(np.int64) for name, column in zip(names, table)},
-        reason=table[8] > 0,
-        admitted=table[9],
-        finished=table[10],
-        damaged=table[11] > 0,
-    )
+    columns = dict(zip((field.name for field in fields(Groups)), table))
+    for name in columns:
+        if name not in ("admitted", "finished"):
+            dtype = bool if name in ("reason", "damaged") else np.int64
+            columns[name] = columns[name].astype(dtype)
+    return Groups(**columns)
 
 
 def _numbers(row: Sequence[Any]) -> tuple[float, ...]:
@@ -162,10 +144,9 @@ def _numbers(row: Sequence[Any]) -> tuple[float, ...]:
     *admission, expected, state, trajectories, step, kept, reason, finished = row
     group_id, _, index, drawn, size, admitted = admission
     damaged = checksum(admission) != expected
-    state = _STATES.index(GroupState(state))
-    finished = np.nan if finished is None else finished
+    place, ended = _STATES.index(GroupState(state)), np.nan if finished is None else finished
     counts = (trajectories, step, kept)
-    return (group_id, index, drawn, size, state, *counts, reason, admitted, finished, damaged)
+    return (group_id, index, drawn, size, place, *counts, reason, admitted, ended, damaged)
 
 
 def to_chunk(names: Sequence[str], rows: Sequence[Sequence[Any]] = ()) -> Chunk:

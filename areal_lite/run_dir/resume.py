@@ -4,11 +4,10 @@
 (0 without one). S is also a version of the weights. What is recovered:
 
 * Trainer: weights, optimizer, schedule and random state come from the checkpoint. Metrics and
-  evaluations after S are cut off (`run_dir/metrics.py`).
-* Store (`Store.recover`): a group that no step before S has used waits again if weights up to S
-  sampled it. A group that was in flight, or that lost weights sampled, is dropped, and its prompt
-  is drawn again.
-* Controller: prompt sampler, counters and waiting groups come from the store.
+  evaluations after S are cut off (run_dir/metrics.py).
+* Controller: prompt sampler, counters and waiting groups come from the store. A group that no step
+  before S has used waits again if weights up to S sampled it. Others are dropped, and their prompts
+  are drawn again (`Store.recover`).
 * Servers start with version 0. They get no request until the trainer has pushed version S.
 
 A file `stop` in the run directory asks a run to stop: the trainer finishes its step, saves a
@@ -19,8 +18,7 @@ The manifest of a checkpoint has the size and the checksum of each of its files.
 so a folder that has one is complete. A start compares the files with it before any process reads
 them: a flipped bit in a tensor would otherwise train on without a sign.
 
-A controller that is killed can also be replaced under the running trainer: controller/batches.py.
-
+A controller that is killed can also be replaced under the running trainer (controller/batches.py).
 No torch here: supervisor and controller use this module.
 """
 
@@ -31,7 +29,7 @@ import shutil
 import signal
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,16 +59,17 @@ STOPPED = os.EX_TEMPFAIL
 TRAINER_RUNS = "trainer-runs"
 """The last argument of a controller that takes the place of one that was killed."""
 
-# Addresses and states of a controller that is gone, and of a trainer that is gone, too.
-_CONTROLLER_FILES = (
+CONTROLLER_FILES = (
     CONTROLLER_FILE,
     CONTROLLER_STATUS_FILE,
     OPENAI_ENDPOINT_FILE,
     f"{HEARTBEATS_DIR}/controller",
 )
-_ROLE_FILES = (*_CONTROLLER_FILES, f"{HEARTBEATS_DIR}/*", TOTALS_FILE)
-# Also those of servers, and files that only a finished run has.
-_STALE_FILES = (*_ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
+"""Addresses and states of a controller that is gone."""
+ROLE_FILES = (*CONTROLLER_FILES, f"{HEARTBEATS_DIR}/*", TOTALS_FILE)
+"""The same of a trainer that is gone, too."""
+STALE_FILES = (*ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
+"""Also of servers, and files that only a finished run has."""
 
 
 _BLOCK_BYTES = 1 << 22
@@ -198,22 +197,8 @@ def clear_stop_request(run_dir: Path) -> None:
     (run_dir / STOP_FILE).unlink(missing_ok=True)
 
 
-def remove_stale_files(run_dir: Path) -> None:
-    """Remove the files of an earlier start that a process could mistake for this one's."""
-    _remove(run_dir, _STALE_FILES)
-
-
-def remove_role_files(run_dir: Path) -> None:
-    """Remove the stale files of controller and trainer, but keep the servers' files."""
-    _remove(run_dir, _ROLE_FILES)
-
-
-def remove_controller_files(run_dir: Path) -> None:
-    """Remove the stale files of the controller, but keep the trainer's and the servers' files."""
-    _remove(run_dir, _CONTROLLER_FILES)
-
-
-def _remove(run_dir: Path, patterns: tuple[str, ...]) -> None:
+def remove_files(run_dir: Path, patterns: Sequence[str] = STALE_FILES) -> None:
+    """Remove files of an earlier start that a process could mistake for this one's."""
     for pattern in patterns:
         for path in run_dir.glob(pattern):
             path.unlink(missing_ok=True)

@@ -2,15 +2,14 @@
 
 Any SQLite client can read it at any time.
 
-* A group has a row in `groups` before its first request is sent. The row moves through the states
-  of GroupState: in_flight -> finished -> used, or to filtered or dropped.
+* A group has a row in `groups` before its first request is sent. It moves through the states of
+  GroupState. Only `recover` moves it back, when a run resumes: a group that a lost step used is
+  finished again, dropped, or in flight again.
 * A finished group with a `step` is in the batch of that step, whose end is not recorded.
-* Only `recover` moves a group back: when a run resumes, a group that a lost step used is finished
-  again, dropped, or in flight again.
 * A finished, used or filtered group has `num_trajectories` rows in `trajectories`: the traces of
   its episodes that did not fail, each numbered from 0.
-* Tokens, log-probs, texts and routes of prompt and completion are in `sequences`, compressed
-  (store_format.py). `kept_bytes` of a group is their size.
+* Tokens, log-probs, texts and routes are in `sequences`, compressed (store_format.py). `kept_bytes`
+  of a group is their size.
 * `draws` has the episodes of each batch that was drawn from a replay buffer. `totals` has the
   counts of the run that no row shows, and `prompts`, the size of the data set if it has one.
 * Each row has a checksum. A damaged group that waits is dropped when a run resumes. Other damage is
@@ -18,20 +17,16 @@ Any SQLite client can read it at any time.
 * The write-ahead log survives the death of any process at any moment. A power cut does not damage
   the file. It may lose the commits after the last durable one, such as the end of a step.
 
-When the file reaches its bound (`store.max_gib`), old groups lose their rows in `sequences`:
+When the file reaches its bound (`store.max_gib`), old groups lose their rows in `sequences`, each
+in one transaction. Its other columns stay, so what the audit proves stays provable.
 
-* First the groups of which nothing was learned: a filter left them out, or they became too stale.
+* First go groups of which nothing was learned: a filter left them out, or they became too stale.
   Groups that steps have used follow, and groups with failed rollouts: they show what the model
   learned from and what goes wrong. Among both, the oldest go first.
-* A group loses all of them in one transaction, and its `kept_bytes` becomes 0. Its other columns
-  stay, so what the audit proves stays provable.
 * Never removed: what waits for the trainer, what a replay buffer holds, and what steps have used
   that a resume may take back.
 * New groups fill the pages that become free. What is left beyond the bound returns to the file
   system (`auto_vacuum = INCREMENTAL`).
-
-`Store` is blocking SQLite. `StoreThread` runs it on a thread of its own: `await submit(Store.admit,
-…)` returns after the change is committed.
 """
 
 import asyncio
@@ -95,25 +90,15 @@ _ROWS_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """State recovered from the store when a run resumes.
+    """State recovered from the store when a run resumes."""
 
-    Args:
-        groups: number of groups, in any state.
-        waiting: number of finished groups that no step has used.
-        drawn: number of prompts that the sampler had drawn.
-        put_back: prompt indices that the sampler must serve again, in order.
-        again: (group_id, prompt_index, drawn) of the groups to play again, in order.
-        draws: (`drawn` after the draw, prompt index) of the last draws.
-        filtered: number of filtered groups by reason.
-    """
-
-    groups: int
-    waiting: int
-    drawn: int
-    put_back: list[int]
-    again: list[tuple[int, int, int]]
-    draws: list[tuple[int, int]]
-    filtered: Counter[str]
+    groups: int  # in any state
+    waiting: int  # finished groups that no step has used
+    drawn: int  # prompts that the sampler had drawn
+    put_back: list[int]  # prompt indices that the sampler must serve again, in order
+    again: list[tuple[int, int, int]]  # (group_id, prompt_index, drawn) to play again, in order
+    draws: list[tuple[int, int]]  # (`drawn` after the draw, prompt index) of the last draws
+    filtered: Counter[str]  # groups by reason
 
 
 class Store(RunReader):

@@ -20,7 +20,7 @@ from areal_lite.launch.roles import RoleFailed
 from areal_lite.launch.server_pool import ServerPool, server_pool
 from areal_lite.rollout.episode import load_workflow, started
 from areal_lite.run_dir.paths import SUMMARY_FILE
-from areal_lite.run_dir.resume import lock_run_dir, remove_stale_files
+from areal_lite.run_dir.resume import lock_run_dir, remove_files
 from areal_lite.servers.client import SGLangClient
 from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import announced_servers, mark_unhealthy
@@ -42,7 +42,7 @@ def run(config: EvalCommandConfig) -> int:
     """Start servers, evaluate, and stop them. Returns the exit status."""
     run_dir = Path(config.run_dir)
     with lock_run_dir(run_dir):
-        remove_stale_files(run_dir)
+        remove_files(run_dir)
         check_model_folder(Path(config.model))
         save_config(config, run_dir)
         return with_servers(

@@ -13,7 +13,7 @@ from areal_lite import cli
 from areal_lite.launch import prepare
 from areal_lite.quickstart import make_model
 from areal_lite.quickstart.command import MakeModelConfig
-from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_stale_files
+from areal_lite.run_dir.resume import lock_controller, lock_run_dir, remove_files
 from areal_lite.system.files import write_atomically
 
 STARTS = ("train", "prepare", "slurm", "eval", "sft", "quickstart")
@@ -202,5 +202,5 @@ def test_what_a_killed_writer_left_is_removed_at_the_next_start(tmp_path):
     (tmp_path / "servers").mkdir()
     for name in (".config.yaml.0123.tmp", "servers/.server-0.json.0123.tmp"):
         (tmp_path / name).write_text('{"half":')
-    remove_stale_files(tmp_path)
+    remove_files(tmp_path)
     assert content(tmp_path) == {}

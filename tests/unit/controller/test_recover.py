@@ -25,7 +25,7 @@ from areal_lite.run_dir.metrics import append_event, forget_after, read_events
 from areal_lite.run_dir.resume import (
     clear_stop_request,
     lock_run_dir,
-    remove_stale_files,
+    remove_files,
     start_version,
     stop_requested,
 )
@@ -315,7 +315,7 @@ def test_a_run_dir_is_locked_and_cleaned(tmp_path) -> None:
     for name in stale + kept:
         (run_dir / name).touch()
     with lock_run_dir(run_dir):
-        remove_stale_files(run_dir)
+        remove_files(run_dir)
         assert not any((run_dir / name).exists() for name in stale) and all(
             (run_dir / name).exists() for name in kept
         )
