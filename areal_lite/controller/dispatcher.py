@@ -38,8 +38,14 @@ from typing import Any
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.buffer import AdmissionGate
-from areal_lite.controller.metrics import of_source
-from areal_lite.controller.sources import Dependencies, Player, Rollout, Source, drawn_prompts
+from areal_lite.controller.sources import (
+    Dependencies,
+    Player,
+    Rollout,
+    Source,
+    drawn_prompts,
+    of_source,
+)
 from areal_lite.data.model_folder import expert_layout
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.sampler import PromptSampler

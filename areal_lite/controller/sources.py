@@ -81,6 +81,11 @@ def drawn_prompts(sources: Mapping[str, Source]) -> tuple[MixedPrompts, PromptSa
     return MixedPrompts(prompts), PromptSampler(*orders)
 
 
+def of_source(key: str, source: str) -> str:
+    """Return the name of a metric of one data source; `key` itself for one without a name."""
+    return f"{key}/{source}" if source else key
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
     """The parts that a simulator may replace."""

@@ -39,9 +39,6 @@ from functools import lru_cache
 
 import numpy as np
 
-# Draws that are computed at once. A block of many epochs of a small source costs milliseconds.
-_BLOCK = 16
-
 
 @dataclass(frozen=True, slots=True)
 class SourceOrder:
@@ -79,7 +76,6 @@ class PromptSampler:
         for number, weight in enumerate(self._weights):
             self._turns_before[self._turns == number] = np.arange(weight)
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(_epoch_order)
-        self._indices_of = lru_cache(maxsize=1)(self._indices_of_block)
         self.drawn = 0
         self.returned: deque[int] = deque()
         self.retired: set[int] = set()
@@ -184,12 +180,7 @@ class PromptSampler:
         return (self.draws_by_source(drawn)[number] - 1) // num_prompts
 
     def _index_at(self, position: int) -> int:
-        """Return the index of one draw."""
-        block, offset = divmod(position, _BLOCK)
-        return self._indices_of(block)[offset]
-
-    def _indices_of_block(self, block: int) -> list[int]:
-        return self.indices_at(np.arange(block * _BLOCK, (block + 1) * _BLOCK)).tolist()
+        return int(self.indices_at(np.array([position]))[0])
 
     def _places(self, number: int, earlier: np.ndarray) -> np.ndarray:
         """Return the places in a source of its draws, int64, given its number of `earlier` ones."""

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from areal_lite.config import DataConfig
-from areal_lite.data.prompts import Prompt
-from areal_lite.data.rows import Split
+from areal_lite.data.prompts import Prompt, Split
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 

@@ -22,8 +22,7 @@ from areal_lite.config import (
 from areal_lite.config.data import shares
 from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import expert_layout
-from areal_lite.data.prompts import load_prompts
-from areal_lite.data.rows import Split
+from areal_lite.data.prompts import Split, load_prompts
 from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype

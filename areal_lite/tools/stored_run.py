@@ -22,8 +22,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, load_config, stored_settings
+from areal_lite.controller.batches import batch_stats, source_stats
 from areal_lite.controller.buffer import BatchAssignment, GroupQueue, drawn_batch
-from areal_lite.controller.metrics import batch_stats, source_stats
 from areal_lite.controller.protocol import (
     Answer,
     BatchReady,

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import uvloop
 
-from areal_lite.controller.metrics import LoopLag
+from areal_lite.controller.batches import LoopLag
 from areal_lite.controller.protocol import ControllerClient
 from areal_lite.servers.blocking import post
 from areal_lite.system.processes import dying_with_me

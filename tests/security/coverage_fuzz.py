@@ -23,7 +23,7 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(include=["areal_lite"]):
-    from areal_lite.data.rows import _jsonl_file
+    from areal_lite.data.prompts import _jsonl_file
     from areal_lite.rewards.gsm8k import gsm8k_reward
     from areal_lite.rewards.math import is_oversized, stated_result
     from areal_lite.rewards.program import extract_program, parse_tests

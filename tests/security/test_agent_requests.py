@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 import uvloop
 
-from areal_lite.controller.metrics import LoopLag
+from areal_lite.controller.batches import LoopLag
 from areal_lite.data.tokenizer import characters_per_token
 from areal_lite.rollout.endpoint import server as connections
 from areal_lite.rollout.endpoint.server import AgentEndpoint

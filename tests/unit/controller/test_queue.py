@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_lite.controller.batches import batch_stats, source_stats
 from areal_lite.controller.buffer import GroupQueue, balanced_shards
-from areal_lite.controller.metrics import batch_stats, source_stats
 from areal_lite.trajectory import Group, Trajectory
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from areal_lite.config import ReplayConfig
+from areal_lite.controller.batches import diversity
 from areal_lite.controller.buffer import ReplayBuffer, drawn_batch
-from areal_lite.controller.metrics import diversity
 from areal_lite.run_dir.store import Store
 from areal_lite.trajectory import Group, Trajectory
 

@@ -12,8 +12,7 @@ import datasets
 import pytest
 
 from areal_lite.config import DataConfig
-from areal_lite.data.prompts import load_prompts, prompt_source
-from areal_lite.data.rows import hf_rows
+from areal_lite.data.prompts import hf_rows, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer

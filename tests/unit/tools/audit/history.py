@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import TrainConfig, source_configs
 from areal_lite.config.data import weight_of
+from areal_lite.controller.batches import batch_stats
 from areal_lite.controller.buffer import GroupQueue, ReplayBuffer
 from areal_lite.controller.dispatcher import Curriculum
-from areal_lite.controller.metrics import batch_stats
 from areal_lite.data.sampler import PromptSampler, SourceOrder
 from areal_lite.run_dir.metrics import STEP_KEYS, MetricsLog, append_event, forget_after
 from areal_lite.run_dir.resume import needed_since, start_version, write_manifest
