@@ -37,7 +37,7 @@ from areal_lite.config import TrainerConfig
 from areal_lite.data.model_folder import check_split
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class Source(Protocol):
@@ -357,8 +357,8 @@ def layout(name: str, hf: PretrainedConfig) -> Parameter:
         if hf.tie_word_embeddings and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
         return EMBEDDINGS[name]
-    parameter = ARCHITECTURES[hf.model_type].layer[_EXPERT.sub("{expert}", layer[2])]
-    expert = _EXPERT.search(layer[2])
+    parameter = ARCHITECTURES[hf.model_type].layer[EXPERT.sub("{expert}", layer[2])]
+    expert = EXPERT.search(layer[2])
     tensors = (
         f"model.layers.{layer[1]}.{tensor}".format(expert=expert and expert[0])
         for tensor in parameter.names

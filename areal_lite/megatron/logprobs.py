@@ -46,16 +46,19 @@ CHUNK = 1024  # tokens
 Head = Callable[[Backbone, Tensor, Tensor], tuple[Tensor, ...]]
 
 
-class Products(NamedTuple):
-    """How matrices are multiplied."""
-
-    inputs: torch.dtype  # of both matrices
+class _Options(NamedTuple):
+    temperature: float
+    group: dist.ProcessGroup | None
+    width: int  # rows of this rank's slice that are tokens
+    chunk: int  # tokens
+    keep: int  # chunks whose logits are kept
+    inputs: torch.dtype  # of both matrices of a product
     logits: torch.dtype  # of the result in forward
     wide: bool  # products of half-precision matrices are added in float32
 
 
-def choose_products(weight: torch.dtype, fp32: bool) -> Products:
-    """Choose the products for a weight of this dtype.
+def choose_products(weight: torch.dtype, fp32: bool) -> tuple[torch.dtype, torch.dtype, bool]:
+    """Choose inputs, logits and wide of `_Options` for a weight of this dtype.
 
     A GPU multiplies half-precision matrices as they are and adds in float32, at full speed, as
     SGLang does for its float32 output layer. On a CPU, torch must convert the matrices.
@@ -63,16 +66,7 @@ def choose_products(weight: torch.dtype, fp32: bool) -> Products:
     exact = torch.promote_types(weight, torch.float32)
     wide = kernels.wide_products and weight != exact
     logits = exact if fp32 else weight
-    return Products(weight if wide else logits, logits, wide)
-
-
-class _Options(NamedTuple):
-    temperature: float
-    group: dist.ProcessGroup | None
-    width: int  # rows of this rank's slice that are tokens
-    products: Products
-    chunk: int  # tokens
-    keep: int  # chunks whose logits are kept
+    return weight if wide else logits, logits, wide
 
 
 def lm_logprobs(
@@ -109,7 +103,7 @@ def lm_logprobs(
         kept = kernels.logits_to_keep(weight.device, chunk * width)
         keep = kept // max(chunk * width, 1)
     products = choose_products(weight.dtype, fp32)
-    options = _Options(temperature, group, width, products, chunk, keep)
+    options = _Options(temperature, group, width, chunk, keep, *products)
     return _LmLogProbs.apply(hidden, weight, targets - first, options)
 
 
@@ -185,7 +179,7 @@ class _LmLogProbs(torch.autograd.Function):
             grad_hidden[rows] = kernels.linear(slope, head.t())
             if grad_weight is not None:
                 product = slope.t(), hidden[rows].to(head.dtype)
-                _add_product(grad_weight[: options.width], *product, options.products.wide)
+                _add_product(grad_weight[: options.width], *product, options.wide)
             del logp, slope
         # Step 5.
         if options.group is not None and options.group.size() > 1:
@@ -202,12 +196,12 @@ def _chunks(tokens: int, options: _Options) -> list[slice]:
 
 def _head(weight: Tensor, options: _Options) -> Tensor:
     """Return the rows of `weight` that are tokens, in the dtype of the matrix products."""
-    return weight[: options.width].to(options.products.inputs)
+    return weight[: options.width].to(options.inputs)
 
 
 def _logits(hidden: Tensor, head: Tensor, options: _Options, dtype: torch.dtype) -> Tensor:
     hidden = hidden.to(head.dtype)
-    if options.products.logits == head.dtype:
+    if options.logits == head.dtype:
         x = kernels.linear(hidden, head).to(dtype)
     else:
         x = torch.mm(hidden, head.t(), out_dtype=dtype)

@@ -32,7 +32,12 @@ from transformers import PretrainedConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
 from areal_lite.config.rules import check_targets
-from areal_lite.megatron.architectures import check_supported, padded_vocab, transformer_config
+from areal_lite.megatron.architectures import (
+    EXPERT,
+    check_supported,
+    padded_vocab,
+    transformer_config,
+)
 from areal_lite.megatron.attention import PackedAttention
 from areal_lite.megatron.kernels import kernels
 from areal_lite.megatron.lora import freeze_base, linear_layer
@@ -40,7 +45,6 @@ from areal_lite.megatron.parallel import current_device, process_group, transfor
 from areal_lite.megatron.routing_replay import RoutingReplay
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class RMSNorm(torch.nn.Module):
@@ -137,8 +141,8 @@ class Backbone(GPTModel):
             return name
         layer: Any = self.decoder.layers[int(found[0])]
         name = LAYER.sub(str(layer.layer_number - 1), name)
-        if expert := _EXPERT.search(name):
-            name = _EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+        if expert := EXPERT.search(name):
+            name = EXPERT.sub(str(layer.mlp.local_expert_indices[int(expert[0])]), name)
         return name
 
     def output_weight(self) -> Tensor:

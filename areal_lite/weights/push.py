@@ -271,12 +271,11 @@ class WeightPusher(Pusher):
         self._transport.transfer(recipients, watched(), self._pause, apart=apart)
         return verified
 
-    def _pause(self, recipients: PushRecipients, *, between_steps: bool = False) -> PauseWindow:
+    def _pause(self, recipients: PushRecipients) -> PauseWindow:
         # A server has no reason to be slow before the pause. One that hangs must not hold up the
         # others for as long as a transfer may take.
         timeout_s = self._config.sync.health_timeout_s
-        interrupt = self._config.rollout.interrupt
-        return PauseWindow(recipients, interrupt, timeout_s, between_steps)
+        return PauseWindow(recipients, self._config.rollout.interrupt, timeout_s)
 
 
 def verify(server: ServerInfo, sent: Bucket, timeout_s: float) -> int:

@@ -21,8 +21,7 @@ log = logging.getLogger(__name__)
 
 Bucket = list[tuple[str, torch.Tensor]]
 """Weights by name, as the model's Hugging Face checkpoint has them."""
-Pause = Callable[..., "PauseWindow"]
-"""(recipients, between_steps=False) -> the pause window of a push."""
+Pause = Callable[["PushRecipients"], "PauseWindow"]
 FROM_DISK = "/update_weights_from_disk"
 
 
@@ -56,19 +55,16 @@ class PushRecipients:
     def names(self) -> str:
         return ", ".join(server.name for server in self.servers) or "no server"
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> None:
-        """POST `body` once to every server."""
-        self._remove(post_each(self.servers, path, body, timeout_s or self.timeout_s))
-
-    def post_in_turn(self, path: str, body: dict[str, Any]) -> float:
-        """POST `body` to one server after the other. Return the seconds of the longest call."""
-        longest = 0.0
-        for server in list(self.servers):
-            heartbeat.beat()
-            started = steady_time()
-            self._remove(post_each([server], path, body, self.timeout_s))
-            longest = max(longest, steady_time() - started)
-        return longest
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        timeout_s: float | None = None,
+        to: list[ServerInfo] | None = None,
+    ) -> None:
+        """POST `body` once to every server, or `to` some of them."""
+        servers = self.servers if to is None else to
+        self._remove(post_each(servers, path, body, timeout_s or self.timeout_s))
 
     def run_together(self, action: Callable[[list[ServerInfo]], object]) -> None:
         """Run `action` with all servers, and again without the failed servers, until it succeeds.
@@ -112,49 +108,24 @@ class PauseWindow:
 
     Leaving it resumes every remaining server, after an error too: a paused server would hold its
     requests without end.
-
-    between_steps: the servers take the weights in one call, between two decode steps. In place they
-    are then not paused at all, and the window is the longest of these calls.
     """
 
-    def __init__(
-        self,
-        recipients: PushRecipients,
-        interrupt: str,
-        timeout_s: float,
-        between_steps: bool = False,
-    ):
+    def __init__(self, recipients: PushRecipients, interrupt: str, timeout_s: float):
         self._recipients = recipients
         self._timeout_s = timeout_s
         # Mode `none` has nothing in flight. The modes then differ only in the cache flush.
         self._mode = InterruptMode.RETRACT if interrupt == InterruptMode.NONE else interrupt
         # A flush under running requests would kill the scheduler.
         self.flush_cache = self._mode != InterruptMode.IN_PLACE
-        self._pauses = self.flush_cache or not between_steps
-        self._longest_s = 0.0
 
     def __enter__(self) -> PauseWindow:
         self._recipients.report.paused_at = steady_time()
-        if self._pauses:
-            self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
+        self._recipients.post("/pause_generation", {"mode": self._mode}, self._timeout_s)
         return self
-
-    def take(self, path: str, body: dict[str, Any]) -> None:
-        """Let the servers take the weights by a POST of `body`.
-
-        Servers that are not paused take turns: two copies at once take the memory of the machine
-        from each other, and the others generate meanwhile.
-        """
-        if self._pauses:
-            self._recipients.post(path, body)
-        else:
-            self._longest_s = self._recipients.post_in_turn(path, body)
 
     def __exit__(self, *_: object) -> None:
         # Memory that the server gave back to the driver here, it would allocate at the next push.
-        if self._pauses:
-            body = {"torch_empty_cache": False}
-            self._recipients.post("/continue_generation", body, self._timeout_s)
+        body = {"torch_empty_cache": False}
+        self._recipients.post("/continue_generation", body, self._timeout_s)
         report = self._recipients.report
-        whole_s = steady_time() - report.paused_at
-        report.pause_s = whole_s if self._pauses else self._longest_s
+        report.pause_s = steady_time() - report.paused_at

@@ -43,9 +43,10 @@ from areal_lite.cpu.memory.staged import (
     receive,
 )
 from areal_lite.servers.registry import ServerInfo
+from areal_lite.system import heartbeat
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import address_towards
-from areal_lite.system.processes import process_namespace
+from areal_lite.system.processes import process_namespace, steady_time
 from areal_lite.weights.recipients import FROM_DISK, Bucket, Pause, PushRecipients
 
 log = logging.getLogger(__name__)
@@ -149,12 +150,31 @@ class MemoryTransport:
         staged = self._memory.write(buckets, recipients.report.version)
         address = address_towards(server.url for server in recipients.servers)
         recipients.post(FROM_DISK, staged.check_request(self._memory.source(address)))
-        with pause(recipients, between_steps=True) as window:
-            body = staged.activate_request() | {"flush_cache": window.flush_cache}
-            window.take(FROM_DISK, body)
+        window = pause(recipients)
+        body = staged.activate_request() | {"flush_cache": window.flush_cache}
+        if window.flush_cache:
+            with window:
+                recipients.post(FROM_DISK, body)
+        else:
+            take_turns(recipients, body)
 
     def close(self, servers: list[ServerInfo]) -> None:
         self._memory.close()
+
+
+def take_turns(recipients: PushRecipients, body: dict[str, Any]) -> None:
+    """Let one server after the other take the weights between two decode steps, without a pause.
+
+    Two copies at once would take the memory of the machine from each other, and the others generate
+    meanwhile. The pause window is that of the server for which it takes longest.
+    """
+    report = recipients.report
+    report.paused_at = steady_time()
+    for server in list(recipients.servers):
+        heartbeat.beat()
+        started = steady_time()
+        recipients.post(FROM_DISK, body, to=[server])
+        report.pause_s = max(report.pause_s, steady_time() - started)
 
 
 def can_share_memory() -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from areal_lite.config import TrainConfig
 from areal_lite.controller.protocol import PushTargets
+from areal_lite.cpu.memory.transport import take_turns
 from areal_lite.servers.client import ServerError, ServersFailed
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.sglang_plugins.weight_group import CollectiveError
@@ -238,11 +239,7 @@ def test_weights_in_memory_are_checked_before_any_server_is_paused(answers, tmp_
     assert body["flush_cache"] == bool(paused), "a flush would break the requests that run on"
 
 
-@pytest.mark.parametrize(
-    ("interrupt", "asked", "pause_s"),
-    [("in_place", [["a"], ["b"]], 3.0), ("retract", 3 * [["a", "b"]], 9.0)],
-)
-def test_servers_that_are_not_paused_take_turns(monkeypatch, interrupt, asked, pause_s):
+def test_servers_that_are_not_paused_take_turns(monkeypatch):
     """The slowest of several servers that are asked at once determines how long they take."""
     clock, calls = [0.0], []
 
@@ -252,14 +249,13 @@ def test_servers_that_are_not_paused_take_turns(monkeypatch, interrupt, asked, p
         return []
 
     monkeypatch.setattr("areal_lite.weights.recipients.post_each", post_each)
-    monkeypatch.setattr("areal_lite.weights.recipients.steady_time", lambda: clock[0])
+    monkeypatch.setattr("areal_lite.cpu.memory.transport.steady_time", lambda: clock[0])
     servers = [
         ServerInfo(name=name, url="", api_key=None, tensor_parallel=1, pid=1) for name in "ab"
     ]
     push = PushRecipients(servers, PushReport(version=1), timeout_s=5)
-    with PauseWindow(push, interrupt, 5, between_steps=True) as window:
-        window.take("/update_weights_from_disk", {})
-    assert calls == asked and push.report.pause_s == pause_s
+    take_turns(push, {})
+    assert calls == [["a"], ["b"]] and push.report.pause_s == 3.0
 
 
 def test_weight_folder_touches_nothing_but_its_own(answers, tmp_path):
