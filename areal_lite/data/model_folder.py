@@ -5,10 +5,12 @@ Each problem is a ValueError of one line that names the file, the place in it an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from areal_lite.config import TrainerConfig
@@ -16,7 +18,11 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.routes import ExpertLayout
 from areal_lite.system.files import read_json
 
-_INDEX = "model.safetensors.index.json"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Tensors that a checkpoint may have and a model may do without.
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OPTIONAL = (".bias", ".inv_freq", _HEAD)
+_CHUNK = 1 << 26  # bytes that are compared at a time
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 _SIZES = (
@@ -86,15 +92,27 @@ def check_split(described: Mapping[str, Any], trainer: TrainerConfig) -> None:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Map each tensor name to its safetensors file.
+    """Map each tensor name to its safetensors file: of the index, or model.safetensors.
 
-    Raises ValueError without a file, for a damaged one, and for one that the index names in vain.
+    Raises ValueError without one of them, for a file that is damaged, or for one beside them that
+    SGLang would read, too.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder}: no safetensors files; is it a Hugging Face checkpoint folder?")
+    named = read_json(folder / _INDEX).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        raise ValueError(f"{folder / _INDEX}: weight_map is not an object of file names")
+    files = {folder / file for file in named.values()} or {folder / _SINGLE}
+    found = {path for path in folder.glob("*.safetensors") if path.is_file()}
+    if not found or not (named or files <= found):
+        raise ValueError(
+            f"{folder}: neither {_SINGLE} nor {_INDEX}; is it a Hugging Face checkpoint folder?"
+        )
+    if others := found - files if not named else {folder / _SINGLE} & found - files:
+        raise ValueError(
+            f"{min(others)} is no part of the checkpoint, and SGLang or transformers would read it:"
+            " remove it"
+        )
     tensors: dict[str, Path] = {}
-    for path in files:
+    for path in sorted(files & found):
         try:
             with safe_open(path, "numpy") as reader:
                 tensors.update(dict.fromkeys(reader.keys(), path))
@@ -102,9 +120,6 @@ def weight_files(folder: Path) -> dict[str, Path]:
             raise ValueError(
                 f"{path}: not a complete safetensors file ({error}); copy the checkpoint again"
             ) from None
-    named = read_json(folder / _INDEX).get("weight_map", {})
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        raise ValueError(f"{folder / _INDEX}: weight_map is not an object of file names")
     for tensor, file in named.items():
         if tensors.get(tensor) != folder / file:
             raise ValueError(
@@ -130,16 +145,60 @@ def check_weights(folder: Path) -> None:
                 f"{folder / 'config.json'}: {key}={size!r} is not a positive integer;"
                 " copy the checkpoint again"
             )
-    for layer in range(config.get("num_hidden_layers") or 0):
-        if (name := f"model.layers.{layer}.input_layernorm.weight") not in tensors:
+    expected = set(tensor_names(config))
+    if missing := expected - tensors.keys():
+        raise ValueError(f"{folder}: no tensor {min(missing)}; copy the checkpoint again")
+    if extra := {name for name in tensors.keys() - expected if not name.endswith(_OPTIONAL)}:
+        raise ValueError(
+            f"{tensors[min(extra)]}: {min(extra)} is no tensor of config.json's"
+            f" {config['model_type']}; copy both from the same checkpoint"
+        )
+    if config.get("tie_word_embeddings") and _HEAD in tensors:
+        head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))
+        if len(head) != len(embedding) or any(map(_differ, _chunks(head), _chunks(embedding))):
             raise ValueError(
-                f"{folder}: no tensor {name} in its safetensors files; copy the checkpoint again"
+                f"{tensors[_HEAD]}: {_HEAD} is not {_EMBEDDING}, but config.json ties them: set"
+                " tie_word_embeddings to false there, or remove the tensor"
             )
     for path in sorted(set(tensors.values())):
         with safe_open(path, "numpy") as reader:
             for name in reader.keys():
                 part = reader.get_slice(name)
                 _check_tensor(f"{path}: {name}", part.get_shape(), part.get_dtype(), name, config)
+
+
+def raw_tensor(path: Path, name: str) -> np.ndarray:
+    """Map the bytes of a tensor of a safetensors file: uint8 [n]."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        start, end = json.loads(file.read(size))[name]["data_offsets"]
+    return np.memmap(path, np.uint8, "r", 8 + size + start, (end - start,))
+
+
+def _chunks(data: np.ndarray) -> Iterator[np.ndarray]:
+    return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
+
+
+def _differ(one: np.ndarray, two: np.ndarray) -> bool:
+    return not np.array_equal(one, two)
+
+
+def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the tensors that a config.json of one of MODEL_TYPES implies."""
+    kind, experts = config["model_type"], num_experts(config)
+    yield from (_EMBEDDING, "model.norm.weight")
+    if not config.get("tie_word_embeddings"):
+        yield _HEAD
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    parts += [f"self_attn.{name}_proj" for name in "qkvo"]
+    parts += [f"self_attn.{name}_norm" for name in "qk" if kind.startswith("qwen3")]
+    mlps = [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]
+    parts += [f"{mlp}.{name}_proj" for mlp in mlps for name in ("gate", "up", "down")]
+    parts += ["mlp.gate"] if experts else []
+    for layer in range(config.get("num_hidden_layers") or 0):
+        yield from (f"model.layers.{layer}.{part}.weight" for part in parts)
+        if kind == "qwen2":
+            yield from (f"model.layers.{layer}.self_attn.{name}_proj.bias" for name in "qkv")
 
 
 def _check_tensor(

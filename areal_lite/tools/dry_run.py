@@ -5,10 +5,12 @@ model's architecture and layout, and the GPUs of this machine. Nothing is starte
 downloaded.
 """
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, PretrainedConfig
 
 from areal_lite.config import (
@@ -21,7 +23,7 @@ from areal_lite.config import (
 )
 from areal_lite.config.data import shares
 from areal_lite.config.rules import clip_is_idle
-from areal_lite.data.model_folder import expert_layout
+from areal_lite.data.model_folder import expert_layout, weight_files
 from areal_lite.data.prompts import Split, load_prompts
 from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.model import check_layout
@@ -36,6 +38,7 @@ from areal_lite.weights.push import BUCKET_BYTES, choose_transport
 # A token with its log-prob and text in the store, measured (benchmarks/results/store.json).
 _STORED_BYTES = 6
 _ITEMSIZE = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+_NUMBERS_AT_ONCE = 1 << 25
 _SHOWN = 200  # characters of a prompt and of an answer
 _IDLE_CLIP = (
     "algo.eps_low and algo.eps_high never act: trainer.minibatches=1 makes one update a batch, in "
@@ -49,8 +52,9 @@ def run(config: TrainConfig) -> int:
     """Print the plan and return the exit status. Raises ValueError where a run would."""
     trainer = config.trainer
     placement = place_run(config)
-    hf = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    hf = read_config(config.model)
     check_layout(hf, trainer)
+    check_numbers(Path(config.model))
     dtype = select_dtype(trainer, select_device(trainer))
     name = str(dtype).removeprefix("torch.")
     default = 2 if resolve_device(config.server.device) == "cuda" else 4
@@ -76,6 +80,27 @@ def run(config: TrainConfig) -> int:
     texts = ["\n  ".join([title, *lines]) for title, lines in sections.items()]
     print("\n\n".join(texts))
     return 0
+
+
+def read_config(model: str) -> PretrainedConfig:
+    """Read config.json. Raises ValueError if transformers refuses it, by any of its errors."""
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        file = Path(model) / "config.json"
+        raise ValueError(f"{file}: transformers refuses it: {reason}") from error
+
+
+def check_numbers(folder: Path) -> None:
+    """Raise ValueError for a tensor with a number that is not finite."""
+    for name, path in weight_files(folder).items():
+        with safe_open(path, "pt") as reader:
+            part = reader.get_slice(name)
+            rows = max(1, _NUMBERS_AT_ONCE // max(math.prod(part.get_shape()[1:]), 1))
+            starts = range(0, part.get_shape()[0], rows) if part.get_shape() else ()
+            if not all(part[start : start + rows].isfinite().all() for start in starts):
+                raise ValueError(f"{path}: {name} has numbers that are not finite; copy it again")
 
 
 def model_lines(hf: PretrainedConfig, lora: LoraConfig) -> list[str]:

@@ -131,6 +131,45 @@ def test_shapes_and_dtypes_are_those_of_the_configuration(model: Path) -> None:
     assert "no tensor model.layers.1.input_layernorm.weight" in refusal(model)
 
 
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_every_tensor_is_there_and_no_other(architecture: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "model", architecture)
+    file = model / "model.safetensors"
+    good = load_file(file)
+    for name in good:
+        save_file({other: good[other] for other in good if other != name}, file)
+        assert f"no tensor {name}" in refusal(model)
+    save_file(good | {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}, file)
+    assert "model.layers.2.mlp.up_proj.weight is no tensor of" in refusal(model)
+
+
+def test_one_set_of_files_is_the_checkpoint(model: Path) -> None:
+    """SGLang reads every safetensors file without an index; transformers prefers a single one."""
+    shutil.copy(model / "model.safetensors", model / "zz_backup.safetensors")
+    assert "zz_backup.safetensors is no part of the checkpoint" in refusal(model)
+    (model / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(model)
+    names = load_file(model / "zz_backup.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "zz_backup.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_model_folder(model)
+    shutil.copy(model / "zz_backup.safetensors", model / "other.safetensors")
+    check_model_folder(model)  # nobody reads it
+    shutil.copy(model / "zz_backup.safetensors", model / "model.safetensors")
+    assert "model.safetensors is no part of the checkpoint" in refusal(model)
+
+
+def test_a_tied_head_is_the_embedding(model: Path) -> None:
+    file = model / "model.safetensors"
+    good = load_file(file)
+    head = good["model.embed_tokens.weight"].clone()
+    save_file(good | {"lm_head.weight": head}, file)
+    check_model_folder(model)
+    head[0, 0] += 1
+    save_file(good | {"lm_head.weight": head}, file)
+    assert "lm_head.weight is not model.embed_tokens.weight" in refusal(model)
+
+
 @pytest.mark.parametrize("size", ["x", 0, -1, 1.5, True, [16]])
 def test_sizes_are_positive_integers(size: object, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())

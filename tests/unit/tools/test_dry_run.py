@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
 from areal_lite.launch.roles import Placement
 from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.tools import dry_run
 from areal_lite.tools.dry_run import (
     cadence_line,
+    check_numbers,
     objective_lines,
     process_lines,
     prompt_lines,
+    read_config,
     trainer_lines,
 )
 
@@ -92,6 +96,28 @@ def test_the_plan_refuses_rows_that_the_run_would_refuse(tmp_path: Path) -> None
     (tmp_path / "test.jsonl").write_text("hello")
     with pytest.raises(ValueError, match=r"test.jsonl:1: not JSON"):
         prompt_lines(config)
+
+
+@pytest.mark.parametrize("change", [{"rms_norm_eps": "1e-6"}, {"layer_types": ["full_attention"]}])
+def test_a_configuration_that_transformers_refuses_is_one_line(tmp_path: Path, change) -> None:
+    config = Qwen3Config(num_hidden_layers=2).to_dict() | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="config.json: transformers refuses it: .+") as error:
+        read_config(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, monkeypatch, dtype, bad) -> None:
+    monkeypatch.setattr(dry_run, "_NUMBERS_AT_ONCE", 8)
+    tensors = {"a": torch.ones(5, 3, dtype=dtype), "b": torch.ones(7, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    check_numbers(tmp_path)
+    tensors["a"][4, 2] = bad
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="model.safetensors: a has numbers that are not finite"):
+        check_numbers(tmp_path)
 
 
 def test_a_larger_teacher_takes_its_own_memory(tmp_path: Path) -> None:
