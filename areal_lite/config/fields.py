@@ -5,10 +5,8 @@
         lr: float = setting(1e-4, "Learning rate.", above=0, maximum=1)
 
 `check_fields`, `areal-lite COMMAND --help` and docs/configuration.md all read this metadata.
-`null` (None) is allowed where the field's type says so. Rules over several fields are in rules.py.
-
-Every number has a lower and an upper bound. NaN and infinities are therefore never accepted. An
-upper bound is far above what anybody needs: it stops a slip of the keyboard, not an experiment.
+`null` (None) is allowed where the field's type says so. Every number has two bounds, so NaN and
+infinities are never accepted. An upper bound stops a slip of the keyboard, not an experiment.
 """
 
 import difflib
@@ -98,10 +96,10 @@ def setting(
     """Declare a dataclass field. A list or dict default is copied for each instance.
 
     Args:
-        default: The value when the user gives none; `MISSING` for a required key.
-        help: What the setting is, with its unit, in sentences.
-        choices: The allowed strings. Empty: any value of the field's type.
-        importable: Allow `module:name` besides the choices.
+        default: the value when the user gives none; `MISSING` for a required key.
+        help: what the setting is, with its unit, in sentences.
+        choices: the allowed strings. Empty: any value of the field's type.
+        importable: allow `module:name` besides the choices.
         within: the least and the largest value.
         bounds: minimum, above, maximum, below; `above` and `below` exclude the bound itself.
     """

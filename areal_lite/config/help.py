@@ -19,8 +19,6 @@ _HELP_COLUMN = 40
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 # Allowed values that the help leaves out, unless the value is null: the value shows its type.
 _OBVIOUS = (*_TYPES.values(), "list", "keys and values")
-# Stands for a space while text is wrapped.
-_GLUE = "\0"
 
 
 class Row(NamedTuple):
@@ -81,14 +79,11 @@ def groups() -> dict[str, list[str]]:
 
 def groups_text() -> str:
     """Return the sets of settings for a terminal of 100 columns."""
+    rows = ((f"  {group + '=':<14}", ", ".join(names)) for group, names in groups().items())
+    indent = " " * 16
     return "\n".join(
-        textwrap.fill(
-            ", ".join(names),
-            _COLUMNS,
-            initial_indent=f"  {group + '=':<14}",
-            subsequent_indent=" " * 16,
-        )
-        for group, names in groups().items()
+        textwrap.fill(text, _COLUMNS, initial_indent=first, subsequent_indent=indent)
+        for first, text in rows
     )
 
 
@@ -108,6 +103,4 @@ def _help_row(row: Row) -> str:
     gap = "\n" + " " * _HELP_COLUMN
     first = f"{left:<{_HELP_COLUMN}}" if len(left) < _HELP_COLUMN else left + gap
     tag = "" if row.allowed in _OBVIOUS and row.value != "null" else f" [{row.allowed}]"
-    # A tag stays on one line: its spaces are replaced while the text is wrapped.
-    text = row.help + " " * bool(tag) + tag.strip().replace(" ", _GLUE)
-    return first + gap.join(textwrap.wrap(text, _COLUMNS - _HELP_COLUMN)).replace(_GLUE, " ")
+    return first + gap.join(textwrap.wrap(row.help + tag, _COLUMNS - _HELP_COLUMN))

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,19 @@ class Role:
             return log.read().decode(errors="replace")
 
 
+def start_logged(argv: list[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+    """Start a command in a session of its own. It ends with this thread, and appends to `log`."""
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment, **dying_with_me()},
+        )
+
+
 class Roles:
     """The processes of one run. A context manager: leaving it ends every process."""
 
@@ -79,23 +92,10 @@ class Roles:
     def start(self, name: str, argv: list[str], env: dict[str, str] | None = None) -> Role:
         """Start the command `argv` with its output appended to logs/<name>.log."""
         log = self.logs / f"{name}.log"
+        log_start = log.stat().st_size if log.exists() else 0
         heartbeat = self.run_dir / HEARTBEATS_DIR / name
-        with open(log, "ab") as output:
-            log_start = output.tell()
-            process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    **(env or {}),
-                    **dying_with_me(),
-                    ENV_HEARTBEAT: str(heartbeat.absolute()),
-                    "PYTHONUNBUFFERED": "1",
-                },
-            )
+        more = {ENV_HEARTBEAT: str(heartbeat.absolute()), "PYTHONUNBUFFERED": "1"}
+        process = start_logged(argv, log, {**(env or {}), **more})
         role = Role(name, process, log, log_start, heartbeat)
         self.roles.append(role)
         return role

@@ -36,7 +36,7 @@ from typing import Any
 
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.extensions import cpu_device
-from areal_lite.launch.roles import RoleFailed, interruptible
+from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
 from areal_lite.launch.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
 from areal_lite.servers.client import ServerError, SGLangClient
@@ -61,7 +61,7 @@ from areal_lite.system.gpus import (
     visible_gpus,
 )
 from areal_lite.system.network import LOOPBACK, free_port, listen_address
-from areal_lite.system.processes import back_off_s, die_with_parent, dying_with_me, tail
+from areal_lite.system.processes import back_off_s, die_with_parent, tail
 
 LOG = "servers.log"
 _HEALTH_TIMEOUT_S = 5.0
@@ -106,9 +106,7 @@ def server_command(
         # prompt once for each: this policy computes it once, and then the others.
         "schedule_policy": "lpm",
     }
-    environment = dying_with_me() | _SGLANG_ENVIRONMENT
-    if config.api_key:
-        environment[ENV_API_KEY] = config.api_key
+    environment = _SGLANG_ENVIRONMENT | ({ENV_API_KEY: config.api_key} if config.api_key else {})
     if device == "cpu":
         flags |= cpu_device().server_flags()
         environment |= cpu_device().server_environment() | {ENV_DEVICE: device}
@@ -178,15 +176,7 @@ class ServerProcess:
         if resolve_device(self.config.device) == "cuda":
             check_cuda()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                self.argv,
-                env=os.environ | self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self._process = start_logged(self.argv, self.log_path, self.environment)
 
     def exit_code(self) -> int | None:
         """Return None while the process runs."""
