@@ -7,6 +7,7 @@ A word without `=` is a folder, for commands with `words`: a run, or for `chat` 
 `--NAME` is `NAME=true`, for every setting of a command that is true or false.
 """
 
+import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
@@ -87,17 +87,13 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def _text_of(value: Any) -> str:
     """Write a value in Hydra's grammar of overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_text_of(item)}' for key, item in value.items())}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_text_of, value))}]"
-    return QuotedString(str(value), Quote.single).with_quotes()
+    return quoted(str(value))
 
 
 def switches(command: str) -> dict[str, str]:

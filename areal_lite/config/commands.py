@@ -51,8 +51,7 @@ class Command:
         schema: the dataclass of its settings.
         entry: the function that runs it, called as f(config) -> exit status.
         does: its help, one line.
-        check: called as f(config) beforehand. It raises ValueError for what cannot work on this
-            machine or with these files. Empty: nothing is checked but the settings themselves.
+        check: called as f(config) beforehand. It raises ValueError for what cannot work here.
         adapt: called as f(overrides) -> overrides, which are put in front of the user's.
         words: the setting that words without `=` set, and how the help shows them.
         modes: options by their flags.
@@ -206,9 +205,7 @@ def command_names() -> list[str]:
 
 def find_command(name: str) -> Command:
     """Return a command, or a stage of one, by its name. Raises ValueError if there is none."""
-    groups = (extensions.COMMANDS, extensions.STAGES)
-    if found := CORE.get(name) or next(
-        filter(None, (extensions.load(g, name) for g in groups)), None
-    ):
+    load = extensions.load
+    if found := CORE.get(name) or load(extensions.COMMANDS, name) or load(extensions.STAGES, name):
         return found
     raise ValueError(f"unknown command {name!r}; choose one of {', '.join(command_names())}")
