@@ -1,17 +1,12 @@
 """The servers of a run: how others find them, and which of them a trajectory goes to.
 
-Small files under `<run_dir>/servers/`:
+`<run_dir>/servers/NAME.json` announces a server that is up, and how to reach it. NAME.unhealthy
+asks the process that started it to replace it.
 
-<name>.json         the announcement: the server is up, and how to reach it
-<name>.unhealthy    the server has failed: the process that started it should replace it
-
-The router chooses the least loaded server that has the trainer's weights:
-
-* A server is ready while the version that it holds is the trainer's.
-* A server that starts late or comes back has older weights. It is stale until a push brings it to
-  the trainer's version.
-* A server that failed is left out until another process is announced under its name.
-* A server whose announcement is withdrawn gets no new requests.
+The router chooses the least loaded server that is ready: whose version is the trainer's. One that
+starts late or comes back has older weights and is stale until the next push. One that failed is
+left out until another process is announced under its name. One whose announcement is withdrawn
+gets no new requests.
 """
 
 import json
@@ -48,16 +43,14 @@ class ServerInfo:
         return f"server {self.name} ({self.url})"
 
 
-def announce_server(run_dir: Path, info: ServerInfo) -> Path:
+def announce_server(run_dir: Path, info: ServerInfo) -> None:
     """Write the announcement of a server. Only this user can read it: it may hold a key."""
-    path = _announcement(run_dir, info.name)
-    write_atomically(path, json.dumps(asdict(info)), private=True)
-    return path
+    write_atomically(_file(run_dir, info.name), json.dumps(asdict(info)), private=True)
 
 
 def is_announced(run_dir: Path, name: str) -> bool:
     """Return whether a server has an announcement."""
-    return _announcement(run_dir, name).exists()
+    return _file(run_dir, name).exists()
 
 
 def announced_servers(run_dir: Path) -> list[ServerInfo]:
@@ -91,31 +84,27 @@ def _parse(path: Path, raw: bytes) -> ServerInfo | None:
 
 def withdraw_server(run_dir: Path, name: str) -> None:
     """Remove both files of a server."""
-    _announcement(run_dir, name).unlink(missing_ok=True)
-    _unhealthy_file(run_dir, name).unlink(missing_ok=True)
+    _file(run_dir, name).unlink(missing_ok=True)
+    _file(run_dir, name, "unhealthy").unlink(missing_ok=True)
 
 
 def mark_unhealthy(run_dir: Path, server: ServerInfo, reason: str) -> None:
     """Ask the process that started `server` to replace it."""
     content = json.dumps({"pid": server.pid, "reason": reason})
-    write_atomically(_unhealthy_file(run_dir, server.name), content, private=True)
+    write_atomically(_file(run_dir, server.name, "unhealthy"), content, private=True)
 
 
 def unhealthy_reason(run_dir: Path, server: ServerInfo) -> str | None:
     """Return why `server` should be replaced; None if it should not."""
     try:
-        record = json.loads(_unhealthy_file(run_dir, server.name).read_text())
+        record = json.loads(_file(run_dir, server.name, "unhealthy").read_text())
     except FileNotFoundError:
         return None
     return record["reason"] if record["pid"] == server.pid else None
 
 
-def _announcement(run_dir: Path, name: str) -> Path:
-    return Path(run_dir, "servers", f"{name}.json")
-
-
-def _unhealthy_file(run_dir: Path, name: str) -> Path:
-    return Path(run_dir, "servers", f"{name}.unhealthy")
+def _file(run_dir: Path, name: str, kind: str = "json") -> Path:
+    return Path(run_dir, "servers", f"{name}.{kind}")
 
 
 UNTRUSTED = -1

@@ -1,7 +1,4 @@
-"""Files and folders that appear complete or not at all.
-
-Each is written under another name beside its final one, flushed to disk, then renamed.
-"""
+"""Files and folders that appear complete or not at all: written beside, flushed, then renamed."""
 
 import contextlib
 import fcntl

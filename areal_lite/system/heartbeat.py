@@ -1,11 +1,9 @@
 """The heartbeat of a process, for the supervisor that started it.
 
-A process says which phase it is in (`enter`) and that it makes progress (`beat`). The supervisor
-names the file for this in the environment. Its text is the phase, and its modification time is that
-of the newest heartbeat. Without a supervisor nothing is written.
-
-On SIGUSR2 a process prints the Python stacks of all its threads to its log, even while it waits for
-a lock or inside a library.
+A process says which phase it is in (`enter`) and that it makes progress (`beat`), in a file that
+the supervisor names in the environment: its text is the phase, its modification time that of the
+newest heartbeat. Without a supervisor nothing is written. On SIGUSR2 a process prints the Python
+stacks of all its threads to its log, even while it waits for a lock or inside a library.
 """
 
 import faulthandler
