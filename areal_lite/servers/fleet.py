@@ -21,9 +21,11 @@ import hashlib
 import logging
 import secrets
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -162,12 +164,11 @@ class RequestGate:
             # server's queue makes it start under the new weights, but over the old prefixes.
             version = self._router.version
             name, key = f"{rid}-{completion.requests}", f"{self._run_id}-{version}"
-            with self._sending(server):
-                call = self._client.generate(server, sequence, left, name, key)
-                with self._ended_with(server, asyncio.ensure_future(call)) as answer:
-                    chunk = await answer
-                newest = max(self._router.version, self._router.pushing)
-                _check_versions(server, name, chunk, version, newest)
+            call = partial(self._client.generate, server, sequence, left, name, key)
+            with self._sending(server, call) as answer:
+                chunk = await answer
+            newest = max(self._router.version, self._router.pushing)
+            _check_versions(server, name, chunk, version, newest)
             self._counts["aborts"] += chunk.finish_reason == "abort"
             if len(chunk.tokens):
                 completion.chunks.append(replace(chunk, kv_version=version))
@@ -180,37 +181,34 @@ class RequestGate:
                 raise ServerFailed(server, "aborts requests that nothing has interrupted")
 
     @contextmanager
-    def _sending(self, server: ServerInfo) -> Iterator[None]:
-        """Count a request to `server` as in flight. Raises ServerNotReady."""
+    def _sending(
+        self, server: ServerInfo, call: Callable[[], Coroutine[Any, Any, GenerationChunk]]
+    ) -> Iterator[asyncio.Task[GenerationChunk]]:
+        """Start `call`, count it as in flight, and let `cancel` end it: then it is a ServerFailed.
+
+        Raises ServerNotReady.
+        """
         if not self._router.is_ready(server):
             raise ServerNotReady(server, "was withdrawn or has other weights than the trainer")
         self._counts["requests"] += 1
         self.in_flight += 1
         self._idle.clear()
+        request = asyncio.create_task(call())
+        self._calls[server].add(request)
         try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
-
-    @contextmanager
-    def _ended_with(
-        self, server: ServerInfo, call: asyncio.Future[GenerationChunk]
-    ) -> Iterator[asyncio.Future[GenerationChunk]]:
-        """Let `cancel` end `call` as soon as `server` has failed. It raises ServerFailed then."""
-        self._calls[server].add(call)
-        try:
-            yield call
+            yield request
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the caller was cancelled, not the request
             raise ServerFailed(server, f"was left out: {self.last_failure}") from None
         finally:
-            self._calls[server].discard(call)
+            self._calls[server].discard(request)
             if not self._calls[server]:
                 del self._calls[server]
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
 
     def in_flight_on(self, server: ServerInfo) -> int:
         return len(self._calls.get(server, ()))
