@@ -277,10 +277,8 @@ class PolicyObjective(Objective):
                     rewards, mask, batch.sequence_ids, divergence=divergence, beta=kl.coef
                 )
                 self._set_token_advantages(batch, by_token, reduce)
-            case "off":
+            case _:  # off
                 batch.advantages = torch.zeros_like(batch.behavior)
-            case unknown:
-                raise ValueError(f"algo.advantage.estimator={unknown} is unknown")
         if advantage.whiten:
             stats = advantages.moments(batch.advantages, mask, reduce=reduce)
             batch.advantages = advantages.whiten(batch.advantages, stats, mask=mask)
