@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from areal_lite.config.algo import AdvantageConfig, AlgoConfig, CorrectionConfig
 
 Reduce = Callable[[Tensor], Tensor]  # sums over the data-parallel ranks; every rank calls it
+Logprobs = Callable[[], Tensor]
 
 _NOT_PER_TOKEN = {"version", "rewards", "group_ids", "episode_ids", "truncated"}
 
@@ -209,11 +210,7 @@ class Objective:
         return torch.ones_like(batch.truncated)
 
     def minibatch(
-        self,
-        batch: FlatBatch,
-        index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
         """Compute the totals of the update on the tokens `index`. Every rank calls it.
 
@@ -323,11 +320,7 @@ class PolicyObjective(Objective):
         return sequence_length(counted, batch.sequence_ids, num=len(batch.rewards)) > 0
 
     def minibatch(
-        self,
-        batch: FlatBatch,
-        index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
         update = Minibatch(
             denominator=denominator(batch, index, mode=self.algo.reduction, reduce=reduce),

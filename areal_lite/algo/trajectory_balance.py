@@ -24,7 +24,6 @@ policy sampled y_k (VarGrad, arXiv 2010.10436):
   microbatches.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +34,7 @@ from areal_lite.algo.losses import LossOutput
 from areal_lite.algo.metrics import mismatch
 from areal_lite.algo.objective import (
     FlatBatch,
+    Logprobs,
     Minibatch,
     Objective,
     Reduce,
@@ -115,11 +115,7 @@ class BalanceObjective(Objective):
         batch.rewards = self.shaped_rewards(batch)
 
     def minibatch(
-        self,
-        batch: FlatBatch,
-        index: Tensor,
-        current_logprobs: Callable[[], Tensor],
-        reduce: Reduce,
+        self, batch: FlatBatch, index: Tensor, current_logprobs: Logprobs, reduce: Reduce
     ) -> Minibatch:
         tokens, num = batch.at(index), len(batch.rewards)
         logprobs, episodes = current_logprobs()[index], tokens.token_episodes
