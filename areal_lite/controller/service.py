@@ -31,26 +31,11 @@ from typing import Any
 import uvloop
 
 from areal_lite.config import TrainConfig, load_config
+from areal_lite.controller import protocol
 from areal_lite.controller.batches import Batches, begin_handover, read_handover, record_handover
 from areal_lite.controller.buffer import ReplayBuffer
 from areal_lite.controller.dispatcher import COUNTS, FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.evaluation import Evaluator
-from areal_lite.controller.protocol import (
-    Answer,
-    AwaitEvaluation,
-    BeginPush,
-    Done,
-    Evaluate,
-    Facts,
-    Finish,
-    MessageServer,
-    PullBatch,
-    Pushed,
-    PushTargets,
-    Request,
-    StepDone,
-    run_until,
-)
 from areal_lite.controller.sources import Dependencies, Source, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
@@ -212,27 +197,27 @@ class Controller:
             tasks.create_task(self.batches.lag.watch())
             tasks.create_task(self.retention.run())
 
-    async def handle(self, request: Request) -> Answer:
+    async def handle(self, request: protocol.Request) -> protocol.Answer:
         """Answer one request of a trainer rank. Raises ValueError or RuntimeError to refuse it."""
         match request:
-            case PullBatch():
+            case protocol.PullBatch():
                 return await self.batches.pull(request)
-            case StepDone(step):
+            case protocol.StepDone(step):
                 await self._record_step(step)
-                return Done(), ()
-            case BeginPush(version):
+                return protocol.Done(), ()
+            case protocol.BeginPush(version):
                 return await self._begin_push(version), ()
-            case Pushed(version, failed):
+            case protocol.Pushed(version, failed):
                 await self._record_push(version, failed)
-                return Done(), ()
-            case Evaluate(version):
-                return Facts(await self.evaluator.evaluate(version)), ()
-            case AwaitEvaluation(_, resyncs):
+                return protocol.Done(), ()
+            case protocol.Evaluate(version):
+                return protocol.Facts(await self.evaluator.evaluate(version)), ()
+            case protocol.AwaitEvaluation(_, resyncs):
                 return await self.evaluator.await_last(resyncs), ()
-            case Finish():
-                return Facts(await self._finish()), ()
+            case protocol.Finish():
+                return protocol.Facts(await self._finish()), ()
 
-    async def _begin_push(self, version: int) -> PushTargets:
+    async def _begin_push(self, version: int) -> protocol.PushTargets:
         """Start a push.
 
         A new version goes to every server. The version of the last push goes to stale servers only,
@@ -251,7 +236,7 @@ class Controller:
         await record_handover(self._store, pushing=1)
         self.fleet.begin_push(version, servers)
         self._pushing = True
-        return PushTargets(servers, drained)
+        return protocol.PushTargets(servers, drained)
 
     async def _record_push(self, version: int, failed: list[str]) -> None:
         """End a push and open admission for `version`.
@@ -399,13 +384,13 @@ async def _control(
     announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
     controller = Controller(config, dependencies, client, announced, replace)
     host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-    server = MessageServer(run_dir, controller.handle, host, trainer_runs)
+    server = protocol.MessageServer(run_dir, controller.handle, host, trainer_runs)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
     error: BaseException | None = None
     try:
         controller.recover(store, start_version(run_dir), trainer_runs)
         status = _publish_status(controller, run_dir)
-        await run_until(server.finished, controller.run(), server.serve(), status)
+        await protocol.run_until(server.finished, controller.run(), server.serve(), status)
     except BaseExceptionGroup as group:
         error = group
         while isinstance(error, BaseExceptionGroup):

@@ -37,20 +37,7 @@ from typing import IO
 
 import msgspec
 
-from areal_lite.run_dir.paths import (
-    CHECKPOINT_MARKER,
-    CHECKPOINTS_DIR,
-    CONTROLLER_FILE,
-    CONTROLLER_LOCK_FILE,
-    CONTROLLER_STATUS_FILE,
-    HEARTBEATS_DIR,
-    LOCK_FILE,
-    OPENAI_ENDPOINT_FILE,
-    SERVERS_DIR,
-    STOP_FILE,
-    SUMMARY_FILE,
-    TOTALS_FILE,
-)
+from areal_lite.run_dir import paths
 from areal_lite.system.files import sync_path
 
 STOPPED = os.EX_TEMPFAIL
@@ -60,15 +47,15 @@ TRAINER_RUNS = "trainer-runs"
 """The last argument of a controller that takes the place of one that was killed."""
 
 CONTROLLER_FILES = (
-    CONTROLLER_FILE,
-    CONTROLLER_STATUS_FILE,
-    OPENAI_ENDPOINT_FILE,
-    f"{HEARTBEATS_DIR}/controller",
+    paths.CONTROLLER_FILE,
+    paths.CONTROLLER_STATUS_FILE,
+    paths.OPENAI_ENDPOINT_FILE,
+    f"{paths.HEARTBEATS_DIR}/controller",
 )
 """Addresses and states of a controller that is gone."""
-ROLE_FILES = (*CONTROLLER_FILES, f"{HEARTBEATS_DIR}/*", TOTALS_FILE)
+ROLE_FILES = (*CONTROLLER_FILES, f"{paths.HEARTBEATS_DIR}/*", paths.TOTALS_FILE)
 """The same of a trainer that is gone, too."""
-STALE_FILES = (*ROLE_FILES, f"{SERVERS_DIR}/*", SUMMARY_FILE, STOP_FILE, ".*.tmp")
+STALE_FILES = (*ROLE_FILES, f"{paths.SERVERS_DIR}/*", paths.SUMMARY_FILE, paths.STOP_FILE, ".*.tmp")
 """Also of servers, and files that only a finished run has."""
 
 
@@ -87,25 +74,25 @@ def checksum(path: Path) -> int:
 
 def write_manifest(folder: Path, known: Mapping[str, int]) -> None:
     """Write the manifest of the files in `folder`. `known` has checksums that exist already."""
-    files = sorted(path for path in folder.iterdir() if path.name != CHECKPOINT_MARKER)
+    files = sorted(path for path in folder.iterdir() if path.name != paths.CHECKPOINT_MARKER)
     listed = {
         path.name: (path.stat().st_size, known.get(path.name) or checksum(path)) for path in files
     }
-    (folder / CHECKPOINT_MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed)))
+    (folder / paths.CHECKPOINT_MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed)))
 
 
 def damage(folder: Path) -> str:
     """Describe the damage of a checkpoint, by its manifest; "" when it is whole."""
     try:
-        content = (folder / CHECKPOINT_MARKER).read_bytes()
+        content = (folder / paths.CHECKPOINT_MARKER).read_bytes()
         listed = msgspec.json.decode(content, type=dict[str, tuple[int, int]])
     except (OSError, ValueError, RecursionError) as error:
-        return f"{CHECKPOINT_MARKER} cannot be read ({error})"
+        return f"{paths.CHECKPOINT_MARKER} cannot be read ({error})"
     if not listed:
-        return f"{CHECKPOINT_MARKER} names no file"
+        return f"{paths.CHECKPOINT_MARKER} names no file"
     for name in listed:
         if "\0" in name or Path(name).name != name:
-            return f"{CHECKPOINT_MARKER} lists {name!r:.100}, which is not the name of a file"
+            return f"{paths.CHECKPOINT_MARKER} lists {name!r:.100}, which is not the name of a file"
     with ThreadPoolExecutor(_THREADS) as pool:
         reasons = pool.map(lambda item: _file_damage(folder / item[0], *item[1]), listed.items())
         return next(filter(None, reasons), "")
@@ -123,7 +110,7 @@ def _file_damage(path: Path, size: int, expected: int) -> str:
 def checkpoint_steps(folder: Path) -> list[int]:
     """List the steps of the complete checkpoints in `folder`, in ascending order."""
     steps = []
-    for marker in folder.glob(f"step-*/{CHECKPOINT_MARKER}"):
+    for marker in folder.glob(f"step-*/{paths.CHECKPOINT_MARKER}"):
         match = re.fullmatch(r"step-(\d+)", marker.parent.name)
         if match and marker.is_file():
             steps.append(int(match[1]))
@@ -141,7 +128,7 @@ def newest_whole_step(run_dir: Path) -> tuple[int, dict[Path, str]]:
 
     Raises ValueError when there are checkpoints and none is whole.
     """
-    folder = run_dir / CHECKPOINTS_DIR
+    folder = run_dir / paths.CHECKPOINTS_DIR
     steps = checkpoint_steps(folder)
     reasons: dict[Path, str] = {}
     while steps and (reason := damage(folder / f"step-{steps[-1]}")):
@@ -171,7 +158,7 @@ def set_aside_damaged(run_dir: Path) -> None:
 
 def start_version(run_dir: Path) -> int:
     """Return the step, and version of the weights, at which the run continues."""
-    return max(checkpoint_steps(run_dir / CHECKPOINTS_DIR), default=0)
+    return max(checkpoint_steps(run_dir / paths.CHECKPOINTS_DIR), default=0)
 
 
 def needed_since(run_dir: Path) -> int:
@@ -180,7 +167,7 @@ def needed_since(run_dir: Path) -> int:
     It is that of the checkpoint before the newest one, to which a resume returns if the newest is
     damaged, or that of the only checkpoint; 0 without one. These checkpoints survive a power cut.
     """
-    folder = run_dir / CHECKPOINTS_DIR
+    folder = run_dir / paths.CHECKPOINTS_DIR
     if not (steps := checkpoint_steps(folder)):
         return 0
     sync_path(folder)
@@ -189,12 +176,12 @@ def needed_since(run_dir: Path) -> int:
 
 def stop_requested(run_dir: Path) -> bool:
     """Return whether the run was asked to stop."""
-    return (run_dir / STOP_FILE).exists()
+    return (run_dir / paths.STOP_FILE).exists()
 
 
 def clear_stop_request(run_dir: Path) -> None:
     """Remove the stop request: the run has no steps left."""
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
+    (run_dir / paths.STOP_FILE).unlink(missing_ok=True)
 
 
 def remove_files(run_dir: Path, patterns: Sequence[str] = STALE_FILES) -> None:
@@ -213,7 +200,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = _lock(run_dir, LOCK_FILE)
+        lock = _lock(run_dir, paths.LOCK_FILE)
     except OSError as error:
         raise ValueError(
             f"run_dir={run_dir} cannot be used ({error.strerror}): choose another folder"
@@ -222,7 +209,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         # Roles that were started one by one have no supervisor that holds the lock.
         with lock_controller(run_dir):
             pass
-        previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / STOP_FILE).touch())
+        previous = signal.signal(signal.SIGUSR1, lambda *_: (run_dir / paths.STOP_FILE).touch())
         try:
             yield
         finally:
@@ -234,12 +221,12 @@ def lock_controller(run_dir: Path) -> IO[bytes]:
 
     Raises ValueError while another controller runs in `run_dir`.
     """
-    return _lock(run_dir, CONTROLLER_LOCK_FILE)
+    return _lock(run_dir, paths.CONTROLLER_LOCK_FILE)
 
 
 def is_locked(run_dir: Path) -> bool:
     """Return whether a command or a controller runs in `run_dir`."""
-    for path in (run_dir / LOCK_FILE, run_dir / CONTROLLER_LOCK_FILE):
+    for path in (run_dir / paths.LOCK_FILE, run_dir / paths.CONTROLLER_LOCK_FILE):
         if path.exists():
             with open(path, "rb") as file:
                 try:

@@ -10,18 +10,8 @@ import json
 from typing import Any
 
 from areal_lite.data.tokenizer import Message
-from areal_lite.rollout.endpoint.openai import (
-    MODEL,
-    Answer,
-    ChatRequest,
-    RequestRefused,
-    check_messages,
-    check_settings,
-    parse_max_tokens,
-    parse_messages,
-    parse_stop,
-    parse_tools,
-)
+from areal_lite.rollout.endpoint import openai
+from areal_lite.rollout.endpoint.openai import Answer, ChatRequest, RequestRefused
 
 _USED = {"messages", "system", "max_tokens", "stop_sequences", "tools"}
 # These keys change nothing in the answer.
@@ -39,17 +29,17 @@ _ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request
 
 def parse_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     """Check a request. Raises RequestRefused."""
-    check_settings(body, temperature, _USED | _IGNORED, _ONLY_VALUE)
+    openai.check_settings(body, temperature, _USED | _IGNORED, _ONLY_VALUE)
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
-    for message in check_messages(body.get("messages")):
+    for message in openai.check_messages(body.get("messages")):
         messages += _chat_messages(message)
     if messages and messages[-1]["role"] == "assistant":
         raise RequestRefused("the last message must be the user's: answers are not continued")
     return ChatRequest(
-        messages=parse_messages(messages),
-        tools=[_chat_tool(tool) for tool in parse_tools(body.get("tools"))],
-        max_tokens=parse_max_tokens(body, "max_tokens"),
-        stop=parse_stop(body, "stop_sequences"),
+        messages=openai.parse_messages(messages),
+        tools=[_chat_tool(tool) for tool in openai.parse_tools(body.get("tools"))],
+        max_tokens=openai.parse_max_tokens(body, "max_tokens"),
+        stop=openai.parse_stop(body, "stop_sequences"),
     )
 
 
@@ -122,7 +112,7 @@ def response(answer: Answer) -> dict[str, Any]:
         "id": f"msg_{answer.id}",
         "type": "message",
         "role": "assistant",
-        "model": MODEL,
+        "model": openai.MODEL,
         "content": content,
         "stop_reason": _STOP_REASONS.get(answer.finish_reason, ended),
         "stop_sequence": answer.stop_text,

@@ -35,15 +35,7 @@ from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
 from areal_lite.rollout.endpoint import anthropic, openai
-from areal_lite.rollout.endpoint.openai import (
-    MODEL,
-    Answer,
-    ChatRequest,
-    RequestRefused,
-    answer_message,
-    parse_body,
-    same_messages,
-)
+from areal_lite.rollout.endpoint.openai import Answer, ChatRequest, RequestRefused
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
@@ -92,7 +84,7 @@ class Conversation:
         """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
-            if not same_messages([given], [recorded]):
+            if not openai.same_messages([given], [recorded]):
                 break
             equal += 1
         return max((count for count, _ in self._ends if count <= equal), default=0)
@@ -127,7 +119,7 @@ class Conversation:
         after = len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
-        message = answer_message(text[:end], bool(self.tools))
+        message = openai.answer_message(text[:end], bool(self.tools))
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
         has_calls = "tool_calls" in message
@@ -180,7 +172,9 @@ class Conversations:
 
     def _asked_before(self, messages: list[Message]) -> asyncio.Task[Answer] | None:
         """Return the answer to a last request with these messages, which may be running."""
-        asked = (c for c in reversed(self._conversations) if same_messages(messages, c.asked))
+        asked = (
+            c for c in reversed(self._conversations) if openai.same_messages(messages, c.asked)
+        )
         return next((conversation.answer for conversation in asked), None)
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
@@ -271,7 +265,7 @@ class AgentEndpoint:
     async def _models(self, request: web.Request) -> web.Response:
         if self._episode_of(request) is None:
             return _refusal(openai, 401, "no episode has this API key", "invalid_api_key")
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
+        model = {"id": openai.MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _ask(self, api: ModuleType, request: web.Request) -> web.Response:
@@ -286,7 +280,7 @@ class AgentEndpoint:
                 raw = await request.read()
             _check_charset(request)
             temperature = conversations.episode.params.temperature
-            asked = api.parse_request(parse_body(raw), temperature)
+            asked = api.parse_request(openai.parse_body(raw), temperature)
             return web.json_response(api.response(await conversations.ask(asked, is_retry)))
         except TimeoutError:
             return refusal(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
