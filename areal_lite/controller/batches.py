@@ -121,8 +121,6 @@ class Batches:
         else:
             for group in store.waiting_groups():
                 self.queue.put(group)
-            for longest in store.overdue_lengths():
-                self.queue.count_dropped(longest)
 
     def put(self, group: Group) -> None:
         """Queue a finished group, which may complete a batch."""

@@ -35,7 +35,7 @@ trainer takes a batch. At step s a token is overdue if its version is below s - 
 
 * `buffer.overdue=mask`: an overdue token leaves the loss and its denominator; the rest of its
   sequence stays. `buffer.overdue=drop`: a group with an overdue token leaves the queue, and its
-  prompt is drawn again. Dropped groups are counted by length, because long groups tend to be late.
+  prompt is drawn again.
 * `buffer.window` = W: at most W groups pass a group that still runs. Then the batch waits for it.
   No token is ever overdue, so nothing is masked or dropped, and long groups are used as often as
   short ones.
@@ -79,7 +79,6 @@ each chosen as follows, with m = `recency_probability` and group size K:
 
 import bisect
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -208,8 +207,6 @@ class GroupQueue:
         self._groups: list[Group] = []
         # Ids of taken groups that are younger than the oldest running one, ascending.
         self._passed: list[int] = []
-        # longest completion of the group, rounded up to a power of two -> number of groups
-        self.dropped_by_length: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -226,13 +223,7 @@ class GroupQueue:
         oldest = version - self._max_staleness
         dropped = [group for group in self._groups if group.oldest_version < oldest]
         self._groups = [group for group in self._groups if group.oldest_version >= oldest]
-        for group in dropped:
-            self.count_dropped(max(t.num_sampled for t in group.trajectories))
         return dropped
-
-    def count_dropped(self, longest: int) -> None:
-        """Count an overdue group whose longest completion has `longest` tokens."""
-        self.dropped_by_length[1 << (longest - 1).bit_length()] += 1
 
     def num_passing(self, count: int, oldest_running: int | None) -> int:
         """Return how many groups have passed `oldest_running` when `count` more are taken."""

@@ -296,13 +296,12 @@ class Controller:
         await self.save_totals()
         by_state = await self._store.submit(Store.counts)
         missing = await self._store.submit(Store.missing_trajectories)
-        counts, dropped = self.dispatcher.counts, self.batches.queue.dropped_by_length
+        counts = self.dispatcher.counts
         return {
             "groups": by_state,
             "trajectories_lost": counts["groups"] - sum(by_state.values()) + missing,
             "drained": self.drained,
             **{name: self.fleet.counts[name] for name in _REQUEST_COUNTS},
-            "dropped_by_length": {str(length): dropped[length] for length in sorted(dropped)},
             **{name: counts[name] for name in COUNTS},
             "filtered": dict(self.dispatcher.filtered),
             "retired_prompts": len(self.dispatcher.sampler.retired),

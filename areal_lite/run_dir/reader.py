@@ -221,19 +221,6 @@ class RunReader(StoreFile):
         names = ("dropped_groups", "empty_groups", "failed_rollouts")
         return dict(zip(names, next(self._query(query))))
 
-    def overdue_lengths(self) -> list[int]:
-        """Return the sampled tokens of the longest trajectory of each group dropped as overdue."""
-        sampled = (
-            "SELECT sum(json_extract(value, '$[2]') - json_extract(value, '$[1]')) "
-            "FROM json_each(segments)"
-        )
-        query = f"""
-            SELECT max(({sampled})) FROM trajectories WHERE group_id IN
-            (SELECT group_id FROM groups WHERE state = 'dropped' AND reason LIKE 'overdue%')
-            GROUP BY group_id
-        """
-        return [longest for (longest,) in self._query(query)]
-
     def groups(self) -> Iterator[dict[str, Any]]:
         """Yield the row of each group as a dict, in the order of admission."""
         yield from self._rows("SELECT * FROM groups ORDER BY group_id")

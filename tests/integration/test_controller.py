@@ -306,7 +306,7 @@ def test_overdue_groups_are_dropped_and_their_prompts_come_again(run) -> None:
         range(3 * GROUPS)
     )  # each prompt once, the dropped ones as a new group
     totals = client.finish()
-    assert totals["trajectories_lost"] == 0 and sum(totals["dropped_by_length"].values()) == GROUPS
+    assert totals["trajectories_lost"] == 0 and totals["dropped_groups"] == GROUPS
 
 
 def test_a_reward_that_always_fails_ends_the_run_with_its_reason(run) -> None:

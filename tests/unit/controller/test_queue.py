@@ -68,12 +68,11 @@ def test_mask_hides_only_overdue_sampled_tokens_and_only_in_the_batch() -> None:
     assert first.trajectories[0].loss_mask.tolist() == [False, False, True, True, True, True]
 
 
-def test_drop_takes_out_overdue_groups_and_counts_them_by_length() -> None:
+def test_drop_takes_out_overdue_groups() -> None:
     queue = GroupQueue(1, "drop")
     for g in (group(0, [0] * 5, [2]), group(1, [1] * 3), group(2, [2, 3]), group(3, [0])):
         queue.put(g)
     assert [g.group_id for g in queue.drop_overdue(2)] == [0, 3]
-    assert queue.dropped_by_length == {8: 1, 1: 1}
     deal = queue.take(2, 2, 2)
     assert [g.group_id for g in deal.groups] == [1, 2] and deal.masked_tokens == 0
 

@@ -309,7 +309,6 @@ def test_counts_of_the_whole_run(store: Store) -> None:
     store.drop(3, "empty: why", 2.0)
     store.drop(4, "resume: was in flight", 2.0)
     assert store.failures() == {"dropped_groups": 2, "empty_groups": 1, "failed_rollouts": 6}
-    assert store.overdue_lengths() == [3, 3]
     store.set_totals({"aborts": 4, "drained": 1})
     store.set_totals({"aborts": 9})
     assert store.totals() == {"aborts": 9, "drained": 1}
@@ -317,7 +316,7 @@ def test_counts_of_the_whole_run(store: Store) -> None:
 
 def test_an_empty_store_has_no_counts(store: Store) -> None:
     assert store.failures() == {"dropped_groups": 0, "empty_groups": 0, "failed_rollouts": 0}
-    assert (store.overdue_lengths(), store.totals()) == ([], {})
+    assert store.totals() == {}
 
 
 def test_a_full_disk_names_its_remedy_and_loses_nothing(tmp_path) -> None:
