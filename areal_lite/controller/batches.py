@@ -19,7 +19,7 @@ been told. The store therefore knows, before any rank does (`Handover`):
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -61,14 +61,6 @@ async def record_handover(store: StoreThread, **changes: int) -> None:
     """Record changed fields of Handover. They outlive this process when this returns."""
     named = {_PREFIX + name: value for name, value in changes.items()}
     await store.submit(Store.set_totals, named)
-
-
-class UsedBatch(NamedTuple):
-    """The groups and draws of a completed step, as in BatchAssignment."""
-
-    step: int
-    group_ids: list[int]
-    draws: list[list[tuple[int, int]]]
 
 
 class Batches:
@@ -141,18 +133,21 @@ class Batches:
         """Record the end of a push: servers that are stale after it need another one."""
         self._resyncing = False
 
-    def on_step(self, step: int) -> list[UsedBatch]:
-        """Record that `step` steps are complete; return the groups that the latest steps used."""
-        used: list[UsedBatch] = []
+    def on_step(self, step: int) -> list[tuple[int, list[int], list[list[tuple[int, int]]]]]:
+        """Record that `step` steps are complete.
+
+        Returns step, groups and draws (as in BatchAssignment) of each batch that was used.
+        """
+        used = []
         if self._inherited and step > self.step:  # every rank has it from an earlier controller
-            used.append(UsedBatch(self.step, [group.group_id for group in self._inherited], []))
+            used.append((self.step, [group.group_id for group in self._inherited], []))
             self._inherited = []
         self.step = step
         self.notify()
         done = [s for s, task in self._assignments.items() if s < step and task.done()]
         for s in done:
             batch = self._assignments.pop(s).result()
-            used.append(UsedBatch(s, batch.group_ids, batch.draws))
+            used.append((s, batch.group_ids, batch.draws))
         return used
 
     async def pull(self, request: PullBatch) -> Answer:

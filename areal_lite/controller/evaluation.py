@@ -29,8 +29,7 @@ from areal_lite.trajectory import episode_reward
 
 Interval = tuple[float, float]
 
-ALL_SOURCES = "all"
-"""The `name` of an evaluation of several data sources."""
+ALL_SOURCES = "all"  # the `name` of an evaluation of several data sources
 
 _Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 _CHECK_INTERVAL_S = 0.5

@@ -179,11 +179,9 @@ class Address(msgspec.Struct):
     takes_over: bool = False
 
 
-HEARTBEAT_MS = 30_000
-"""Each side of a connection sends something so often."""
+HEARTBEAT_MS = 30_000  # each side of a connection sends something so often
 
-SILENCE_MS = 120_000
-"""A peer that is gone without a word is noticed after this time."""
+SILENCE_MS = 120_000  # a peer that is gone without a word is noticed after this time
 
 Answer = tuple[Response, Sequence[bytes | memoryview]]
 """A response, and the frames of the batch if it is a `BatchReady`."""

@@ -269,13 +269,13 @@ class Controller:
 
     async def _complete(self, step: int) -> None:
         """Let the batch of `step` be assigned, and mark the batches before it as used."""
-        for used in self.batches.on_step(step):
+        for used_by, group_ids, draws in self.batches.on_step(step):
             await asyncio.gather(
                 self.save_totals(),
                 # A checkpoint of this step must not outlive what the store says of it.
-                self._store.submit(Store.use, used.group_ids, used.step, used.draws, durable=True),
+                self._store.submit(Store.use, group_ids, used_by, draws, durable=True),
             )
-            self.retention.on_step(used.group_ids)
+            self.retention.on_step(group_ids)
 
     async def save_totals(self) -> None:
         """Commit the counts that the store cannot make from its rows, if they have changed."""

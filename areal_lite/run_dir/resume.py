@@ -40,8 +40,7 @@ import msgspec
 from areal_lite.run_dir import paths
 from areal_lite.system.files import sync_path
 
-STOPPED = os.EX_TEMPFAIL
-"""Exit status of a run that was stopped and can be started again."""
+STOPPED = os.EX_TEMPFAIL  # exit status of a run that was stopped and can be started again
 
 TRAINER_RUNS = "trainer-runs"
 """The last argument of a controller that takes the place of one that was killed."""

@@ -103,8 +103,7 @@ ADMISSION = ("group_id", "prompt_id", "prompt_index", "drawn", "size", "admitted
 TRACE = "group_id, sample_index, trace_index"
 """The columns that name a trajectory, in the order of traces."""
 
-TOKENS = f"LEFT JOIN sequences USING ({TRACE})"
-"""Joins the tokens to `trajectories`."""
+TOKENS = f"LEFT JOIN sequences USING ({TRACE})"  # joins the tokens to `trajectories`
 
 WITH_TOKENS = "trajectories.*, tokens, logprobs, texts, sequences.checksum AS sequence_checksum"
 """The columns of both rows of a trajectory. Those of `sequences` are NULL where it has none."""
