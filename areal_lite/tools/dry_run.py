@@ -23,7 +23,7 @@ from areal_lite.config import (
 )
 from areal_lite.config.data import shares
 from areal_lite.config.rules import clip_is_idle
-from areal_lite.data.model_folder import expert_layout, weight_files
+from areal_lite.data.model_folder import check_weights, expert_layout, weight_files
 from areal_lite.data.prompts import Split, load_prompts
 from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.model import check_layout
@@ -54,7 +54,9 @@ def run(config: TrainConfig) -> int:
     placement = place_run(config)
     hf = read_config(config.model)
     check_layout(hf, trainer)
-    check_numbers(Path(config.model))
+    if any(Path(config.model).glob("*.safetensors")):  # a plan needs no weights
+        check_weights(Path(config.model))
+        check_numbers(Path(config.model))
     dtype = select_dtype(trainer, select_device(trainer))
     name = str(dtype).removeprefix("torch.")
     default = 2 if resolve_device(config.server.device) == "cuda" else 4
