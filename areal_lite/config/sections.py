@@ -355,3 +355,6 @@ class LoggerConfig:
         "offline writes to the run directory and needs no account.",
         choices=("off", "offline", "online"),
     )
+    args: dict[str, Any] = setting(
+        {}, "Arguments of wandb.init, such as logger.args.entity=me logger.args.tags=[a,b]."
+    )

@@ -9,12 +9,13 @@ and evals.jsonl have everything.
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from areal_lite.config import LoggerConfig
-from areal_lite.system.files import to_plain
+from areal_lite.system.files import to_plain, write_atomically
 from areal_lite.system.processes import start_daemon
 from areal_lite.tools.metric_table import GROUP_OF, GROUPS
 
@@ -31,6 +32,15 @@ def wandb_name(key: str) -> str | None:
     return f"{group}/{key}" if group else None
 
 
+def _own_id(run_dir: Path) -> str:
+    """Return the id of the run in wandb, which its first start chooses."""
+    file = run_dir / "wandb" / "id"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, secrets.token_hex(4))
+    return file.read_text()
+
+
 class WandbLog:
     """The run in wandb. Every call returns, whatever wandb does."""
 
@@ -41,15 +51,18 @@ class WandbLog:
     def _start(self, run_dir: Path, config: LoggerConfig, run_config: Mapping[str, Any]) -> None:
         import wandb  # it is slow to import, and only needed here
 
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "areal_lite"),
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=to_plain(run_config),
+        defaults = {
+            "project": os.environ.get("WANDB_PROJECT", "areal_lite"),
+            "name": run_dir.name,
+            "id": os.environ.get("WANDB_RUN_ID") or _own_id(run_dir),
+            "resume": "allow",  # all starts of a run directory are one run
+            "dir": str(run_dir),
+            "config": to_plain(run_config),
             # None is wandb's default: online, unless the environment has another WANDB_MODE.
-            mode="offline" if config.wandb == "offline" else None,
-            settings=wandb.Settings(init_timeout=_INIT_TIMEOUT_S),
-        )
+            "mode": "offline" if config.wandb == "offline" else None,
+            "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_S),
+        }
+        self._run = wandb.init(**defaults | to_plain(config.args))
         for group in (*filter(None, GROUPS), OTHER):
             self._run.define_metric(f"{group}/*", step_metric="step")
         self._run.define_metric("eval/*", step_metric="eval/version")

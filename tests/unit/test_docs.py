@@ -66,7 +66,8 @@ def known_keys() -> frozenset[str]:
 
 def free_keys() -> set[str]:
     """List the settings under which any key may be new."""
-    return {"data.sources", "rollout.workflow_args", "server.args", "cluster.options"}
+    args = {"rollout.workflow_args", "server.args", "logger.args"}
+    return {"data.sources", "cluster.options", *args}
 
 
 def defined(source: Path) -> set[str]:

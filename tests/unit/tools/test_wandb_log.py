@@ -140,6 +140,21 @@ def test_whatever_wandb_raises_the_run_goes_on(tmp_path, monkeypatch, caplog, br
     assert read_events(tmp_path, "evals") == [EVALUATION]
 
 
+def test_all_starts_of_a_run_directory_are_one_run(tmp_path, monkeypatch):
+    started: list[dict] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None)
+    fake = SimpleNamespace(init=lambda **a: started.append(a) or run, Settings=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    args = {"entity": "me", "tags": ["a", "b"]}
+    for config in (LoggerConfig(args=args), LoggerConfig(), LoggerConfig(args={"id": "own"})):
+        WandbLog(tmp_path, config, {})
+    first, second, third = started
+    assert (first["entity"], first["tags"]) == ("me", ["a", "b"])
+    assert first["id"] == second["id"] and len(first["id"]) == 8 and third["id"] == "own"
+    assert {start["resume"] for start in started} == {"allow"}
+
+
 def test_an_end_that_hangs_is_left(tmp_path, monkeypatch, caplog):
     run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=threading.Event().wait)
     fake = SimpleNamespace(init=lambda **_: run, Settings=SimpleNamespace)
