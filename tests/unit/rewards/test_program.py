@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -190,8 +191,15 @@ def test_every_way_to_read_gets_the_input_of_its_test(read: str) -> None:
     assert reward(fenced(program), io(["1", "25", "3"], ["2", "50", "6"])) == 1.0
 
 
-def test_long_numbers_and_long_outputs_are_right() -> None:
+@pytest.fixture
+def long_numbers() -> Iterator[None]:
+    before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+def test_long_numbers_and_long_outputs_are_right(long_numbers: None) -> None:
     number = 10**5000
     assert reward(fenced("print(int(input()) + 1)"), io([str(number)], [str(number + 1)])) == 1.0
     assert reward(fenced("print('x' * 1_500_000)"), io([""], ["x" * 1_500_000])) == 1.0
