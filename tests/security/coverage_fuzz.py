@@ -28,8 +28,7 @@ with atheris.instrument_imports(include=["areal_lite"]):
     from areal_lite.rewards.math import is_oversized, stated_result
     from areal_lite.rewards.program import extract_program, parse_tests
     from areal_lite.rewards.worker import take_frames
-    from areal_lite.rollout.endpoint import anthropic, openai
-    from areal_lite.rollout.endpoint.openai import RequestRefused, parse_body
+    from areal_lite.rollout.endpoint.apis import APIS, RequestRefused, parse_body
     from areal_lite.rollout.workflows.tools import parse_tool_calls, without_tool_calls
     from areal_lite.run_dir.paths import CHECKPOINT_MARKER
     from areal_lite.run_dir.resume import damage
@@ -65,7 +64,7 @@ def other_answers(raw: bytes) -> None:
 
 
 def requests(raw: bytes) -> None:
-    for api in (openai, anthropic):
+    for api in APIS.values():
         with contextlib.suppress(RequestRefused, RecursionError):
             api.parse_request(parse_body(raw), 1.0)
 

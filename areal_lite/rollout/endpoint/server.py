@@ -27,21 +27,17 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from areal_lite.data.tokenizer import Message, Tokenizer
-from areal_lite.rollout.endpoint import anthropic, openai
-from areal_lite.rollout.endpoint.openai import Answer, ChatRequest, RequestRefused
+from areal_lite.rollout.endpoint import apis
+from areal_lite.rollout.endpoint.apis import Answer, Api, ChatRequest, RequestRefused
 from areal_lite.rollout.episode import Episode, Transcript
 from areal_lite.servers.client import ServerRefused
 from areal_lite.trajectory import Trajectory
-
-# The path of each API, and the module that translates it.
-_APIS = {"/v1/chat/completions": openai, "/v1/messages": anthropic}
 
 # A request has the whole conversation, as JSON and with the names of its fields.
 _BYTES_PER_TOKEN = 64
@@ -84,7 +80,7 @@ class Conversation:
         """Return how many messages, up to an answer and without the last, both begin with."""
         equal = 0
         for given, recorded in zip(messages[:-1], self.messages):
-            if not openai.same_messages([given], [recorded]):
+            if not apis.same_messages([given], [recorded]):
                 break
             equal += 1
         return max((count for count, _ in self._ends if count <= equal), default=0)
@@ -119,7 +115,7 @@ class Conversation:
         after = len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
-        message = openai.answer_message(text[:end], bool(self.tools))
+        message = apis.answer_message(text[:end], bool(self.tools))
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
         has_calls = "tool_calls" in message
@@ -172,9 +168,7 @@ class Conversations:
 
     def _asked_before(self, messages: list[Message]) -> asyncio.Task[Answer] | None:
         """Return the answer to a last request with these messages, which may be running."""
-        asked = (
-            c for c in reversed(self._conversations) if openai.same_messages(messages, c.asked)
-        )
+        asked = (c for c in reversed(self._conversations) if apis.same_messages(messages, c.asked))
         return next((conversation.answer for conversation in asked), None)
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
@@ -234,7 +228,7 @@ class AgentEndpoint:
     async def start(self, context_tokens: int = 1 << 15) -> None:
         """Listen. The largest request has room for a conversation of `context_tokens`."""
         app = web.Application(client_max_size=_OTHER_BYTES + _BYTES_PER_TOKEN * context_tokens)
-        for path, api in _APIS.items():
+        for path, api in apis.APIS.items():
             app.router.add_post(path, partial(self._ask, api))
         app.router.add_get("/v1/models", self._models)
         self._connections = Connections(app)
@@ -264,11 +258,11 @@ class AgentEndpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         if self._episode_of(request) is None:
-            return _refusal(openai, 401, "no episode has this API key", "invalid_api_key")
-        model = {"id": openai.MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
+            return _refusal(apis.OPENAI, 401, "no episode has this API key", "invalid_api_key")
+        model = {"id": apis.MODEL, "object": "model", "created": 0, "owned_by": "areal_lite"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _ask(self, api: ModuleType, request: web.Request) -> web.Response:
+    async def _ask(self, api: Api, request: web.Request) -> web.Response:
         refusal = partial(_refusal, api)
         conversations = self._episode_of(request)
         if conversations is None:
@@ -280,7 +274,7 @@ class AgentEndpoint:
                 raw = await request.read()
             _check_charset(request)
             temperature = conversations.episode.params.temperature
-            asked = api.parse_request(openai.parse_body(raw), temperature)
+            asked = api.parse_request(apis.parse_body(raw), temperature)
             return web.json_response(api.response(await conversations.ask(asked, is_retry)))
         except TimeoutError:
             return refusal(408, f"no complete request within {_BODY_TIMEOUT_S:g} s", "timeout")
@@ -297,7 +291,7 @@ def _check_charset(request: web.Request) -> None:
         raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
 
 
-def _refusal(api: ModuleType, status: int, message: str, code: str) -> web.Response:
+def _refusal(api: Api, status: int, message: str, code: str) -> web.Response:
     return web.json_response(api.error(status, message, code), status=status)
 
 

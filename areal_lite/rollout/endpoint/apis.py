@@ -1,15 +1,20 @@
-"""OpenAI's Chat Completions API, and what anthropic.py translates to it: requests and answers.
+"""OpenAI's Chat Completions API and Anthropic's Messages API: requests and answers.
 
-Source: its public reference, read in November 2026. The functions raise RequestRefused for what is
-not supported or would change the distribution that the policy is sampled from.
+Source: their public references, read in November 2026. Anthropic's messages are translated to those
+of OpenAI, which chat templates take: `system` becomes the first message, tool uses become calls,
+and tool results become messages of their own. Both APIs may be used in one conversation.
+
+The functions raise RequestRefused for what is not supported or would change the distribution that
+the policy is sampled from.
 """
 
+import itertools
 import json
 import secrets
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -222,10 +227,10 @@ def _call_message(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
-_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
+_OPENAI_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
 # These keys change nothing in the answer.
-_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}
-_ONLY_VALUE = {
+_OPENAI_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}
+_OPENAI_ONLY_VALUE = {
     "n": 1,
     "top_p": 1,
     "frequency_penalty": 0,
@@ -239,9 +244,9 @@ _ONLY_VALUE = {
 }
 
 
-def parse_request(body: dict[str, Any], temperature: float) -> ChatRequest:
+def _openai_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     """Check a request. Raises RequestRefused."""
-    check_settings(body, temperature, _USED | _IGNORED, _ONLY_VALUE)
+    check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_ONLY_VALUE)
     return ChatRequest(
         messages=parse_messages(body.get("messages")),
         tools=parse_tools(body.get("tools")),
@@ -250,7 +255,7 @@ def parse_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     )
 
 
-def response(answer: Answer) -> dict[str, Any]:
+def _openai_response(answer: Answer) -> dict[str, Any]:
     """Return a `chat.completion` object."""
     choice = {
         "index": 0,
@@ -272,7 +277,138 @@ def response(answer: Answer) -> dict[str, Any]:
     }
 
 
-def error(status: int, message: str, code: str) -> dict[str, Any]:
+def _openai_error(status: int, message: str, code: str) -> dict[str, Any]:
     """Return the body of a refusal."""
     fields = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return {"error": fields}
+
+
+_ANTHROPIC_USED = {"messages", "system", "max_tokens", "stop_sequences", "tools"}
+# These keys change nothing in the answer.
+_ANTHROPIC_IGNORED = {"model", "metadata", "service_tier", "cache_control"}
+_ANTHROPIC_ONLY_VALUE = {
+    "top_p": 1,
+    "stream": False,
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "disabled"},
+}
+_ROLES = ("user", "assistant", "system")
+_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
+_ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request_too_large"}
+
+
+def _anthropic_request(body: dict[str, Any], temperature: float) -> ChatRequest:
+    """Check a request. Raises RequestRefused."""
+    check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_ONLY_VALUE)
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+    for message in check_messages(body.get("messages")):
+        messages += _chat_messages(message)
+    if messages and messages[-1]["role"] == "assistant":
+        raise RequestRefused("the last message must be the user's: answers are not continued")
+    return ChatRequest(
+        messages=parse_messages(messages),
+        tools=[_chat_tool(tool) for tool in parse_tools(body.get("tools"))],
+        max_tokens=parse_max_tokens(body, "max_tokens"),
+        stop=parse_stop(body, "stop_sequences"),
+    )
+
+
+def _chat_messages(message: Message) -> list[Message]:
+    """Translate a message. Each tool result becomes a message, and so does the text beside it."""
+    role, content = message["role"], message.get("content")
+    if role not in _ROLES:
+        raise RequestRefused(f"role {role!r:.100} is none of {', '.join(_ROLES)}", "invalid_value")
+    if not isinstance(content, list):
+        return [{"role": role, "content": content}]
+    if not all(isinstance(block, dict) for block in content):
+        raise RequestRefused("content must be a text or a list of objects", "invalid_value")
+    if role == "assistant":
+        calls = [_call(block) for block in content if block.get("type") == "tool_use"]
+        texts = [block for block in content if block.get("type") != "tool_use"]
+        return [{"role": role, "content": texts, "tool_calls": calls}]
+    messages = []
+    for is_result, blocks in itertools.groupby(content, lambda b: b.get("type") == "tool_result"):
+        if is_result:
+            messages += [_tool_message(block) for block in blocks]
+        else:
+            messages.append({"role": role, "content": list(blocks)})
+    return messages
+
+
+def _call(block: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+    return {"id": block.get("id"), "type": "function", "function": function}
+
+
+def _tool_message(block: dict[str, Any]) -> Message:
+    return {
+        "role": "tool",
+        "tool_call_id": block.get("tool_use_id"),
+        "content": block.get("content"),
+    }
+
+
+def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestRefused(
+            f"tools: {tool['type']!r:.100} runs on Anthropic's servers, or is known to their models"
+            " only; give a tool with an input_schema"
+        )
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {},
+    }
+    return {"type": "function", "function": function}
+
+
+def _anthropic_response(answer: Answer) -> dict[str, Any]:
+    """Return a `message` object. It has a text, perhaps an empty one, or calls, or both."""
+    calls = answer.message.get("tool_calls", [])
+    text = answer.message["content"] or ""
+    content: list[dict[str, Any]] = [] if calls and not text else [{"type": "text", "text": text}]
+    for call in calls:
+        function = call["function"]
+        content.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": function["name"],
+                "input": json.loads(function["arguments"]),
+            }
+        )
+    ended = "stop_sequence" if answer.stop_text else "end_turn"
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": content,
+        "stop_reason": _STOP_REASONS.get(answer.finish_reason, ended),
+        "stop_sequence": answer.stop_text,
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "output_tokens": answer.completion_tokens,
+        },
+    }
+
+
+def _anthropic_error(status: int, message: str, code: str) -> dict[str, Any]:
+    """Return the body of a refusal. Anthropic's own has no `code`."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
+
+
+class Api(NamedTuple):
+    """The translations of an API."""
+
+    parse_request: Callable[[dict[str, Any], float], ChatRequest]  # (body, temperature)
+    response: Callable[[Answer], dict[str, Any]]
+    error: Callable[[int, str, str], dict[str, Any]]  # (status, message, code)
+
+
+OPENAI = Api(_openai_request, _openai_response, _openai_error)
+APIS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/messages": Api(_anthropic_request, _anthropic_response, _anthropic_error),
+}  # by path
