@@ -22,7 +22,7 @@ import logging
 import math
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from areal_lite.controller.batches import Batches, begin_handover, read_handover
 from areal_lite.controller.buffer import ReplayBuffer
 from areal_lite.controller.dispatcher import COUNTS, FAILURE_COUNTS, Dispatcher
 from areal_lite.controller.evaluation import Evaluator
-from areal_lite.controller.sources import Dependencies, Source, open_sources
+from areal_lite.controller.sources import Dependencies, open_sources
 from areal_lite.data.prompts import load_eval_sets
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.run_dir.controller_status import (
@@ -361,45 +361,38 @@ async def serve(run_dir: Path, trainer_runs: bool = False) -> None:
     """Build the controller and run it until `Finish` or SIGTERM. Raises the error of any part."""
     config = load_config(run_dir)
     async with open_sources(config) as sources:
-        await _control(config, run_dir, sources, trainer_runs)
-
-
-async def _control(
-    config: TrainConfig, run_dir: Path, sources: Mapping[str, Source], trainer_runs: bool
-) -> None:
-    """Run the controller with these data sources."""
-    store = Store(run_dir / STORE_FILE)
-    store_thread = StoreThread(store)
-    client = SGLangClient(config.sync.health_timeout_s)
-    dependencies = Dependencies(
-        sources=sources,
-        tokenizer=Tokenizer(config.model),
-        store=store_thread,
-        clock=steady_time,
-        eval_sets=load_eval_sets(
-            config.eval.sets, config.data, config.model, config.reward.function
-        ),
-    )
-    announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
-    controller = Controller(config, dependencies, client, announced, replace)
-    host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
-    server = protocol.MessageServer(run_dir, controller.handle, host, trainer_runs)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
-    error: BaseException | None = None
-    try:
-        controller.recover(store, start_version(run_dir), trainer_runs)
-        status = _publish_status(controller, run_dir)
-        await protocol.run_until(server.finished, controller.run(), server.serve(), status)
-    except BaseExceptionGroup as group:
-        error = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
-    finally:
-        await server.close(error=f"the controller failed: {error}" if error else None)
-        await client.close()
-        await store_thread.close()
-        remove_status(run_dir)
+        store = Store(run_dir / STORE_FILE)
+        store_thread = StoreThread(store)
+        client = SGLangClient(config.sync.health_timeout_s)
+        dependencies = Dependencies(
+            sources=sources,
+            tokenizer=Tokenizer(config.model),
+            store=store_thread,
+            clock=steady_time,
+            eval_sets=load_eval_sets(
+                config.eval.sets, config.data, config.model, config.reward.function
+            ),
+        )
+        announced, replace = partial(announced_servers, run_dir), partial(mark_unhealthy, run_dir)
+        controller = Controller(config, dependencies, client, announced, replace)
+        host = listen_address(NODE) if config.server.host == NODE else LOOPBACK[0]
+        server = protocol.MessageServer(run_dir, controller.handle, host, trainer_runs)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.finished.set)
+        error: BaseException | None = None
+        try:
+            controller.recover(store, start_version(run_dir), trainer_runs)
+            status = _publish_status(controller, run_dir)
+            await protocol.run_until(server.finished, controller.run(), server.serve(), status)
+        except BaseExceptionGroup as group:
+            error = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from group
+        finally:
+            await server.close(error=f"the controller failed: {error}" if error else None)
+            await client.close()
+            await store_thread.close()
+            remove_status(run_dir)
 
 
 async def _publish_status(controller: Controller, run_dir: Path) -> None:

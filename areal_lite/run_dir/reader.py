@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,27 @@ _EACH = """trajectories t LEFT JOIN groups g USING (group_id)
 _DRAWN = """draws g JOIN trajectories t USING (group_id, sample_index)
             ORDER BY g.step, g.draw, g.position, t.trace_index"""
 _SEGMENTS = msgspec.json.Decoder(list[list[tuple[int, int, int]]])
+
+
+GROUP_FAULTS = {
+    "groups with more episodes than were asked for": """
+        SELECT group_id FROM groups JOIN trajectories USING (group_id) WHERE trace_index = 0
+        GROUP BY group_id HAVING count(*) > size""",
+    "groups with an episode that lacks a trace": """
+        SELECT DISTINCT group_id FROM trajectories GROUP BY group_id, sample_index
+        HAVING max(trace_index) >= count(*)""",
+}
+DRAW_FAULTS = {
+    "groups that were drawn from and lack trajectories": """
+        SELECT DISTINCT group_id FROM draws LEFT JOIN trajectories t
+        USING (group_id, sample_index) WHERE t.n_tokens IS NULL""",
+    "groups with an episode that was drawn twice at once": """
+        SELECT DISTINCT group_id FROM draws GROUP BY step, draw, group_id, sample_index
+        HAVING count(*) > 1""",
+    "steps with a draw from two prompts": """
+        SELECT DISTINCT d.step + 1 FROM draws d JOIN groups USING (group_id)
+        GROUP BY d.step, d.draw HAVING count(DISTINCT prompt_id) > 1""",
+}
 
 
 class DamagedGroup(ValueError):
@@ -283,19 +304,10 @@ class RunReader(StoreFile):
             "GROUP BY group_id"
         )
 
-    def groups_with_surplus(self) -> list[int]:
-        """List the groups with more episodes than were asked for."""
-        return self._ids(
-            "SELECT group_id FROM groups JOIN trajectories USING (group_id) WHERE trace_index = 0 "
-            "GROUP BY group_id HAVING count(*) > size"
-        )
-
-    def groups_without_traces(self) -> list[int]:
-        """List the groups with an episode that lacks a trace."""
-        return self._ids(
-            "SELECT DISTINCT group_id FROM trajectories GROUP BY group_id, sample_index "
-            "HAVING max(trace_index) >= count(*)"
-        )
+    def faulty(self, faults: Mapping[str, str]) -> Iterator[tuple[str, list[int]]]:
+        """Yield each of GROUP_FAULTS or DRAW_FAULTS, and the groups or steps that have it."""
+        for name, query in faults.items():
+            yield name, [value for (value,) in self._query(query)]
 
     def kept_trajectories(self) -> np.ndarray:
         """Return each group with tokens and the number of its trajectories with them, [n, 2]."""
@@ -310,27 +322,6 @@ class RunReader(StoreFile):
     def first_draws(self) -> dict[int, int]:
         """Return by group the first step that drew it."""
         return dict(self._query("SELECT group_id, min(step) FROM draws GROUP BY group_id"))
-
-    def groups_drawn_in_vain(self) -> list[int]:
-        """List the groups that were drawn and lack the trajectories."""
-        return self._ids(
-            "SELECT DISTINCT group_id FROM draws LEFT JOIN trajectories t "
-            "USING (group_id, sample_index) WHERE t.n_tokens IS NULL"
-        )
-
-    def groups_drawn_twice(self) -> list[int]:
-        """List the groups with an episode that one draw has twice."""
-        return self._ids(
-            "SELECT DISTINCT group_id FROM draws GROUP BY step, draw, group_id, sample_index "
-            "HAVING count(*) > 1"
-        )
-
-    def mixed_draws(self) -> list[int]:
-        """List the steps, from 0, with a draw of two prompts."""
-        return self._ids(
-            "SELECT DISTINCT d.step FROM draws d JOIN groups USING (group_id) "
-            "GROUP BY d.step, d.draw HAVING count(DISTINCT prompt_id) > 1"
-        )
 
     def finished_groups(self) -> Iterator[tuple[Group, bool]]:
         """Yield the kept groups that finished, and whether they were used, in finishing order."""
@@ -382,9 +373,6 @@ class RunReader(StoreFile):
             (steps,),
         )
         return last
-
-    def _ids(self, query: str) -> list[int]:
-        return [value for (value,) in self._query(query)]
 
     def _groups(self, where: str, *values: Any) -> list[Group]:
         rows = self._rows(f"SELECT * FROM groups WHERE {where} ORDER BY group_id", values)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from areal_lite.data.sampler import PromptSampler, SourceOrder
-from areal_lite.run_dir.reader import Chunk, Groups, RunReader
+from areal_lite.run_dir.reader import DRAW_FAULTS, GROUP_FAULTS, Chunk, Groups, RunReader
 from areal_lite.run_dir.store_format import NOT_KEPT, check_sums, from_row
 from areal_lite.tools.audit.records import Check, Records, Settings, some
 from areal_lite.tools.formatting import counted
@@ -52,8 +52,8 @@ def check_groups(groups: Groups, found: np.ndarray, records: Records, store: Run
     none_may((dropped | filtered) & ~groups.reason, "groups left out without a reason")
     none_may(np.isnan(groups.finished) != flying, "groups whose end and state do not agree")
     none_may(has_trajectories & (groups.trajectories < 1), "finished groups without trajectories")
-    check.none_of(store.groups_with_surplus(), "groups with more episodes than were asked for")
-    check.none_of(store.groups_without_traces(), "groups with an episode that lacks a trace")
+    for fault, ids in store.faulty(GROUP_FAULTS):
+        check.none_of(ids, fault)
     expected = np.maximum(groups.trajectories, 0)
     none_may(found < expected, "groups that lack trajectories")
     none_may(found > expected, "groups with more trajectories than they count")
@@ -139,10 +139,8 @@ def _check_draws(groups: Groups, records: Records, store: RunReader) -> Check:
     )
     wrong = [step + 1 for step in range(steps) if drawn.get(step, (0, 0))[0] not in sizes]
     check.none_of(wrong, "steps with another number of groups")
-    check.none_of(store.groups_drawn_in_vain(), "groups that were drawn from and lack trajectories")
-    check.none_of(store.groups_drawn_twice(), "groups with an episode that was drawn twice at once")
-    mixed = [step + 1 for step in store.mixed_draws()]
-    check.none_of(mixed, "steps with a draw from two prompts")
+    for fault, ids in store.faulty(DRAW_FAULTS):
+        check.none_of(ids, fault)
     first = store.first_draws()
     used = dict(zip(groups.ids.tolist(), groups.step.tolist()))
     check.none_of(
