@@ -115,28 +115,9 @@ def apply_gradients(
     return {"grad_norm": grad_norm, "lr": lr, "skipped": 0.0 if healthy else 1.0}
 
 
-def offload(optimizer: Any, chunks: Iterable[DistributedDataParallel]) -> None:
-    """Move Adam moments, if there are any, to host memory and free the gradient buffers.
-
-    This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, before sharding. Master
-    weights stay, because in float32 they are the model's own. Until `onload` the model computes
-    log-probs, but no gradients.
-    """
-    cuda = torch.cuda.is_available()
-    _move_moments(optimizer, torch.device("cpu"))
-    for ddp in chunks:  # synchronizing also ends the copies to host memory
-        ddp.offload_grad_buffers(synchronize=cuda, empty_cache=cuda)
-
-
-def onload(optimizer: Any, chunks: Iterable[DistributedDataParallel], device: torch.device) -> None:
-    """Undo `offload`; the gradients are zero."""
-    for ddp in chunks:
-        ddp.restore_grad_buffers(synchronize=torch.cuda.is_available())
-    _move_moments(optimizer, device)
-
-
-def _move_moments(optimizer: Any, device: torch.device) -> None:
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+def move_moments(optimizer: Any, device: torch.device) -> None:
+    """Move Adam moments, if there are any, to a device."""
+    for one in optimizer.chained_optimizers:
         for state in one.optimizer.state.values():
             for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
                 state[name] = _moved(state[name], device)

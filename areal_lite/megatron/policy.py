@@ -46,8 +46,7 @@ from areal_lite.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
     is_sharded,
-    offload,
-    onload,
+    move_moments,
 )
 from areal_lite.megatron.packing import (
     LocalTokens,
@@ -329,12 +328,22 @@ class TrainableModel(ParallelModel):
         )
 
     def offload(self) -> None:
-        """Free the GPU of what only an update needs, until `onload`; see `optimizer.offload`."""
-        offload(self.optimizer, self.ddps)
+        """Move Adam moments to host memory and free the gradient buffers.
+
+        This frees 12 of the 18 bytes that a bfloat16 parameter takes with Adam, before sharding.
+        Master weights stay, because in float32 they are the model's own. Until `onload` the model
+        computes log-probs, but no gradients.
+        """
+        cuda = torch.cuda.is_available()
+        move_moments(self.optimizer, torch.device("cpu"))
+        for ddp in self.ddps:  # synchronizing also ends the copies to host memory
+            ddp.offload_grad_buffers(synchronize=cuda, empty_cache=cuda)
 
     def onload(self) -> None:
-        """Undo `offload`."""
-        onload(self.optimizer, self.ddps, self.device)
+        """Undo `offload`; the gradients are zero."""
+        for ddp in self.ddps:
+            ddp.restore_grad_buffers(synchronize=torch.cuda.is_available())
+        move_moments(self.optimizer, self.device)
 
     def save(self, folder: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write the training state and `extra` (plain data); any parallel sizes can load it."""
