@@ -106,7 +106,7 @@ def export_step(
     # Megatron-core would use a GPU that it sees, and a run may need all of its memory.
     with environment("CUDA_VISIBLE_DEVICES", ""), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch and Megatron-core warn of what their own code uses
-        from areal_lite.megatron.hf import convert  # torch is slow to import
+        from areal_lite.tools.convert import convert  # torch is slow to import
 
         written = convert(checkpoint, source, out, dtype, adapter)
     print(f"step {step} of {run_dir}, {str(written).removeprefix('torch.')}", file=sys.stderr)

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from areal_lite.config import TrainerConfig
-from areal_lite.megatron.hf import convert
 from areal_lite.system.network import free_port
+from areal_lite.tools.convert import convert
 from tests.ranks.engine_worker import SETTINGS, random_batch
 from tests.ranks.layout_worker import CRITIC, CRITIC_UPDATES, RESUMED_UPDATES, UPDATES
 from tests.ranks.processes import run_ranks

@@ -89,7 +89,7 @@ def test_another_dtype_is_the_rounded_one(run_dir, tmp_path, dtype):
 
 
 def test_a_large_model_has_an_index_over_its_files(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("areal_lite.megatron.hf.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("areal_lite.tools.convert.SHARD_BYTES", 20_000)
     assert main(["export", f"run_dir={run_dir}", f"out={tmp_path}/many"]) == 0
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from areal_lite.config import LoraConfig, TrainerConfig
-from areal_lite.megatron.hf import convert
 from areal_lite.system.network import free_port
+from areal_lite.tools.convert import convert
 from areal_lite.tools.memory import adapter_parameters, pushed_adapter_parameters
 from tests.ranks.adapted_transformers import BACKBONE, adapt, adapted_run
 from tests.ranks.engine_worker import SETTINGS, random_batch
