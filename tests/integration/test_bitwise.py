@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from areal_lite.launch.restarts import LOG
+from areal_lite.launch.local import RESTARTS_LOG as LOG
 from tests.integration.test_restarts import CONTROLLER, strike
 from tests.integration.test_train import model  # noqa: F401
 

@@ -15,7 +15,7 @@ import pytest
 
 from areal_lite.config import TrainConfig
 from areal_lite.launch import local
-from areal_lite.launch.restarts import LOG
+from areal_lite.launch.local import RESTARTS_LOG as LOG
 from areal_lite.run_dir.resume import checkpoint_steps
 from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history

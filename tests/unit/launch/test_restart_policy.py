@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_lite.launch.restarts import Failure, Restart, decide, error_identity
+from areal_lite.launch.local import Failure, Restart, decide, error_identity
 
 MOST = 3
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from areal_lite.config import TrainConfig
-from areal_lite.launch import restarts as module
-from areal_lite.launch.restarts import LOG, Restarts
+from areal_lite.launch import local as module
+from areal_lite.launch.local import RESTARTS_LOG as LOG
+from areal_lite.launch.local import Restarts
 from areal_lite.launch.roles import ProcessFailed, RoleFailed, Roles
 from areal_lite.run_dir.resume import write_manifest
 

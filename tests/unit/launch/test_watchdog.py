@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_lite.launch import restarts as watchdog
-from areal_lite.launch.restarts import ProcessState, Watchdog, find_hang
+from areal_lite.launch import local as watchdog
+from areal_lite.launch.local import ProcessState, Watchdog, find_hang
 from areal_lite.launch.roles import ProcessFailed, Role, Roles
 
 BUSY = """
