@@ -20,8 +20,8 @@ from areal_lite.config import load_config
 from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.paths import STORE_FILE
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.simulate.calibrate import measured_workload
 from areal_lite.tools.simulate.run import rounded, simulate, summarize
+from areal_lite.tools.simulate.workload import measured_workload
 
 WARM_UP = 4  # steps
 

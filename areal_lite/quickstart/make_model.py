@@ -16,6 +16,39 @@ from areal_lite.system.files import new_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def build_char_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per printable ASCII character, 98 tokens.
+
+    Any other character becomes `?`. `<pad>` is id 0 and `<eos>` is id 1, spelled out, too.
+    The chat template adds only `<eos>` after an assistant's message, so a user's message is its own
+    prompt. Ids never change, so saved models stay valid.
+    """
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([PAD, EOS, *CHARACTERS])}
+    # BPE without merges splits text into characters and needs no pre-tokenizer.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="?"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
 
 def run(config: MakeModelConfig) -> int:
     """Write the checkpoint to `config.out`, complete or not at all.
@@ -23,9 +56,6 @@ def run(config: MakeModelConfig) -> int:
     Raises ValueError if the settings do not fit together or the folder exists.
     """
     _check(config)
-    # torch takes seconds to import, so wrong settings are refused first.
-    from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
-
     tokenizer = build_char_tokenizer()
     model = _new_model(config, tokenizer)
     out = Path(config.out)

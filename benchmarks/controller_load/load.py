@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_lite.config import TrainConfig
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 
 GROUP_SIZE = 8
 PROMPT_TOKENS = 40

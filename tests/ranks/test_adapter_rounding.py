@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 from tests.ranks.test_engine import make_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,7 @@ RIGHT = "a7+A5+0=1z2\nb4+B8+1=1y3\n#x1y3z2"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory) -> Tokenizer:
-    from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+    from areal_lite.quickstart.make_model import build_char_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     build_char_tokenizer().save_pretrained(folder)

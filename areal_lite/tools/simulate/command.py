@@ -10,12 +10,12 @@ from pathlib import Path
 
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.commands import SimulateConfig
-from areal_lite.tools.simulate.calibrate import measured_workload
 from areal_lite.tools.simulate.run import Summary, simulate, summarize
 from areal_lite.tools.simulate.workload import (
     LogNormalLengths,
     Loss,
     Workload,
+    measured_workload,
     server_speed,
     trainer_speed,
 )

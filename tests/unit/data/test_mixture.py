@@ -7,7 +7,7 @@ import pytest
 
 from areal_lite.config import DataConfig
 from areal_lite.data.prompts import MixedPrompts, PromptSet, load_prompts
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from areal_lite.config import DataConfig
 from areal_lite.data.prompts import hf_rows, load_prompts, prompt_source
 from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.quickstart import addition
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n"

@@ -21,7 +21,7 @@ from areal_lite.quickstart.addition import (
     prompt,
     split_of,
 )
-from areal_lite.quickstart.char_tokenizer import CHARACTERS, build_char_tokenizer
+from areal_lite.quickstart.make_model import CHARACTERS, build_char_tokenizer
 from areal_lite.quickstart.reward import addition_reward
 
 splits = st.sampled_from(["train", "test"])

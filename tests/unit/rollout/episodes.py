@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.rollout.episode import Episode, Workflow, WorkflowRun
 from areal_lite.routes import ExpertLayout
 from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerFailed

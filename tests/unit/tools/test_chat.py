@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_lite.data.tokenizer import Tokenizer
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools.chat import Conversation, _lines
 from areal_lite.tools.commands import ChatConfig
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from areal_lite.config import BufferConfig, ReplayConfig, SyncConfig, TrainConfig
 from areal_lite.launch.roles import Placement
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools import dry_run
 from areal_lite.tools.dry_run import (
     cadence_line,

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_lite import cli
 from areal_lite.config import LoraConfig, ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.megatron.architectures import ARCHITECTURES
-from areal_lite.quickstart.char_tokenizer import build_char_tokenizer
+from areal_lite.quickstart.make_model import build_char_tokenizer
 from areal_lite.tools import memory
 from areal_lite.tools.formatting import byte_size
 from areal_lite.tools.memory import GIB, share_gpu, trainer_bytes

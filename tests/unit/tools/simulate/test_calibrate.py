@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from areal_lite.tools.simulate.calibrate import _trainer_speed, fit_server, table
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
+from areal_lite.tools.simulate.workload import _trainer_speed, fit_server, table
 
 RNG = np.random.default_rng(0)
 
