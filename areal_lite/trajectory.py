@@ -188,18 +188,14 @@ def episode_reward(traces: Sequence[Trajectory]) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The trajectories of one prompt, tied by `group_id`.
-
-    `size` episodes were asked for; failed ones are missing. An episode has one trajectory or more,
-    side by side. `prompt_index` is the position of the prompt in the data set, or -1 if it cannot
-    be drawn again.
-    """
+    """The trajectories of one prompt, tied by `group_id`."""
 
     group_id: int
     prompt_id: str
-    size: int
+    size: int  # episodes that were asked for; failed ones are missing
+    # An episode has one or more, side by side.
     trajectories: list[Trajectory] = field(default_factory=list)
-    prompt_index: int = -1
+    prompt_index: int = -1  # the prompt's place in the data set; -1 if it cannot be drawn again
 
     @property
     def episodes(self) -> list[list[Trajectory]]:

@@ -37,17 +37,11 @@ _CHECK_INTERVAL_S = 0.5
 
 @dataclass(slots=True)
 class Scores:
-    """The scores of one held-out set.
+    """The scores of one held-out set."""
 
-    Args:
-        rewards: float64 [problems, 1 + samples], the greedy completion first.
-        versions: the versions that sampled at least one token.
-        failures: number of completions without a reward; they count as 0.
-    """
-
-    rewards: np.ndarray
-    versions: list[int]
-    failures: int
+    rewards: np.ndarray  # float64 [problems, 1 + samples], the greedy completion first
+    versions: list[int]  # that sampled at least one token
+    failures: int  # completions without a reward; they count as 0
 
     def record(self) -> dict[str, Any]:
         """Return the scores as JSON values, as they are in evals.jsonl.

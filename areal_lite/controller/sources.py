@@ -31,14 +31,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One data source: the settings of the run with those of the source, and its parts.
+    """One data source."""
 
-    `prompts` is None when nothing is trained, `eval_prompts` without evaluation.
-    """
-
-    config: Sampled
-    prompts: PromptSet | None
-    eval_prompts: PromptSet | None
+    config: Sampled  # the settings of the run, with those of the source
+    prompts: PromptSet | None  # None when nothing is trained
+    eval_prompts: PromptSet | None  # None without evaluation
     rewards: RewardPool
 
 
@@ -100,14 +97,11 @@ class Dependencies:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """The scored traces of an episode, or the reason why it has no reward in `failure`.
-
-    `texts` has the text before and after the first sampled token of each trace.
-    """
+    """The scored traces of an episode."""
 
     traces: list[Trajectory]
-    texts: list[tuple[str, str]]
-    failure: str = ""
+    texts: list[tuple[str, str]]  # before and after the first sampled token of each trace
+    failure: str = ""  # why it has no reward
 
 
 class Player:

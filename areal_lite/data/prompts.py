@@ -48,18 +48,14 @@ Row = tuple[str, dict[str, Any]]  # (row id, the row itself)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A prompt. `tokens` are sent to the server; `text` is the same text, for people to read.
-
-    The chat template made the text from `messages`, which is empty for plain text. `source` is the
-    name in `data.sources`, if there are any.
-    """
+    """A prompt and its answer."""
 
     prompt_id: str
-    tokens: list[int]
+    tokens: list[int]  # what is sent to the server
     answer: str
-    text: str
-    messages: Sequence[Message] = ()
-    source: str = ""
+    text: str  # the same as the tokens, for people to read
+    messages: Sequence[Message] = ()  # of which the chat template made the text, if it is a chat
+    source: str = ""  # the name in `data.sources`, if there are any
 
 
 class PromptSet(Protocol):

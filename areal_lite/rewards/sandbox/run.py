@@ -70,18 +70,14 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one program.
-
-    `file_mb` bounds each file, `files` the creations of files and folders in all, `threads` those
-    that live at the same time, and `output_bytes` standard output and standard error, each.
-    """
+    """Limits of one program."""
 
     time_s: float = 5.0
     memory_mb: int = 512
-    file_mb: int = 4
-    files: int = 256
-    threads: int = 64
-    output_bytes: int = 1 << 20
+    file_mb: int = 4  # of each file
+    files: int = 256  # creations of files and folders in all
+    threads: int = 64  # that live at the same time
+    output_bytes: int = 1 << 20  # of standard output and of standard error
 
 
 _DEFAULT = Limits()
@@ -89,14 +85,10 @@ _DEFAULT = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of a program.
+    """The end of a program."""
 
-    `ended` is `exit`, `timeout`, or `output` (too much of it). `status` is set for `exit` only, and
-    is negative for a signal.
-    """
-
-    ended: str
-    status: int | None
+    ended: str  # `exit`, `timeout`, or `output` (too much of it)
+    status: int | None  # for `exit` only; negative for a signal
     stdout: str
     stderr: str
     seconds: float

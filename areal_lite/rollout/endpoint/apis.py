@@ -52,16 +52,12 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The policy's answer to a request.
-
-    `message` has calls with arguments as JSON, `finish_reason` is one of OpenAI's, and `stop_text`
-    is the text of `stop` that ended the answer, if one did.
-    """
+    """The policy's answer to a request."""
 
     id: str
-    message: Message
-    finish_reason: str
-    stop_text: str | None
+    message: Message  # calls have their arguments as JSON
+    finish_reason: str  # one of OpenAI's
+    stop_text: str | None  # the text of `stop` that ended the answer, if one did
     prompt_tokens: int
     completion_tokens: int
 
