@@ -97,22 +97,16 @@ CREATE TABLE totals (
 """
 
 
+# The columns of `groups` that never change. The checksum is over these.
 ADMISSION = ("group_id", "prompt_id", "prompt_index", "drawn", "size", "admitted_at")
-"""The columns of `groups` that never change. The checksum is over these."""
-
-TRACE = "group_id, sample_index, trace_index"
-"""The columns that name a trajectory, in the order of traces."""
-
+TRACE = "group_id, sample_index, trace_index"  # name a trajectory, in the order of traces
 TOKENS = f"LEFT JOIN sequences USING ({TRACE})"  # joins the tokens to `trajectories`
-
+# The columns of both rows of a trajectory. Those of `sequences` are NULL where it has none.
 WITH_TOKENS = "trajectories.*, tokens, logprobs, texts, sequences.checksum AS sequence_checksum"
-"""The columns of both rows of a trajectory. Those of `sequences` are NULL where it has none."""
-
+# The same with the routes, which take more space than the rest. The checksum covers them.
 WITH_ROUTES = f"{WITH_TOKENS}, routes"
-"""The same with the routes, which take more space than the rest. The checksum covers them."""
-
+# The words that readers show for a trajectory without a row in `sequences`.
 NOT_KEPT = "tokens not kept (store.max_gib)"
-"""The words that readers show for a trajectory without a row in `sequences`."""
 
 
 def checksum(values: Sequence[Any]) -> int:
