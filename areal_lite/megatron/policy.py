@@ -40,7 +40,13 @@ from areal_lite.megatron.hf import (
 )
 from areal_lite.megatron.logprobs import Head, ValueLayer, language_head, value_head
 from areal_lite.megatron.lora import adapters, added_share
-from areal_lite.megatron.model import Backbone, Chunks, build_chunks
+from areal_lite.megatron.model import (
+    Backbone,
+    Chunks,
+    build_chunks,
+    changed_share,
+    install_replay,
+)
 from areal_lite.megatron.optimizer import (
     apply_gradients,
     build_optimizer,
@@ -58,7 +64,6 @@ from areal_lite.megatron.packing import (
     to_device,
 )
 from areal_lite.megatron.parallel import init_distributed, process_group, select_dtype
-from areal_lite.megatron.routing_replay import changed_share, install_replay
 from areal_lite.system import heartbeat
 from areal_lite.train_batch import TrainBatch
 
@@ -373,7 +378,7 @@ class TrainableModel(ParallelModel):
 class Policy(TrainableModel):
     """The trained policy on this rank.
 
-    routing_replay: whether its routers follow the routes of a batch (routing_replay.py).
+    routing_replay: whether its routers follow the routes of a batch (model.py).
     """
 
     def __init__(

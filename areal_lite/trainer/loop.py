@@ -16,6 +16,7 @@ import sys
 import time
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from areal_lite.megatron.parallel import data_parallel_rank, on_every_rank, shut
 from areal_lite.run_dir.metrics import MetricsLog, append_event, forget_after, read_events
 from areal_lite.run_dir.paths import BAD_BATCHES_DIR, CHECKPOINTS_DIR, HF_DIR, TOTALS_FILE
 from areal_lite.run_dir.resume import clear_stop_request, stop_requested
-from areal_lite.servers.registry import ServerInfo
+from areal_lite.servers.blocking import start_post
+from areal_lite.servers.client import ServerError
+from areal_lite.servers.registry import ServerInfo, announced_servers
 from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
 from areal_lite.system.processes import die_with_parent, start_daemon, steady_time
@@ -39,7 +42,6 @@ from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.objective import build_objective
 from areal_lite.trainer.step import build_models, policy_step
 from areal_lite.trajectory import trace_name
-from areal_lite.weights.agreement import LogprobAgreement
 from areal_lite.weights.push import make_pusher
 from areal_lite.weights.recipients import PushReport
 
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 _SAVE_INTERVAL_S = 1800.0  # without trainer.save_every, a restart loses at most that and a step
 _MAX_SKIPPED_STEPS = 5
+_NUM_SCORED = 4  # sequences of a step that servers score
+_SCORING_TIMEOUT_S = 10.0  # a busy server may have more important work
 _RECORDED_TOKENS = 8192  # tokens of a step whose proximal log-probs are recorded, at most
 
 
@@ -242,6 +246,99 @@ def proximal_record(step: int, batch: TrainBatch, prox: np.ndarray) -> dict[str,
         indices = batch.sample_indices[sequence], batch.trace_indices[sequence]
         logprobs[trace_name(*map(int, indices))] = np.round(prox[sampled].astype(float), 5)
     return {"step": step, "group_id": int(batch.group_ids[0]), "prox": logprobs}
+
+
+class LogprobAgreement:
+    """Whether server and trainer agree: log-probs of the same tokens under the same weights.
+
+    Every step makes up to two comparisons. Each is a mean absolute difference in nats.
+
+    * `logprob_diff_sampled` compares the behavior log-probs of sequences in the batch that the
+      trainer's current version sampled from beginning to end. There may be none: then it is None.
+      Sequences that were in progress during a push in mode `in_place`, even in a server's queue,
+      are left out: older weights computed their KV cache.
+    * `logprob_diff_scored` lets a server score a few sequences of the batch as prompts, under the
+      version that the trainer has too. It needs temperature 1, because the log-probs of a prompt
+      are not scaled by it. It is None with replayed routes, which are not those of a prompt.
+
+    `logprob_diff` is the larger of the two.
+    """
+
+    def __init__(self, run_dir: Path, config: TrainConfig):
+        self._run_dir = run_dir
+        algo = config.algo
+        exact = algo.prox != "loglinear" and not algo.routing_replay
+        self._scores = exact and config.rollout.temperature == 1.0
+        self._calls: list[tuple[Future[Any], slice]] = []
+
+    def begin(self, batch: TrainBatch, servers: list[ServerInfo] | None) -> None:
+        """Let servers score a few sequences of `batch`, and do not wait for them.
+
+        servers: those that have the trainer's weights; None means all announced servers.
+        """
+        if servers is None:
+            servers = announced_servers(self._run_dir)
+        self._calls = []
+        if self._scores and servers:
+            ends = batch.cu_seqlens[: min(_NUM_SCORED, batch.num_sequences) + 1].tolist()
+            for i, span in enumerate(starmap(slice, pairwise(ends))):
+                body = {
+                    "input_ids": batch.tokens[span].tolist(),
+                    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                }
+                call = start_post(servers[i % len(servers)], "/generate", body, _SCORING_TIMEOUT_S)
+                self._calls.append((call, span))
+
+    def compare(self, batch: TrainBatch, prox: Tensor, version: int) -> dict[str, float | None]:
+        """Compare the log-probs of `batch` and return the differences by metric name.
+
+        The servers must still have the weights that they had at `begin`. prox: float32 [T], the
+        log-probs under the trainer's `version`.
+        """
+        own = prox.numpy()
+        sampled, scored = difference_of_fresh(batch, own, version), self._difference_of_scored(own)
+        known = [difference for difference in (sampled, scored) if difference is not None]
+        return {
+            "logprob_diff_sampled": sampled,
+            "logprob_diff_scored": scored,
+            "logprob_diff": max(known) if known else None,
+        }
+
+    def _difference_of_scored(self, own: np.ndarray) -> float | None:
+        if not self._calls:
+            return None
+        differences = []
+        for call, span in self._calls:
+            try:
+                scored = call.result()["meta_info"]["input_token_logprobs"][1:]
+            except ServerError:
+                continue  # the controller and the next push deal with a server that died
+            scored = np.array([logprob for logprob, _, _ in scored], np.float32)
+            differences.append(np.abs(scored - own[span][1:]))
+        if not differences:
+            log.warning(
+                "no server scored a sequence within %.0f s:"
+                " log-probs are not compared at this step",
+                _SCORING_TIMEOUT_S,
+            )
+            return None
+        return float(np.concatenate(differences).mean())
+
+
+def difference_of_fresh(batch: TrainBatch, own: np.ndarray, version: int) -> float | None:
+    """Return the mean |behavior - own| over sampled tokens of sequences wholly of `version`.
+
+    Their KV cache must be of `version` too. None without such a sequence.
+    """
+    older_tokens = batch.loss_mask & (batch.versions != version)
+    stale = np.bincount(batch.sequence_ids, older_tokens, batch.num_sequences) > 0
+    stale |= batch.kv_versions != version
+    chosen = batch.loss_mask & ~stale[batch.sequence_ids]
+    if not chosen.any():
+        return None
+    return float(np.abs(batch.behavior_logprobs[chosen] - own[chosen]).mean())
 
 
 class Reporter:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_lite.megatron.routing_replay import RoutingReplay
+from areal_lite.megatron.model import RoutingReplay
 
 TOKENS, EXPERTS, TOP_K = 40, 12, 3
 

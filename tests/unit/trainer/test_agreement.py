@@ -9,8 +9,8 @@ from areal_lite.config import TrainConfig
 from areal_lite.servers.client import ServerUnreachable
 from areal_lite.servers.registry import ServerInfo
 from areal_lite.train_batch import TrainBatch
+from areal_lite.trainer.loop import LogprobAgreement, difference_of_fresh
 from areal_lite.trajectory import Trajectory
-from areal_lite.weights.agreement import LogprobAgreement, difference_of_fresh
 
 
 def sequence(versions: list[int], kv_version: int, difference: float) -> Trajectory:
@@ -55,7 +55,7 @@ def test_servers_score_while_the_trainer_computes(monkeypatch, tmp_path) -> None
         asked.append((server.name, body["input_ids"], Future()))
         return asked[-1][2]
 
-    monkeypatch.setattr("areal_lite.weights.agreement.start_post", start_post)
+    monkeypatch.setattr("areal_lite.trainer.loop.start_post", start_post)
     servers = [
         ServerInfo(name=name, url=f"http://{name}", api_key=None, tensor_parallel=1, pid=1)
         for name in ("a", "b")
