@@ -83,7 +83,7 @@ MODELS = (
     "models/Qwen3-0.6B",
     "models/Qwen3-8B",
 )
-TINY = "num_layers=2 hidden_size=64 num_heads=4 num_kv_heads=2 head_dim=16 mlp_size=128"
+TINY = "num_layers=2 hidden_size=64 num_heads=4 num_kv_heads=4 head_dim=16 mlp_size=128"
 FOLLOWS_S = 20
 
 

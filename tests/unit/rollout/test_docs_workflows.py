@@ -84,7 +84,7 @@ def reward_and_text(tokenizer: Tokenizer, workflow, script: list[str]) -> tuple[
 
 
 def test_every_kind_has_its_code_and_its_command() -> None:
-    agents = ["my_agent.py", "my_other_agent.py", "my_smolagent.py", "my_framework.py", "solve.py"]
+    agents = ["my_agent.py", "my_other_agent.py", "my_smolagent.py"]
     files = ["my_task.py", "my_tools.py", *agents, "my_workflow.py", "my_reward.py"]
     assert list(CODE) == files and len(COMMANDS) == 4
 
@@ -174,20 +174,3 @@ def test_agents(tokenizer, module: str, script: list[str], reward: float | None,
         await endpoint.close()
 
     asyncio.run(main())
-
-
-STANDS_IN = """
-import os, sys
-print(4 if sys.argv[1] == "2+2?" and os.environ["OPENAI_API_KEY"] == "key" else "")
-"""
-
-
-def test_a_framework_in_an_environment_of_its_own(tmp_path, monkeypatch) -> None:
-    """Its program is replaced: the test environment does not have the framework."""
-    import my_framework
-
-    (tmp_path / "solve.py").write_text(STANDS_IN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(my_framework, "PYTHON", sys.executable)
-    assert asyncio.run(my_framework.agent("url", "key", PROMPT)) == 1.0
-    assert asyncio.run(my_framework.agent("url", "other", PROMPT)) == 0.0
