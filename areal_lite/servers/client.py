@@ -178,7 +178,7 @@ class ServersFailed(RuntimeError):
 
 
 class Client(Protocol):
-    """The calls that the fleet makes. They raise ServerError. A simulator can implement them."""
+    """The calls of `SGLangClient` that the fleet makes. A simulator can implement them."""
 
     async def generate(
         self,
@@ -187,24 +187,11 @@ class Client(Protocol):
         params: SamplingParams,
         rid: str,
         cache_key: str,
-    ) -> GenerationChunk:
-        """Continue `input_ids` (int32 [n]) and return the new tokens.
-
-        Requests share cached prefixes only with requests of the same `cache_key`.
-        """
-        ...
-
+    ) -> GenerationChunk: ...
     async def weight_version(self, server: ServerInfo) -> int: ...
-
-    async def check_health(self, server: ServerInfo) -> None:
-        """Check that every part of the server works, busy or idle. Raises ServerError in time."""
-
-    async def abort_all(self, server: ServerInfo) -> None:
-        """End all requests of the server."""
-
-    async def reset(self, server: ServerInfo) -> None:
-        """End all requests of the server, and a push that an earlier trainer left open."""
-
+    async def check_health(self, server: ServerInfo) -> None: ...
+    async def abort_all(self, server: ServerInfo) -> None: ...
+    async def reset(self, server: ServerInfo) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -212,7 +199,7 @@ class SGLangClient:
     """The client of all SGLang servers, over one aiohttp session: close it after use.
 
     * A completion may take any time to begin. Other calls end within `timeout_s`, unless they are
-      given another time-out.
+      given another time-out. Calls raise ServerError.
     * An answer has a limited size, comes from the server itself (no redirects), and is as it was
       sent (not compressed). Anything but the expected answer is a ServerFailed.
     """
@@ -247,6 +234,7 @@ class SGLangClient:
         rid: str,
         cache_key: str,
     ) -> GenerationChunk:
+        """Continue `input_ids` (int32 [n]), with cached prefixes only of the same `cache_key`."""
         sampling = {
             "max_new_tokens": params.max_new_tokens,
             "temperature": params.temperature,
@@ -274,23 +262,24 @@ class SGLangClient:
         return await asyncio.to_thread(parsed) if params.experts else parsed()
 
     async def weight_version(self, server: ServerInfo) -> int:
-        raw = await self._get(server, "/model_info")
-        return _parsed(server, "/model_info", raw, parse_model_info)
+        return await self._get(server, "/model_info", parse_model_info)
 
     async def check_reachable(self, server: ServerInfo, timeout_s: float | None = None) -> None:
-        """Check that the HTTP process of the server works. Raises ServerError."""
-        await self._get(server, "/health", self._bounded(timeout_s))
+        """Check that the HTTP process of the server works."""
+        await self._get(server, "/health", bytes, timeout_s)
 
     async def check_health(self, server: ServerInfo) -> None:
+        """Check that every part of the server works, busy or idle."""
         # /health and /model_info are answered even when the scheduler hangs. /server_info is the
         # only call without side effects that the scheduler answers between any two steps.
-        raw = await self._get(server, "/server_info")
-        _parsed(server, "/server_info", raw, parse_server_info)
+        await self._get(server, "/server_info", parse_server_info)
 
     async def abort_all(self, server: ServerInfo) -> None:
+        """End all requests of the server."""
         await self.post(server, "/abort_request", {"abort_all": True})
 
     async def reset(self, server: ServerInfo) -> None:
+        """End all requests of the server, and a push that an earlier trainer left open."""
         await self.abort_all(server)
         with suppress(ServerRefused):  # no push is open
             await self.post(server, "/end_weight_update", {})
@@ -310,25 +299,30 @@ class SGLangClient:
         return aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
 
     async def _get(
-        self, server: ServerInfo, path: str, timeout: aiohttp.ClientTimeout | None = None
-    ) -> bytes:
-        """GET `path`, once more if the connection breaks."""
+        self,
+        server: ServerInfo,
+        path: str,
+        parse: Callable[[bytes], T],
+        timeout_s: float | None = None,
+    ) -> T:
+        """GET `path`, once more if the connection breaks, and return the parsed answer."""
+        timeout = self._bounded(timeout_s)
         try:
-            return await self._request(server, path, None, timeout)
+            raw = await self._request(server, path, None, timeout)
         except ConnectionLost:
-            return await self._request(server, path, None, timeout)
+            raw = await self._request(server, path, None, timeout)
+        return _parsed(server, path, raw, parse)
 
     async def _request(
         self,
         server: ServerInfo,
         path: str,
         body: dict[str, Any] | None,
-        timeout: aiohttp.ClientTimeout | None,
+        timeout: aiohttp.ClientTimeout,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """POST `body`, or GET without one, and return the body of a 200."""
         headers = {"Content-Type": "application/json"}
-        timeout = timeout or self._bounded(None)
         limit_s = timeout.total or self._timeout_s
         if server.api_key:
             headers["Authorization"] = f"Bearer {server.api_key}"
