@@ -18,9 +18,8 @@ in the run directory, trainer ranks through torchrun's rendezvous on the first n
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_lite.config import ClusterConfig, SlurmConfig
 from areal_lite.launch.prepare import COMPLETE, write
@@ -31,8 +30,7 @@ from areal_lite.run_dir.resume import lock_run_dir
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """The nodes of each role. `shared`: one node holds both, the trainer's GPUs first."""
 
     trainer_nodes: int
@@ -54,13 +52,7 @@ def layout(config: SlurmConfig) -> Layout:
             f"cluster.gpus_per_node={gpus}: {ranks} trainer ranks and {servers} servers of {size} "
             f"need {needed}; lower server.count or trainer.data_parallel, or raise cluster.nodes"
         )
-    return Layout(
-        trainer_nodes=1,
-        ranks_per_node=ranks,
-        server_nodes=1,
-        servers_per_node=servers,
-        shared=True,
-    )
+    return Layout(1, ranks, 1, servers, shared=True)
 
 
 def _many_nodes(config: SlurmConfig) -> Layout:
@@ -86,13 +78,7 @@ def _many_nodes(config: SlurmConfig) -> Layout:
             f"server.count={servers}: {rest} nodes of {gpus} GPUs hold equally many servers "
             f"of {size}; use {fit}"
         )
-    return Layout(
-        trainer_nodes=first,
-        ranks_per_node=ranks // first,
-        server_nodes=rest,
-        servers_per_node=servers // rest,
-        shared=False,
-    )
+    return Layout(first, ranks // first, rest, servers // rest, shared=False)
 
 
 def check(config: SlurmConfig) -> None:
@@ -180,10 +166,8 @@ def _variables(config: SlurmConfig, run_dir: Path, work_dir: Path) -> dict[str, 
         trainer_gpus = f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(ranks)))} "
         server_gpus = f"env CUDA_VISIBLE_DEVICES={','.join(map(str, range(ranks, end)))} "
     return {
-        **asdict(nodes),
-        **asdict(cluster),
-        # The layout chooses the trainer's nodes where the configuration does not.
-        "trainer_nodes": nodes.trainer_nodes,
+        **vars(cluster),
+        **nodes._asdict(),  # with the trainer's nodes, if the configuration leaves them open
         "options": _options(cluster, run_dir),
         "mounts": [mount if ":" in mount else f"{mount}:{mount}" for mount in cluster.mounts],
         "python": shlex.quote(python),
