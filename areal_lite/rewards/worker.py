@@ -132,16 +132,11 @@ def _kill_all(worker: int) -> None:
     with suppress(ChildProcessError):
         while True:
             if not os.waitpid(-1, os.WNOHANG)[0]:
-                for child in _children():
-                    os.kill(child, signal.SIGKILL)
+                import psutil  # most keepers have nothing left to kill
+
+                for child in psutil.Process().children():  # none is reaped meanwhile
+                    os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
-
-
-def _children() -> list[int]:
-    """Return the numbers of the keeper's children. None is reaped meanwhile."""
-    import psutil  # most keepers have nothing left to kill
-
-    return [child.pid for child in psutil.Process().children()]
 
 
 def _limit_memory() -> None:
