@@ -48,6 +48,7 @@ class ChatRequest:
     tools: list[dict[str, Any]]
     max_tokens: int | None
     stop: list[str]
+    most_calls: int | None = None  # calls of an answer that the agent takes; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +75,12 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 
 def check_settings(
-    body: dict[str, Any], temperature: float, free: Set[str], only_value: Mapping[str, Any]
+    body: dict[str, Any], temperature: float, free: Set[str], neutral: Mapping[str, tuple]
 ) -> None:
     """Refuse settings that would change the answer; null stands for a setting that is not given.
 
     `temperature` is the episode's. If it is 0 (a greedy evaluation), the request's own is ignored.
-    Settings in `free` may have any value, those in `only_value` this one.
+    Settings in `free` may have any value, those in `neutral` the ones that change nothing.
     """
     for key, value in body.items():
         if value is None or key in free:
@@ -90,10 +91,11 @@ def check_settings(
                     f"temperature={value!r:.100} must be {temperature!r}, rollout.temperature:"
                     " log-probs must be of the distribution sampled from"
                 )
-        elif key not in only_value:
+        elif key not in neutral:
             raise RequestRefused(f"{key:.100} is not supported{_reason(key)}")
-        elif not _is(value, only_value[key]):
-            raise RequestRefused(f"{key}={value!r:.100} must be {only_value[key]!r}{_reason(key)}")
+        elif not any(_is(value, allowed) for allowed in neutral[key]):
+            allowed = " or ".join(map(repr, neutral[key]))
+            raise RequestRefused(f"{key}={value!r:.100} must be {allowed}{_reason(key)}")
 
 
 def _reason(key: str) -> str:
@@ -192,7 +194,7 @@ def _text(value: Any, what: str) -> str:
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     name = _text(function["name"], "name of a tool call")
-    arguments = msgspec.json.decode(function["arguments"])
+    arguments = msgspec.json.decode(function["arguments"] or "{}")
     return {**call, "function": {"name": name, "arguments": arguments}}
 
 
@@ -206,9 +208,9 @@ def same_messages(some: list[Message], others: list[Message]) -> bool:
     return len(some) == len(others) and all(key(a) == key(b) for a, b in zip(some, others))
 
 
-def answer_message(text: str, has_tools: bool) -> Message:
-    """Return the policy's text as an assistant message, with its tool calls if there are tools."""
-    calls = [c for c in parse_tool_calls(text) if isinstance(c, ToolCall)] if has_tools else []
+def answer_message(text: str, most_calls: int | None) -> Message:
+    """Return the policy's text as an assistant message, with so many of its tool calls."""
+    calls = [call for call in parse_tool_calls(text) if isinstance(call, ToolCall)][:most_calls]
     if not calls:
         return {"role": "assistant", "content": text}
     return {
@@ -226,28 +228,33 @@ def _call_message(call: ToolCall) -> dict[str, Any]:
 _OPENAI_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
 # These keys change nothing in the answer.
 _OPENAI_IGNORED = {"model", "user", "metadata", "store", "safety_identifier", "service_tier"}
-_OPENAI_ONLY_VALUE = {
-    "n": 1,
-    "top_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "logit_bias": {},
-    "stream": False,
-    "logprobs": False,
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
+_OPENAI_NEUTRAL = {
+    "n": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "stream": (False,),
+    "logprobs": (False,),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
 }
 
 
 def _openai_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     """Check a request. Raises RequestRefused."""
-    check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_ONLY_VALUE)
+    check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_NEUTRAL)
+    one = body.get("parallel_tool_calls") is False
     return ChatRequest(
         messages=parse_messages(body.get("messages")),
         tools=parse_tools(body.get("tools")),
         max_tokens=parse_max_tokens(body, "max_completion_tokens", "max_tokens"),
         stop=parse_stop(body, "stop"),
+        most_calls=0 if body.get("tool_choice") == "none" else 1 if one else None,
     )
 
 
@@ -282,11 +289,12 @@ def _openai_error(status: int, message: str, code: str) -> dict[str, Any]:
 _ANTHROPIC_USED = {"messages", "system", "max_tokens", "stop_sequences", "tools"}
 # These keys change nothing in the answer.
 _ANTHROPIC_IGNORED = {"model", "metadata", "service_tier", "cache_control"}
-_ANTHROPIC_ONLY_VALUE = {
-    "top_p": 1,
-    "stream": False,
-    "tool_choice": {"type": "auto"},
-    "thinking": {"type": "disabled"},
+_ANTHROPIC_NEUTRAL = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "stream": (False,),
+    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "thinking": ({"type": "disabled"},),
 }
 _ROLES = ("user", "assistant", "system")
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
@@ -295,7 +303,7 @@ _ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request
 
 def _anthropic_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     """Check a request. Raises RequestRefused."""
-    check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_ONLY_VALUE)
+    check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_NEUTRAL)
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in check_messages(body.get("messages")):
         messages += _chat_messages(message)
@@ -306,6 +314,7 @@ def _anthropic_request(body: dict[str, Any], temperature: float) -> ChatRequest:
         tools=[_chat_tool(tool) for tool in parse_tools(body.get("tools"))],
         max_tokens=parse_max_tokens(body, "max_tokens"),
         stop=parse_stop(body, "stop_sequences"),
+        most_calls=0 if body.get("tool_choice") == {"type": "none"} else None,
     )
 
 

@@ -91,7 +91,7 @@ class Conversation:
         transcript = self.transcript.fork(dict(self._ends)[known])
         return Conversation(self.messages[:known], self.tools, transcript)
 
-    async def add(self, new: list[Message], episode: Episode) -> bool:
+    async def add(self, new: list[Message], episode: Episode, most_first: int | None) -> bool:
         """Add messages to the transcript, or return False if they do not fit.
 
         Threads render and encode: a long text must not hold up everything else.
@@ -100,7 +100,7 @@ class Conversation:
         if self.transcript is None:
             tokens = await asyncio.to_thread(tokenizer.chat, new, self.tools)
             self.transcript = Transcript(episode, tokens)
-            return True
+            return most_first is None or len(tokens) <= most_first
         text = await asyncio.to_thread(tokenizer.render_after_answer, new)
         if not self.transcript.may_fit(text):
             return False
@@ -115,7 +115,7 @@ class Conversation:
         after = len(self.transcript.tokens)
         stops = [(place, stop) for stop in request.stop if (place := text.find(stop)) >= 0]
         end, stop_text = min(stops, default=(len(text), None))
-        message = apis.answer_message(text[:end], bool(self.tools))
+        message = apis.answer_message(text[:end], request.most_calls if self.tools else 0)
         self.messages = [*request.messages, message]
         self._ends.append((len(self.messages), after))
         has_calls = "tool_calls" in message
@@ -136,8 +136,9 @@ class Conversations:
     `max_traces`, is used up.
     """
 
-    def __init__(self, episode: Episode, max_traces: int):
+    def __init__(self, episode: Episode, max_traces: int, most_first: int | None = None):
         self.episode = episode
+        self._most_first = most_first
         self.truncated = False
         self._max_traces = max_traces
         # The one that was answered last comes last.
@@ -199,12 +200,12 @@ class Conversations:
         """Add the new messages of a request, and sample the answer."""
         new = request.messages[len(conversation.messages) :]
         try:
-            if not await conversation.add(new, self.episode):
+            full = "the token budget of this conversation (rollout.max_new_tokens) is used up"
+            if conversation.transcript is None:
+                full = f"the messages have more than data.max_prompt_tokens={self._most_first}"
+            if not await conversation.add(new, self.episode, self._most_first):
                 self.truncated = True
-                raise RequestRefused(
-                    "the token budget of this conversation (rollout.max_new_tokens) is used up",
-                    "context_length_exceeded",
-                )
+                raise RequestRefused(full, "context_length_exceeded")
             answer = await conversation.respond(request)
         except (ValueError, RecursionError, ServerRefused) as error:
             # The chat template or a server refuses, or a call is nested too deeply.
@@ -222,11 +223,16 @@ class AgentEndpoint:
         self._host = host
         self._port = port
         self._episodes: dict[str, Conversations] = {}
+        self._most_first: int | None = None
         self._connections: Connections | None = None
         self.base_url = ""
 
-    async def start(self, context_tokens: int = 1 << 15) -> None:
-        """Listen. The largest request has room for a conversation of `context_tokens`."""
+    async def start(self, context_tokens: int = 1 << 15, most_first: int | None = None) -> None:
+        """Listen. The largest request has room for a conversation of `context_tokens`.
+
+        The messages that begin a conversation may have `most_first` tokens; None: any number.
+        """
+        self._most_first = most_first
         app = web.Application(client_max_size=_OTHER_BYTES + _BYTES_PER_TOKEN * context_tokens)
         for path, api in apis.APIS.items():
             app.router.add_post(path, partial(self._ask, api))
@@ -246,7 +252,7 @@ class AgentEndpoint:
     ) -> Iterator[tuple[str, Conversations]]:
         """Record an episode under a new API key, which is valid inside the block."""
         key = secrets.token_urlsafe(24)
-        conversations = self._episodes[key] = Conversations(episode, max_traces)
+        conversations = self._episodes[key] = Conversations(episode, max_traces, self._most_first)
         try:
             yield key, conversations
         finally:

@@ -55,8 +55,8 @@ class Agent:
         # Agents run in this process, and what their clients ask by logs every request at INFO.
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
-        context_tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        await self._endpoint.start(context_tokens)
+        most_first = config.data.max_prompt_tokens
+        await self._endpoint.start(most_first + config.rollout.max_new_tokens, most_first)
         self._announcement = Path(config.run_dir, OPENAI_ENDPOINT_FILE)
         write_json(self._announcement, {"base_url": self._endpoint.base_url})
 

@@ -35,15 +35,23 @@ class ToolCall(msgspec.Struct):
 
     name: str
     arguments: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}  # what some models call them
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | str]:
-    """Return a text's calls; a malformed call becomes an error message."""
-    return [_parse(body) for _, body in _split(text) if body is not None]
+    """Return a text's calls, without those of its thoughts; a malformed one becomes a message."""
+    return [_parse(body) for _, body in _split(_thought(text)[1]) if body is not None]
 
 
 def without_tool_calls(text: str) -> str:
-    return "".join(before for before, _ in _split(text)).strip()
+    thought, said = _thought(text)
+    return (thought + "".join(before for before, _ in _split(said))).strip()
+
+
+def _thought(text: str) -> tuple[str, str]:
+    """Split a text after `</think>`; one that only begins to think says nothing."""
+    thought, mark, said = text.rpartition("</think>")
+    return (text, "") if not mark and "<think>" in text else (thought + mark, said)
 
 
 def _split(text: str) -> Iterator[tuple[str, str | None]]:
@@ -60,7 +68,9 @@ def _split(text: str) -> Iterator[tuple[str, str | None]]:
 
 def _parse(body: str) -> ToolCall | str:
     try:
-        return msgspec.json.decode(body, type=ToolCall)
+        call = msgspec.json.decode(body, type=ToolCall)
+        call.arguments, call.parameters = call.arguments or call.parameters, {}
+        return call
     except (ValueError, RecursionError) as error:
         return f"not a tool call: {error}"
 

@@ -166,7 +166,7 @@ def test_a_retry_gets_the_answer_that_the_client_missed(tokenizer) -> None:
 
 def test_refusals_have_the_form_that_the_client_knows(tokenizer) -> None:
     async def test(asker: Asker) -> None:
-        with pytest.raises(anthropic.BadRequestError, match="top_k is not supported: ") as error:
+        with pytest.raises(anthropic.BadRequestError, match="top_k=5 must be -1 or 0: ") as error:
             await asker.ask([user("Hi")], extra_body={"top_k": 5})
         assert error.value.body["error"]["type"] == "invalid_request_error"
         with pytest.raises(anthropic.BadRequestError, match="stream=True must be False"):

@@ -208,6 +208,50 @@ def test_other_tools_begin_a_trace(tokenizer) -> None:
     ]
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "arguments"),
+    [
+        (f"{CALL}{CALL}", {}, ['{"x": 1}'] * 2),
+        (f"{CALL}{CALL}", {"parallel_tool_calls": False}, ['{"x": 1}']),
+        (CALL, {"tool_choice": "none"}, []),
+        (CALL.replace("arguments", "parameters"), {}, ['{"x": 1}']),
+        (f"<think>{CALL}</think>done", {}, []),
+        (f"<think>{CALL}", {}, []),
+        (f"<think>{CALL}</think>{CALL}", {}, ['{"x": 1}']),
+        ("done", {"extra_body": {"top_k": -1, "min_p": 0, "repetition_penalty": 1.0}}, []),
+    ],
+)
+def test_calls_of_an_answer(tokenizer, said: str, settings: dict, arguments: list[str]) -> None:
+    async def agent(asker: Asker) -> None:
+        *_, answer = await asker.ask([user("a?")], tools=TOOLS, **settings)
+        calls = answer.get("tool_calls") or []
+        assert [call["function"]["arguments"] for call in calls] == arguments
+        if not arguments:
+            assert answer["content"] == said
+        calls = [{**call, "function": {"name": "f", "arguments": ""}} for call in calls]
+        await asker.ask([user("a?"), {**answer, "tool_calls": calls or None}, user("b?")])
+
+    traces_of(tokenizer, agent, [said, "b"])
+
+
+def test_the_first_request_is_bounded_like_a_prompt(tokenizer) -> None:
+    async def agent(asker: Asker) -> None:
+        asker.conversations._most_first = 5
+        with pytest.raises(
+            openai.BadRequestError, match="more than data.max_prompt_tokens=5"
+        ) as error:
+            await asker.ask([user("a long question?")])
+        assert error.value.code == "context_length_exceeded" and asker.conversations.truncated
+        asker.conversations._most_first = 50
+        await asker.ask([user("a?")])
+
+    assert traces_of(tokenizer, agent, ["a"]) == ["a? <a>"]
+
+
 def test_the_number_of_traces_is_bounded(tokenizer) -> None:
     async def agent(asker: Asker) -> None:
         first = await asker.ask([user("a?")])
