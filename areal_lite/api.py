@@ -1,12 +1,4 @@
-"""Train from a script or a notebook, as `areal-lite train` does.
-
-    import areal_lite
-
-    result = areal_lite.train(
-        {"model": "models/tiny", "trainer.steps": 20},
-        on_step=lambda step: print(step["step"], step["reward_mean"]),
-    )
-    print(result.summary["accuracy_after"], result.model)
+"""Train from a script or a notebook, as `areal-lite train` does (docs/python.md).
 
 Both compose and check the same settings and launch the same run. Mistakes in the settings and
 failures of the run are exceptions here, and exit statuses there.

@@ -5,10 +5,9 @@
   outlives `ServerProcess.stop`, or the process that started it.
 * A server is announced when it answers. Its announcement is withdrawn when it dies or is marked
   unhealthy. The controller marks a server that hangs (servers/fleet.py); here it is killed.
-* A lost server is started again after 1 s, 2 s, 4 s, … (at most a minute), up to `restart.max`
-  times. After that the run continues without it. The count begins again when the server was ready
-  for an hour.
-* A server that never came up ends the whole pool: a restart would not mend its configuration.
+* A lost server is started again up to `restart.max` times, counted anew when it was ready for an
+  hour. After that the run continues without it. A server that never came up ends the whole pool: a
+  restart would not mend its configuration.
 
     python -m areal_lite.launch.server_pool RUN_DIR FIRST COUNT [until-end]
 

@@ -5,8 +5,7 @@ A single node holds everything: its first GPUs are the trainer's. Steps of the j
 in the run directory, trainer ranks through torchrun's rendezvous on the first node.
 
 * The job succeeds when the trainer and the controller have ended well, and fails as soon as any
-  step fails. The end of the batch script ends all steps that still run.
-* Jobs of one run directory have the same name, and Slurm runs jobs of one name one at a time.
+  step fails. Slurm runs the jobs of a run directory, which have one name, one at a time.
 * The job goes back to the queue and resumes from the newest checkpoint (run_dir/resume.py)
   - `cluster.stop_before_s` before its time is over, when the trainer has finished its step;
   - when Slurm finds a node down (Slurm does this itself);

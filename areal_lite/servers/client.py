@@ -1,14 +1,5 @@
 """The HTTP client of SGLang servers, and the errors that calls to servers raise.
 
-    ServerError
-    ├── ServerNotReady
-    ├── ServerRefused
-    └── ServerFailed
-        └── ServerUnreachable
-            └── ConnectionLost
-
-    ServersFailed
-
 `SGLangClient` is the only code that talks HTTP to a server (blocking.py: for threads without an
 event loop). A server may be wrong: out of step, broken, or not ours. Its answers are checked
 against what was asked for. The parsers raise for anything but the expected answer, mostly
