@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
+from areal_lite.config import stored_settings
 from areal_lite.run_dir.metrics import read_events, read_metrics
 from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, check_run_dir
 from areal_lite.run_dir.reader import Groups, RunReader, to_chunk, to_groups
@@ -24,6 +25,7 @@ Metrics = Sequence[Mapping[str, Any]]
 _NAMES = ("group", "sample", "trace", "reward", "truncated", "prompt", "tokens")
 _NAMES += ("oldest", "newest", "started", "finished", "server")
 # The values of these keys are never shown.
+_BOUND = "buffer.max_staleness"
 _SECRET = re.compile(r"(api_)?key|token|password|secret", re.IGNORECASE)
 
 
@@ -45,16 +47,22 @@ class RunData:
     @property
     def staleness_bound(self) -> int | None:
         """Return the largest staleness of a trained token; None for a run with replay."""
-        buffer = self.config.get("buffer", {})
-        return None if buffer.get("replay", {}).get("capacity") else buffer.get("max_staleness")
+        return None if self._setting("buffer.replay.capacity") else self._setting(_BOUND)
 
     @property
     def batch_groups(self) -> int:
-        return self.config.get("trainer", {}).get("batch_groups", 1)
+        return self._setting("trainer.batch_groups") or 1
 
     @property
     def steps_planned(self) -> int | None:
-        return self.config.get("trainer", {}).get("steps")
+        return self._setting("trainer.steps")
+
+    def _setting(self, key: str) -> Any:
+        """Return a setting; None where the configuration, of any command, lacks it."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
 
 def load_run(run_dir: Path) -> RunData:
@@ -78,10 +86,13 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
-    """Return the configuration of a run without keys and tokens; {} without a config.yaml."""
+    """Return the configuration of a run without keys and tokens; {} without a config.yaml.
+
+    Raises ValueError for a damaged one.
+    """
     if not (run_dir / CONFIG_FILE).exists():
         return {}
-    return _public(OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE), resolve=False))
+    return _public(OmegaConf.to_container(stored_settings(run_dir), resolve=False))
 
 
 def _public(node: Any) -> Any:

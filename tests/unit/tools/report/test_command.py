@@ -215,6 +215,22 @@ def test_a_run_is_shown_in_every_form(tmp_path: Path, monkeypatch, capsys) -> No
     assert "trajectories match; the first 3 follow" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["[", "a: &x [*x", "- 1", "", "\x00"])
+def test_a_damaged_configuration_is_one_line(tmp_path: Path, capsys, content: str) -> None:
+    run_dir = unpack("async", tmp_path)
+    (run_dir / "config.yaml").write_text(content)
+    for words in (["report"], ["report", "--inspect"], ["diagnose"], ["audit"]):
+        assert main([*words, str(run_dir)]) == 1
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and "config.yaml" in message
+
+
+def test_settings_of_another_command_are_shown(tmp_path: Path) -> None:
+    run_dir = unpack("async", tmp_path)
+    (run_dir / "config.yaml").write_text("trainer: 5")
+    assert main(["report", str(run_dir)]) == 0
+
+
 def test_a_command_without_a_run_says_what_to_add(capsys) -> None:
     assert main(["report"]) == 1
     assert "runs: name one run directory, not 0" in capsys.readouterr().err
