@@ -232,25 +232,21 @@ class Evaluator:
         return Resync() if must_resync else Done()
 
     async def _check_servers(self, version: int) -> None:
-        """After the last step, ask for the weights of servers that return, and wait for them."""
-        steps = self._config.trainer.steps
+        """After the last step, ask for the weights of servers that return.
+
+        Raises RuntimeError if there was no server for as long as one takes to come back.
+        """
+        steps, fleet = self._config.trainer.steps, self._fleet
         if self._batches.step < steps:
             return
-        self._check_servers_return(version)
-        if version == steps:
-            await self._batches.request_resync()
-
-    def _check_servers_return(self, version: int) -> None:
-        """Raise RuntimeError if there was no server for as long as one takes to come back."""
         now = asyncio.get_running_loop().time()
-        if not self._fleet.no_ready_server or self._fleet.router.stale:
-            self._no_server_since = None
-            return
-        self._no_server_since = self._no_server_since or now
-        failure = self._fleet.gate.last_failure
+        waits = fleet.no_ready_server and not fleet.router.stale
+        self._no_server_since = (self._no_server_since or now) if waits else None
+        failure = fleet.gate.last_failure
         none_returns = failure and not self._config.restart.max
         start_s = self._config.server.start_timeout_s + LONGEST_BACK_OFF_S
-        if now - self._no_server_since >= (0.0 if none_returns else start_s):
+        patience_s = 0.0 if none_returns else start_s
+        if self._no_server_since is not None and now - self._no_server_since >= patience_s:
             model = Path(self._config.run_dir) / CHECKPOINTS_DIR / HF_DIR
             raise RuntimeError(
                 f"the evaluation at version {version} is lost: no server is left that has the last "
@@ -258,3 +254,5 @@ class Evaluator:
                 "complete and its weights are saved: to evaluate them, "
                 f"areal-lite eval model={model}"
             )
+        if version == steps:
+            await self._batches.request_resync()
