@@ -365,12 +365,6 @@ def test_load_reward_function_loads() -> None:
     assert load_reward_function("areal_lite.rewards.exact:exact_reward")("b", "a") == 0.0
 
 
-@pytest.mark.parametrize("settings", [{"workers": 0}, {"timeout_s": 0}])
-def test_pool_refuses_bad_settings(settings: dict) -> None:
-    with pytest.raises(ValueError, match=f"reward.{next(iter(settings))}"):
-        RewardPool("bad_rewards:act", **settings)
-
-
 def test_math_reward_in_a_worker() -> None:
     """Math-Verify's own time-outs must not be needed, and equal expressions must be equal."""
 
