@@ -1,5 +1,6 @@
 """Adapters added on a server, against float64."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ RANK, SCALE = 3, 1.7
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A checkpoint with random weights in two files."""
+    """A checkpoint with random weights in three files."""
     torch.manual_seed(1)
     weights = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
     for number, (name, weight) in enumerate(weights.items()):
         save_file({name: weight}, tmp_path / f"model-{number}.safetensors")
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(weights)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     return str(tmp_path)
 
 
