@@ -16,18 +16,16 @@ from areal_lite.extensions import cpu_device
 from areal_lite.system.processes import die_with_parent
 
 log = logging.getLogger(__name__)
-ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
-ENV_DEVICE = "AREAL_LITE_SERVER_DEVICE"  # cpu, or unset where there is a GPU
 
 
 def main(argv: list[str]) -> None:
     die_with_parent()
-    if key := os.environ.pop(ENV_API_KEY, None):
+    if key := os.environ.pop(sglang_plugins.ENV_API_KEY, None):
         argv = [*argv, "--api-key", key]
         logging.getLogger("sglang.srt.entrypoints.engine").addFilter(
             lambda record: _hide_key(key, record)
         )
-    if os.environ.get(ENV_DEVICE) == "cpu":
+    if os.environ.get(sglang_plugins.ENV_DEVICE) == "cpu":
         cpu_device().prepare_server()  # before the first import of SGLang
 
     from sglang.launch_server import run_server

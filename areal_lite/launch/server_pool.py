@@ -36,7 +36,6 @@ from typing import Any
 from areal_lite.config import RestartConfig, ServerConfig, TrainConfig, load_config
 from areal_lite.extensions import cpu_device
 from areal_lite.launch.roles import RoleFailed, interruptible, start_logged
-from areal_lite.launch.serve import ENV_API_KEY, ENV_DEVICE
 from areal_lite.run_dir.paths import LOGS_DIR, TOTALS_FILE
 from areal_lite.servers.client import ServerError, SGLangClient
 from areal_lite.servers.registry import (
@@ -46,7 +45,7 @@ from areal_lite.servers.registry import (
     unhealthy_reason,
     withdraw_server,
 )
-from areal_lite.sglang_plugins import ENV_READBACK
+from areal_lite.sglang_plugins import ENV_API_KEY, ENV_DEVICE, ENV_READBACK
 from areal_lite.system.files import append_log
 from areal_lite.system.gpus import (
     CUDA_CONTEXT,

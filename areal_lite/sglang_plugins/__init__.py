@@ -3,6 +3,9 @@
 SGLang loads them in every process of a server (entry point `areal_lite`, push.py:install).
 """
 
+ENV_API_KEY = "AREAL_LITE_SERVER_API_KEY"
+ENV_DEVICE = "AREAL_LITE_SERVER_DEVICE"
+"""cpu, or unset where there is a GPU."""
 ENV_READBACK = "AREAL_LITE_READBACK"
 """With the value 1, servers answer `/get_weights_by_name` for every architecture."""
 installed = False

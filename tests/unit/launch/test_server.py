@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from areal_lite.config import ServerConfig
-from areal_lite.launch.serve import ENV_API_KEY
 from areal_lite.launch.server_pool import ServerProcess, server_command
 from areal_lite.servers.registry import (
     ServerInfo,
@@ -20,6 +19,7 @@ from areal_lite.servers.registry import (
     unhealthy_reason,
     withdraw_server,
 )
+from areal_lite.sglang_plugins import ENV_API_KEY
 from areal_lite.system.gpus import resolve_device
 from areal_lite.system.network import free_port
 
