@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from areal_lite.algo.correction import Correction, behavior_weight, finite_mask
-from areal_lite.algo.metrics import clip_counts, mismatch, ratio_sums
+from areal_lite.algo.metrics import bounded_exp, clip_counts, mismatch, ratio_sums
 from areal_lite.algo.sequences import sequence_length, sequence_mean, sequence_sum
 
 ESTIMATORS = ("k1", "k2", "k3")
@@ -107,7 +107,7 @@ def ppo_loss(
     if isinstance(correction, str):
         correction = Correction(correction, correction_cap)
     tokens = _correct(inputs, decoupled, correction)
-    ratio = tokens.log_ratio.exp()
+    ratio = bounded_exp(tokens.log_ratio)
     clip = {"eps_low": eps_low, "eps_high": eps_high, "dual_clip": dual_clip}
     losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
     return _output(inputs, tokens, losses, denominator, ratio, clip)
@@ -153,7 +153,7 @@ def gspo_loss(
     if inputs.sequence_ids is None:
         raise ValueError("gspo_loss needs sequence_ids")
     mean = sequence_mean(tokens.log_ratio, tokens.mask, inputs.sequence_ids)
-    ratio = mean[inputs.sequence_ids].exp()
+    ratio = bounded_exp(mean[inputs.sequence_ids])
     clip = {"eps_low": eps_low, "eps_high": eps_high}
     losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
     return _output(inputs, tokens, losses, denominator, ratio, clip)
@@ -193,7 +193,7 @@ def gepo_loss(
     if inputs.sequence_ids is None or inputs.group_log_q is None:
         raise ValueError("gepo_loss needs sequence_ids and group_log_q")
     mean = sequence_mean(inputs.logprobs, tokens.mask, inputs.sequence_ids)
-    ratio = (mean[inputs.sequence_ids] - inputs.group_log_q).exp()
+    ratio = bounded_exp(mean[inputs.sequence_ids] - inputs.group_log_q)
     clip = {"eps_low": eps_low, "eps_high": eps_high}
     losses = tokens.weight * clipped(ratio, inputs.advantages, **clip)
     return _output(inputs, tokens, losses, denominator, ratio, clip)
@@ -214,7 +214,7 @@ def cispo_loss(
     update, so no token loses its gradient. eps_low >= 1 means no lower bound, the paper's choice.
     """
     tokens = _correct(inputs, decoupled, correction)
-    ratio = tokens.log_ratio.detach().exp()
+    ratio = bounded_exp(tokens.log_ratio.detach())
     bounded = tokens.weight * ratio.clamp(1 - eps_low, 1 + eps_high)
     losses = -bounded * inputs.advantages * inputs.logprobs
     clip = {"eps_low": eps_low, "eps_high": eps_high}
@@ -243,7 +243,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator:
     difference = torch.where(mask, logprobs - reference.detach(), torch.zeros_like(logprobs))
     if estimator == "k1":
         return difference
-    return difference**2 / 2 if estimator == "k2" else (-difference).exp() - 1 + difference
+    return difference**2 / 2 if estimator == "k2" else bounded_exp(-difference) - 1 + difference
 
 
 def kl_loss(

@@ -6,6 +6,18 @@ Divide a sum by the number of tokens for a mean. A name that ends in `_max` is a
 import torch
 from torch import Tensor
 
+LARGEST_LOG_RATIO = 20.0
+"""Beyond it a ratio is extreme: e^20 is 5e8."""
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Compute exp(x), continued by its tangent above LARGEST_LOG_RATIO.
+
+    The value and the gradient stay finite in float32, and the gradient keeps its direction.
+    """
+    inside = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    return inside.exp() * (1 + (log_ratio - inside))
+
 
 def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the proximal policy is from the behavior policy, with d = lp_prox - lp_behav.
@@ -15,7 +27,7 @@ def mismatch(prox: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
     weight_max: the largest w.
     """
     difference = torch.where(mask, prox - behavior, torch.zeros_like(prox)).detach()
-    weight = torch.where(mask, difference.exp(), torch.zeros_like(difference))
+    weight = torch.where(mask, bounded_exp(difference), torch.zeros_like(difference))
     return {
         "behave_kl": torch.where(mask, weight - difference - 1, torch.zeros_like(difference)).sum(),
         "behave_kl_k1": -difference.sum(),
@@ -44,13 +56,17 @@ def effective_sample_size(weight_sum: float, weight_square_sum: float, count: fl
 
 
 def ratio_sums(ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sum r and (r - 1)^2, the chi-square distance of the update, and find the largest r."""
+    """Sum r and (r - 1)^2, the chi-square distance of the update, and find the largest r.
+
+    extreme_ratios: the number of ratios beyond e^20 or e^-20.
+    """
     ratio = torch.where(mask, ratio, torch.ones_like(ratio)).detach()
     used = torch.where(mask, ratio, torch.zeros_like(ratio))
     return {
         "ratio": used.sum(),
         "ratio_max": used.max() if len(used) else used.new_zeros(()),
         "ratio_chi2": ((ratio - 1) ** 2).sum(),
+        "extreme_ratios": (ratio.log().abs() > LARGEST_LOG_RATIO).sum(),
     }
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from areal_lite.algo import advantages
 from areal_lite.algo.correction import Correction, behavior_weight, loglinear_prox
 from areal_lite.algo.losses import LossInputs, LossOutput, entropy_loss, kl_estimate, kl_loss
-from areal_lite.algo.metrics import by_staleness, mismatch, ratio_sums
+from areal_lite.algo.metrics import bounded_exp, by_staleness, mismatch, ratio_sums
 from areal_lite.algo.sequences import (
     reduction_count,
     reduction_weights,
@@ -397,7 +397,7 @@ class PolicyObjective(Objective):
         weighed = torch.where(kept, weights * losses, torch.zeros_like(losses))
         metrics = {
             **{name: values.detach()[tokens.mask].sum() for name, values in more.items()},
-            **ratio_sums((logprobs - tokens.prox).exp(), tokens.mask),
+            **ratio_sums(bounded_exp(logprobs - tokens.prox), tokens.mask),
             "rejected": (tokens.mask & ~kept).sum(),
             **mismatch(tokens.prox, tokens.behavior, tokens.mask),
         }

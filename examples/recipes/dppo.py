@@ -15,7 +15,8 @@ Learning. Source: the default loss of PrimeIntellect-ai/prime-rl at 559b447
 which is the same with one update per batch, and rejected tokens have the penalty, too.
 """
 
-from areal_lite.algo.objective import OwnLoss, TokenLoss
+from areal_lite.algo.metrics import bounded_exp
+from areal_lite.algo.objective import TokenLoss
 from areal_lite.algo.rejection import distance, outward
 
 BOUND, PENALTY = 0.2, 1e-3
@@ -25,7 +26,5 @@ def dppo(tokens, logprobs, algo):
     moved = distance(tokens.prox, tokens.behavior, tokens.mask, by="tv") > BOUND
     far = moved & outward(tokens.prox, tokens.behavior, tokens.advantages)
     log_ratio = logprobs - tokens.behavior
-    return TokenLoss(-tokens.advantages * log_ratio.exp() + PENALTY * log_ratio**2, kept=~far)
-
-
-loss = OwnLoss(dppo)
+    losses = -tokens.advantages * bounded_exp(log_ratio) + PENALTY * log_ratio**2
+    return TokenLoss(losses, kept=~far)

@@ -19,6 +19,7 @@ temperature 0.6, data up to 32 steps old (64 in the README's table).
 """
 
 from areal_lite.algo.losses import clipped, group_log_q, kl_estimate
+from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.sequences import sequence_mean
 
@@ -34,7 +35,7 @@ def prepare(tokens, algo, reduce):
 
 def gepo(tokens, logprobs, algo, log_q):
     log_p = sequence_mean(logprobs, tokens.mask, tokens.sequence_ids)
-    ratio = (log_p[tokens.sequence_ids] - log_q[tokens.sequence_ids].to(logprobs.dtype)).exp()
+    ratio = bounded_exp(log_p[tokens.sequence_ids] - log_q[tokens.sequence_ids].to(logprobs.dtype))
     losses = clipped(ratio, tokens.advantages, eps_low=algo.eps_low, eps_high=algo.eps_high)
     clip = losses > -tokens.advantages * ratio
     penalty = PENALTY * kl_estimate(logprobs, tokens.behavior, tokens.mask, estimator="k3")

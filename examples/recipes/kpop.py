@@ -25,6 +25,7 @@ weight decay 0.017, gradient norm 1.0, 1024 new tokens, data up to 2 steps old.
 
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import clipped
+from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.rejection import distance
 
@@ -36,7 +37,7 @@ def kpop(tokens, logprobs, algo):
     weight, kept = behavior_weight(
         tokens.prox, tokens.behavior, tokens.mask & near, mode="cap", cap=CAP
     )
-    ratio = (logprobs - tokens.prox).exp()
+    ratio = bounded_exp(logprobs - tokens.prox)
     losses = clipped(ratio, tokens.advantages, eps_low=algo.eps_low, eps_high=algo.eps_high)
     clip = kept & (losses > -tokens.advantages * ratio)
     return TokenLoss(weight * losses, kept, {"clip_fraction": clip})

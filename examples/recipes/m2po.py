@@ -16,6 +16,7 @@ Their scale (the script): 256 prompts x 8 answers, 4 minibatches, learning rate 
 tokens, data 256 updates old.
 """
 
+from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.rejection import batch_limit, outward
 
@@ -32,7 +33,7 @@ def prepare(tokens, algo, reduce):
 def m2po(tokens, logprobs, algo, limit):
     moving = outward(tokens.prox, tokens.behavior, tokens.advantages)
     far = moving & ((tokens.prox - tokens.behavior) ** 2 > limit)
-    return TokenLoss(-tokens.advantages * (logprobs - tokens.behavior).exp(), kept=~far)
+    return TokenLoss(-tokens.advantages * bounded_exp(logprobs - tokens.behavior), kept=~far)
 
 
 loss = OwnLoss(m2po, prepare, zero_without_advantage=True)

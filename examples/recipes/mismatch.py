@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import clipped
-from areal_lite.algo.metrics import by_staleness
+from areal_lite.algo.metrics import bounded_exp, by_staleness
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 
 CAP = 5.0
@@ -92,7 +92,7 @@ def mismatch(tokens, logprobs, algo, share):
         tokens.prox, tokens.behavior, tokens.versions, share, version=tokens.version
     )
     weight, kept = behavior_weight(tokens.prox, behavior, tokens.mask, mode="cap", cap=CAP)
-    ratio = (logprobs - tokens.prox).exp()
+    ratio = bounded_exp(logprobs - tokens.prox)
     losses = clipped(ratio, tokens.advantages, eps_low=algo.eps_low, eps_high=algo.eps_high)
     clip = kept & (losses > -tokens.advantages * ratio)
     return TokenLoss(weight * losses, kept, {"clip_fraction": clip})

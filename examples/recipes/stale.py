@@ -17,6 +17,7 @@ right at a lag of 64, and 0.6 at 32.
 
 from areal_lite.algo.correction import behavior_weight
 from areal_lite.algo.losses import clipped
+from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.rejection import batch_limit, outward
 
@@ -36,7 +37,7 @@ def stale(tokens, logprobs, algo, limit):
     weight, kept = behavior_weight(
         tokens.prox, tokens.behavior, tokens.mask & ~far, mode="cap", cap=CAP
     )
-    ratio = (logprobs - tokens.prox).exp()
+    ratio = bounded_exp(logprobs - tokens.prox)
     losses = clipped(ratio, tokens.advantages, eps_low=algo.eps_low, eps_high=algo.eps_high)
     clip = kept & (losses > -tokens.advantages * ratio)
     return TokenLoss(weight * losses, kept, {"clip_fraction": clip})

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from areal_lite.algo.correction import Correction, behavior_weight, finite_mask, sample_sums
 from areal_lite.algo.losses import (
+    LossInputs,
     cispo_loss,
     entropy_loss,
     gspo_loss,
@@ -18,6 +19,7 @@ from areal_lite.algo.losses import (
     ppo_loss,
     reinforce_loss,
 )
+from areal_lite.algo.metrics import bounded_exp
 from areal_lite.algo.sequences import REDUCTIONS, reduction_count, reduction_weights
 from areal_lite.algo.trajectory_balance import trajectory_balance_loss
 from tests.unit.algo.algo_batches import ragged, rows
@@ -312,6 +314,49 @@ def test_a_token_without_finite_behavior_logprob_leaves_loss_gradient_and_metric
     assert outs[0].loss.item() == outs[1].loss.item() and outs[0].metrics == outs[1].metrics
     grads = [torch.autograd.grad(out.loss, x.logprobs)[0] for out in outs]
     assert torch.equal(*grads) and torch.isfinite(grads[0]).all()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [-1000.0, -95.0, -21.0, 21.0, 89.0, 95.0, 1000.0])
+def test_extreme_ratios_have_finite_losses_and_gradients(log_ratio: float, advantage: float):
+    """In float32, where e^89 is infinite. A gradient keeps its direction, a value its limit."""
+    x, _, _ = ragged(8)
+    prox = x.prox.float()
+    extreme = LossInputs(
+        logprobs=(prox + log_ratio).requires_grad_(),
+        prox=prox,
+        behavior=prox,
+        advantages=torch.full_like(prox, advantage),
+        mask=torch.ones_like(x.mask),
+        sequence_ids=x.sequence_ids,
+    )
+    n = len(prox)
+    for loss, limit in (
+        (lambda: ppo_loss(extreme, eps_low=0.2, eps_high=0.2, dual_clip=3.0), 3.0),
+        (lambda: ppo_loss(extreme, eps_low=0.2, eps_high=0.2), None),
+        (lambda: gspo_loss(extreme, eps_low=0.2, eps_high=0.2), None),
+        (lambda: cispo_loss(extreme), None),
+    ):
+        out = loss()
+        (gradient,) = torch.autograd.grad(out.loss, extreme.logprobs)
+        assert torch.isfinite(out.loss) and torch.isfinite(gradient).all()
+        assert all(torch.isfinite(value).all() for value in out.metrics.values())
+        assert out.metrics["extreme_ratios"] == n
+        assert (gradient * advantage <= 0).all()  # it raises what has an advantage
+        if log_ratio > 0 and limit:
+            assert out.loss.item() == pytest.approx(n * (-1.2 if advantage > 0 else limit))
+    for estimator in ("k2", "k3"):
+        ones = torch.ones_like(prox)
+        divergence = kl_loss(extreme.logprobs, prox, extreme.mask, ones, estimator=estimator)
+        (gradient,) = torch.autograd.grad(divergence, extreme.logprobs)
+        assert torch.isfinite(divergence) and torch.isfinite(gradient).all()
+        assert (gradient * log_ratio > 0).all()  # down the gradient the policies come closer
+
+
+def test_a_bounded_exponential_is_the_exponential_where_that_is_small():
+    x = torch.linspace(-30, 20, 1001, dtype=torch.float64).requires_grad_()
+    (gradient,) = torch.autograd.grad(bounded_exp(x).sum(), x)
+    assert torch.equal(bounded_exp(x), x.exp()) and torch.allclose(gradient, x.exp(), rtol=1e-12)
 
 
 def test_empty_batches_have_loss_zero():
