@@ -16,7 +16,7 @@ which is the same with one update per batch, and rejected tokens have the penalt
 """
 
 from areal_lite.algo.metrics import bounded_exp
-from areal_lite.algo.objective import TokenLoss
+from areal_lite.algo.objective import OwnLoss, TokenLoss
 from areal_lite.algo.rejection import distance, outward
 
 BOUND, PENALTY = 0.2, 1e-3
@@ -28,3 +28,6 @@ def dppo(tokens, logprobs, algo):
     log_ratio = logprobs - tokens.behavior
     losses = -tokens.advantages * bounded_exp(log_ratio) + PENALTY * log_ratio**2
     return TokenLoss(losses, kept=~far)
+
+
+loss = OwnLoss(dppo)
