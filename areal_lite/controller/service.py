@@ -53,7 +53,7 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
-from areal_lite.system.processes import die_with_parent, steady_time
+from areal_lite.system.processes import die_with_parent, start_logging, steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
@@ -418,9 +418,7 @@ def main() -> int:
     # collector stops the event loop for all of them. None of them is in a cycle: the collector
     # is here for the tracebacks of errors, which may be.
     gc.set_threshold(5_000_000, 5, 5)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging()
     run_dir = Path(sys.argv[1])
     try:
         with lock_controller(run_dir):

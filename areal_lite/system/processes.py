@@ -1,6 +1,7 @@
 """Child processes that do not outlive their parent, daemon threads, the environment, time."""
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -31,6 +32,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(parent):  # the parent died before the request
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_logging() -> None:
+    """Log to stderr, from INFO on: the log of a role."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
 
 def dying_with_me() -> dict[str, str]:

@@ -43,7 +43,7 @@ from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store_format import NOT_KEPT
-from areal_lite.system.processes import die_with_parent
+from areal_lite.system.processes import die_with_parent, start_logging
 from areal_lite.trajectory import Group, GroupState
 
 log = logging.getLogger(__name__)
@@ -179,9 +179,7 @@ async def serve(run_dir: Path) -> None:
 def main() -> int:
     """Serve the stored run and return the exit status."""
     die_with_parent()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging()
     run_dir = Path(sys.argv[1])
     try:
         with lock_controller(run_dir):

@@ -36,7 +36,7 @@ from areal_lite.servers.client import ServerError
 from areal_lite.servers.registry import ServerInfo, announced_servers
 from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
-from areal_lite.system.processes import die_with_parent, start_daemon, steady_time
+from areal_lite.system.processes import die_with_parent, start_daemon, start_logging, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.objective import build_objective
@@ -444,9 +444,7 @@ class Reporter:
 def main() -> int:
     die_with_parent()
     heartbeat.start("loading the model and the checkpoint")
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    start_logging()
     run_dir = Path(sys.argv[1])
     try:
         train(load_config(run_dir), run_dir)
