@@ -36,10 +36,12 @@ LOCK_FILE = "lock"  # held by the command that writes here
 CONTROLLER_LOCK_FILE = "controller.lock"  # held by the controller
 
 
-def check_run_dir(run_dir: Path) -> None:
-    """Raise ValueError when `run_dir` is not the folder of a run."""
+def existing_run(folder: str | Path) -> Path:
+    """Return the directory of a run. Raises ValueError when `folder` is none."""
+    run_dir = Path(folder)
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: there is no such folder")
     files = (CONFIG_FILE, METRICS_FILE, STORE_FILE)
     if not any((run_dir / file).exists() for file in files):
         raise ValueError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+    return run_dir

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import stored_settings
 from areal_lite.data.model_folder import check_model_folder
-from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, check_run_dir
+from areal_lite.run_dir.paths import CHECKPOINTS_DIR, EXPORTS_DIR, HF_DIR, existing_run
 from areal_lite.run_dir.resume import checkpoint_steps, damage, newest_whole_step
 from areal_lite.system.processes import environment
 from areal_lite.tools.commands import ExportConfig
@@ -22,8 +22,7 @@ def run(config: ExportConfig) -> int:
 
     Raises ValueError for a run without such a checkpoint, and for a folder that is not empty.
     """
-    run_dir = Path(config.run_dir)
-    check_run_dir(run_dir)
+    run_dir = existing_run(config.run_dir)
     step = config.step or newest_step(run_dir)
     out = Path(config.out) if config.out else export_folder(run_dir, step, config.adapter)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -42,7 +41,7 @@ def model_of_run(run_dir: Path) -> Path:
 
     It is exported unless it exists. Raises ValueError as `export_step` does.
     """
-    check_run_dir(run_dir)
+    existing_run(run_dir)
     step = newest_step(run_dir)
     final = run_dir / CHECKPOINTS_DIR / HF_DIR
     # A run exports its final weights before it publishes the checkpoint of its last step.

@@ -38,6 +38,7 @@ from areal_lite.run_dir.paths import (
     PROXIMAL_FILE,
     SUMMARY_FILE,
     TOTALS_FILE,
+    existing_run,
 )
 from areal_lite.run_dir.reader import Chunk, Groups, RunReader
 from areal_lite.run_dir.resume import damage
@@ -52,7 +53,6 @@ from areal_lite.tools.audit.store import (
 )
 from areal_lite.tools.commands import AuditConfig
 from areal_lite.tools.formatting import counted
-from areal_lite.tools.report.command import existing_run
 from areal_lite.trajectory import GroupState
 
 # A sum of float64 in another order.

@@ -19,7 +19,7 @@ from areal_lite.run_dir.paths import (
     STORE_FILE,
     SUMMARY_FILE,
     TRACE_FILE,
-    check_run_dir,
+    existing_run,
 )
 from areal_lite.system.files import write_atomically
 from areal_lite.system.network import LOOPBACK
@@ -45,18 +45,15 @@ def report(config: ReportConfig) -> int:
     """Write report.html and report.png of a run, or one page that compares several."""
     if len(config.runs) > 1:
         run_dirs = [existing_run(run) for run in config.runs]
-        return _compare(run_dirs, Path(config.out or "compare.html"))
+        out = Path(config.out or "compare.html")
+        write_atomically(out, compare_page(run_dirs))
+        print(out)
+        return 0
     from areal_lite.tools.report.figure import write_report  # matplotlib is slow to import
 
     run_dir = _only_run(config)
     print(write_page(run_dir))
     print(write_report(run_dir))
-    return 0
-
-
-def _compare(run_dirs: list[Path], out: Path) -> int:
-    write_atomically(out, compare_page(run_dirs))
-    print(out)
     return 0
 
 
@@ -95,12 +92,6 @@ def _only_run(config: ReportConfig) -> Path:
     if len(config.runs) != 1:
         raise ValueError(f"runs: name one run directory, not {len(config.runs)}")
     return existing_run(config.runs[0])
-
-
-def existing_run(run_dir: str) -> Path:
-    """Return the directory of a run. Raises ValueError if it is none."""
-    check_run_dir(Path(run_dir))
-    return Path(run_dir)
 
 
 class _PageServer(ThreadingHTTPServer):

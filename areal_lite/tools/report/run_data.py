@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from areal_lite.config import stored_settings
 from areal_lite.run_dir.metrics import read_events, read_metrics
-from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, check_run_dir
+from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE, SUMMARY_FILE, existing_run
 from areal_lite.run_dir.reader import Groups, RunReader, to_chunk, to_groups
 from areal_lite.trajectory import GroupState, trace_name
 
@@ -81,8 +81,7 @@ def load_run(run_dir: Path) -> RunData:
 
 def read_run(run_dir: Path) -> RunData:
     """Read the records of a run. Raises ValueError for a directory that has none."""
-    check_run_dir(run_dir)
-    return load_run(run_dir)
+    return load_run(existing_run(run_dir))
 
 
 def read_run_config(run_dir: Path) -> dict[str, Any]:
