@@ -11,12 +11,7 @@ from areal_lite.config import TrainConfig
 from areal_lite.launch import local
 from areal_lite.quickstart import make_model, sft
 from areal_lite.quickstart.command import QuickstartConfig
-from areal_lite.run_dir.resume import (
-    STOPPED,
-    clear_stop_request,
-    lock_run_dir,
-    stop_requested,
-)
+from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
 
 
 def run(config: QuickstartConfig) -> int:

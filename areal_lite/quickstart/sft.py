@@ -4,23 +4,16 @@ python -m areal_lite.quickstart.sft model=FOLDER out=FOLDER max_digits=3 …
 """
 
 import sys
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from areal_lite.cli import run_command
 from areal_lite.config import save_config
 from areal_lite.data.model_folder import check_model_folder
 from areal_lite.launch.roles import RoleFailed, Roles
 from areal_lite.quickstart.command import SftConfig
-from areal_lite.run_dir.metrics import EventFollower
-from areal_lite.run_dir.resume import (
-    STOPPED,
-    clear_stop_request,
-    lock_run_dir,
-    stop_requested,
-)
+from areal_lite.run_dir.metrics import read_events
+from areal_lite.run_dir.resume import STOPPED, clear_stop_request, lock_run_dir, stop_requested
 from areal_lite.tools.formatting import short
 from areal_lite.tools.report.panel import Progress, View, eta, sparkline
 
@@ -51,10 +44,8 @@ def _warm_up(config: SftConfig, run_dir: Path) -> int:
     clear_stop_request(run_dir)
     (run_dir / "sft.jsonl").unlink(missing_ok=True)  # a warm-up always starts from the beginning
     try:
-        with Roles(run_dir) as roles, Progress(WarmUpWatch(config, run_dir).view) as progress:
-            ranks = roles.start_ranks(
-                "trainer", "areal_lite.quickstart.sft_rank", config.trainer, []
-            )
+        with Roles(run_dir) as roles, Progress(lambda: warm_up_view(config, run_dir)) as progress:
+            ranks = roles.start_ranks("trainer", _RANK, config.trainer, [])
 
             def watch() -> None:
                 progress.poll()
@@ -72,39 +63,25 @@ def _warm_up(config: SftConfig, run_dir: Path) -> int:
     return 0
 
 
-class WarmUpWatch:
-    """Follows the file of a warm-up."""
-
-    def __init__(self, config: SftConfig, run_dir: Path):
-        self._config = config
-        self._run_dir = run_dir
-        self._file = EventFollower(run_dir, "sft")
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT_STEPS)
-        self._losses: list[float] = []
-
-    def view(self) -> View:
-        """Return the present content of the panel."""
-        new = self._file.read()
-        self._recent.extend(new)
-        self._losses += [step["loss"] for step in new]
-        total = self._config.trainer.steps
-        view = View(title=f"warm-up · {self._run_dir}", unit="warm-up step", done=0, total=total)
-        if not self._recent:
-            return replace(view, waits={"trainer": "loads the model"})
-        step = self._recent[-1]
-        times_s = [step["time_s"] for step in self._recent]
-        rate = self._config.batch_size * len(times_s) / sum(times_s)
-        loss = f"{short(step['loss'])} {sparkline(self._losses, 10)}"
-        return replace(
-            view,
-            done=step["step"],
-            eta_s=eta(times_s, total - step["step"], 0.0),
-            line={"loss": step["loss"]},
-            sections={
-                "learning": {"loss": loss},
-                "speed": {"demonstrations": f"{short(rate)}/s"},
-            },
-        )
+def warm_up_view(config: SftConfig, run_dir: Path) -> View:
+    """Return the present content of the panel, from what the ranks have logged."""
+    steps = read_events(run_dir, "sft")
+    done, total = len(steps), config.trainer.steps
+    view = View(title=f"warm-up · {run_dir}", unit="warm-up step", done=done, total=total)
+    if not steps:
+        return replace(view, waits={"trainer": "loads the model"})
+    times_s = [step["time_s"] for step in steps[-_RECENT_STEPS:]]
+    rate = config.batch_size * len(times_s) / sum(times_s)
+    losses = [step["loss"] for step in steps]
+    return replace(
+        view,
+        eta_s=eta(times_s, total - done, 0.0),
+        line={"loss": losses[-1]},
+        sections={
+            "learning": {"loss": f"{short(losses[-1])} {sparkline(losses, 10)}"},
+            "speed": {"demonstrations": f"{short(rate)}/s"},
+        },
+    )
 
 
 if __name__ == "__main__":

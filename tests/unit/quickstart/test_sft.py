@@ -5,7 +5,7 @@ import time
 from areal_lite.launch.roles import Role, Roles
 from areal_lite.quickstart import sft
 from areal_lite.quickstart.command import SftConfig
-from areal_lite.quickstart.sft import WarmUpWatch
+from areal_lite.quickstart.sft import warm_up_view
 from areal_lite.run_dir.metrics import append_event
 from areal_lite.run_dir.resume import STOPPED
 from areal_lite.tools.report.panel import progress_line
@@ -14,14 +14,13 @@ from areal_lite.tools.report.panel import progress_line
 def test_the_view_of_a_warm_up(tmp_path):
     config = SftConfig(model="model", out="warm", run_dir=str(tmp_path))
     config.trainer.steps, config.batch_size = 100, 32
-    watch = WarmUpWatch(config, tmp_path)
-    view = watch.view()
+    view = warm_up_view(config, tmp_path)
     assert (view.done, view.total, view.eta_s) == (0, 100, None)
     assert view.waits == {"trainer": "loads the model"}
     for step in range(1, 61):  # the first ten are not recent
         time_s = 5.0 if step <= 10 else 0.5
         append_event(tmp_path, "sft", {"step": step, "time_s": time_s, "loss": 3.0 / step})
-    view = watch.view()
+    view = warm_up_view(config, tmp_path)
     assert (view.done, view.eta_s) == (60, 20.0)
     rows = {name: value for rows in view.sections.values() for name, value in rows.items()}
     assert rows == {"loss": "0.05 █▃▂▂▁▁▁▁▁▁", "demonstrations": "64/s"}
