@@ -50,15 +50,6 @@ class Problem:
     b: int
     digits: int
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.digits <= MAX_DIGITS:
-            raise ValueError(f"digits must be in 1..{MAX_DIGITS}, got {self.digits}")
-        if not (0 <= self.a < 10**self.digits and 0 <= self.b < 10**self.digits):
-            raise ValueError(
-                f"{self.a} and {self.b} must be non-negative numbers"
-                f" of at most {self.digits} digits"
-            )
-
 
 def split_of(a: int, b: int) -> Split:
     """Return the split of the unordered pair {a, b}."""
@@ -122,26 +113,17 @@ def answer(problem: Problem) -> str:
     return _placed(total, max(problem.digits, len(str(total))), SUM)
 
 
-def demonstration(
-    problem: Problem, rng: random.Random, *, forget_carry: float = 0.0, wrong_sum: float = 0.0
-) -> str:
+def demonstration(problem: Problem, rng: random.Random, *, forget_carry: float = 0.0) -> str:
     """Return an imperfect teacher's solution: scratchpad and answer, without an end token.
 
     A carry of 1, that of the last column included, is taken for 0 with probability `forget_carry`.
-    A column's sum is replaced by a wrong one (uniform over 0..19) with probability `wrong_sum`.
     """
-    for name, p in (("forget_carry", forget_carry), ("wrong_sum", wrong_sum)):
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"{name} must be a probability, got {p}")
     lines: list[str] = []
     units: list[int] = []
     carry = 0
     for place in range(problem.digits):
         x, y = (number // 10**place % 10 for number in (problem.a, problem.b))
-        total = x + y + carry
-        if rng.random() < wrong_sum:
-            total = rng.choice([other for other in range(20) if other != total])
-        carry_out, unit = divmod(total, 10)
+        carry_out, unit = divmod(x + y + carry, 10)
         column = f"{FIRST[place]}{x}+{SECOND[place]}{y}+{carry}"
         lines.append(f"{column}={carry_out}{SUM[place]}{unit}\n")
         units.append(unit)
