@@ -21,20 +21,21 @@ CPU_SUBSTITUTIONS = (
     ),
     Substitution(
         name="current device",
-        pattern=r"torch\.cuda\.current_device\(\)",
-        replacement="torch.cpu.current_device()",
+        pattern=r"torch\.cuda\.(current_device|synchronize)\(\)",
+        replacement=r"torch.cpu.\1()",
         counts={
-            "distributed.distributed_data_parallel": 1,
+            "distributed.distributed_data_parallel": 5,
             "distributed.param_and_grad_buffer": 3,
-            "dist_checkpointing.strategies.async_utils": 2,
+            "dist_checkpointing.strategies.async_utils": 3,
+            "dist_checkpointing.strategies.filesystem_async": 1,
             "dist_checkpointing.strategies.state_dict_saver": 1,
             "optimizer.distrib_optimizer": 2,
             "optimizer.optimizer": 1,
-            "pipeline_parallel.p2p_communication": 6,
+            "pipeline_parallel.p2p_communication": 8,
             "tensor_parallel.layers": 8,
             "tensor_parallel.mappings": 5,
             "transformer.moe.router": 6,
-            "utils": 2,
+            "utils": 3,
         },
     ),
     Substitution(
@@ -54,16 +55,6 @@ CPU_SUBSTITUTIONS = (
             "optimizer.clip_grads": 1,
             "optimizer.distrib_optimizer": 5,
             "optimizer.optimizer": 3,
-        },
-    ),
-    Substitution(
-        name="synchronize",
-        pattern=r"torch\.cuda\.synchronize\(\)",
-        replacement="torch.cpu.synchronize()",
-        counts={
-            "dist_checkpointing.strategies.async_utils": 1,
-            "dist_checkpointing.strategies.filesystem_async": 1,
-            "pipeline_parallel.p2p_communication": 2,
         },
     ),
     # A CPU has one random generator.
@@ -148,31 +139,15 @@ _ONEDNN = (
 ONEDNN_SUBSTITUTIONS = (
     Substitution(
         name="linear layer",
-        pattern=r"output = torch\.matmul\(total_input, weight\.t\(\)\)",
-        replacement="output = " + _ONEDNN.format("total_input", "weight"),
-        counts={"tensor_parallel.layers": 1},
+        pattern=r"output = torch\.matmul\((total_input|input), weight\.t\(\)\)",
+        replacement="output = " + _ONEDNN.format(r"\1", "weight"),
+        counts={"tensor_parallel.layers": 2},
     ),
     Substitution(
         name="gradient of its input",
-        pattern=r"grad_input = grad_output\.matmul\(weight\)\n\n        if ctx\.sequence_parallel",
-        replacement="grad_input = "
-        + _ONEDNN.format("grad_output", "weight.t()")
-        + r"\n\n        if ctx.sequence_parallel",
-        counts={"tensor_parallel.layers": 1},
-    ),
-    Substitution(
-        name="linear layer without a gradient of its weight",
-        pattern=r"output = torch\.matmul\(input, weight\.t\(\)\)",
-        replacement="output = " + _ONEDNN.format("input", "weight"),
-        counts={"tensor_parallel.layers": 1},
-    ),
-    Substitution(
-        name="gradient of its input, alone",
-        pattern=r"grad_input = grad_output\.matmul\(weight\)\n\n        if ctx\.allreduce_dgrad",
-        replacement="grad_input = "
-        + _ONEDNN.format("grad_output", "weight.t()")
-        + r"\n\n        if ctx.allreduce_dgrad",
-        counts={"tensor_parallel.layers": 1},
+        pattern=r"grad_input = grad_output\.matmul\(weight\)",
+        replacement="grad_input = " + _ONEDNN.format("grad_output", "weight.t()"),
+        counts={"tensor_parallel.layers": 2},
     ),
     Substitution(
         name="gradient of its weight",
