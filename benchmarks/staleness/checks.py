@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_lite.run_dir.reader import RunReader
-from areal_lite.tools.diagnose import integrity
+from areal_lite.tools.diagnose import failures
 from areal_lite.tools.report.run_data import Columns, read_columns
 
 
@@ -33,14 +33,14 @@ def check_run(store: Path, metrics: list[dict], groups_per_step: int) -> int:
     faults = {
         # Each prompt of the study comes once.
         "stuck batch": repeated_prompts(columns)
-        or integrity.repeated_batch(columns, store)
-        or integrity.stuck_metrics(columns, metrics),
-        "rogue normalizer": integrity.rogue_tokens(columns, metrics),
-        "lost seed": integrity.repeated_samples(columns, store),
+        or failures.repeated_batch(columns, store)
+        or failures.stuck_metrics(columns, metrics),
+        "rogue normalizer": failures.rogue_tokens(columns, metrics),
+        "lost seed": failures.repeated_samples(columns, store),
     }
     for kind, fault in faults.items():
         if fault:
-            raise ValueError(f"{kind}: {fault.evidence}")
+            raise ValueError(f"{kind}: {fault}")
     return prompt_order(store)
 
 
@@ -62,11 +62,11 @@ def check_study(records: Iterable[dict]) -> None:
         raise ValueError("lost seed: two seeds saw the same prompts")
 
 
-def repeated_prompts(columns: Columns) -> integrity.Fault | None:
+def repeated_prompts(columns: Columns) -> str | None:
     """Find a step with the prompts of the step before, in the same order."""
     for (_, before), (step, prompts) in pairwise(_prompts_by_step(columns)):
         if np.array_equal(before, prompts):
-            return integrity.Fault(step + 1, f"steps {step} and {step + 1} have the same prompts")
+            return f"steps {step} and {step + 1} have the same prompts"
     return None
 
 

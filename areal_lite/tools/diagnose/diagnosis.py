@@ -12,22 +12,15 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from areal_lite.run_dir.paths import existing_run
 from areal_lite.run_dir.store_format import NOT_KEPT
 from areal_lite.tools.commands import DiagnoseConfig
-from areal_lite.tools.diagnose import failures, integrity, learning, speed
-from areal_lite.tools.diagnose.history import (
-    Advice,
-    History,
-    Severity,
-    Sign,
-    limit,
-    read_history,
-)
-from areal_lite.tools.report.command import existing_run
+from areal_lite.tools.diagnose import failures, learning, speed
+from areal_lite.tools.diagnose.history import Advice, History, Severity, Sign, limit, read_history
 
 GUIDE = [
     advice
-    for module in (failures, integrity, learning, speed)
+    for module in (failures, learning, speed)
     for advice in vars(module).values()
     if isinstance(advice, Advice)
 ]

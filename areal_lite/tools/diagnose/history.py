@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,14 +41,8 @@ class Sign(NamedTuple):
     evidence: str
 
 
-def alarm(evidence: str) -> Sign:
-    """Return the sign of an alarm."""
-    return Sign(Severity.ALARM, evidence)
-
-
-def hint(evidence: str) -> Sign:
-    """Return the sign of a hint."""
-    return Sign(Severity.HINT, evidence)
+alarm = partial(Sign, Severity.ALARM)
+hint = partial(Sign, Severity.HINT)
 
 
 @dataclass(frozen=True)
@@ -202,11 +196,9 @@ class History:
 
     def first(self, key: str) -> np.ndarray:
         """Return the known values of the first steps; empty unless the run is twice as long."""
-        known = self.values(key)
-        least = int(limit("least_steps"))
-        return (
-            _enough(known[:least][np.isfinite(known[:least])]) if len(known) >= 2 * least else _NO
-        )
+        known, least = self.values(key), int(limit("least_steps"))
+        first = known[:least] if len(known) >= 2 * least else _NO
+        return _enough(first[np.isfinite(first)])
 
     def middle(self, key: str) -> np.ndarray:
         """Return the known values without the first step and those in which generation ends."""

@@ -217,7 +217,7 @@ def test_prompts_that_come_again_and_their_order(tmp_path: Path) -> None:
     assert checks.repeated_prompts(read_columns(sound)) is None
     cycle = write_run(tmp_path / "b", batches(), prompt=lambda group: group % GROUPS)
     fault = checks.repeated_prompts(read_columns(cycle / "trajectories.sqlite"))
-    assert fault == (2, "steps 1 and 2 have the same prompts")
+    assert fault == "steps 1 and 2 have the same prompts"
     other = write_run(tmp_path / "c", batches(1)) / "trajectories.sqlite"
     assert checks.prompt_order(sound) == checks.prompt_order(other)
     shorter = write_run(tmp_path / "d", batches()[:-1], steps=STEPS - 1)
