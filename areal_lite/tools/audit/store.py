@@ -254,8 +254,8 @@ class Shapes:
         self._orphans: set[int] = set()
         self._total = 0
         self._wrong: dict[str, list[str]] = {}
-        # Fingerprint and group of each trajectory that was trained on, int64 [2, n].
-        self._used: list[np.ndarray] = []
+        # Start + i · end and group of each trajectory that was trained on: complex128, int64.
+        self._used: list[tuple[np.ndarray, np.ndarray]] = []
 
     def add(self, chunk: Chunk) -> None:
         """Check the trajectories of `chunk`."""
@@ -271,7 +271,9 @@ class Shapes:
             ids = [f"{group}/{trace_name(*trace)}" for group, *trace in zip(*columns)]
             self._wrong.setdefault(what, []).extend(ids)
         used = chunk["step"] >= 0
-        self._used.append(np.stack([fingerprints(chunk), chunk["group"]])[:, used])
+        # Two trajectories never start and end at the same times, to a part of a microsecond.
+        life = chunk["started"] + 1j * chunk["finished"]
+        self._used.append((life[used], chunk["group"][used]))
 
     def checks(self) -> list[Check]:
         """Return what was found."""
@@ -286,39 +288,22 @@ class Shapes:
         return [segments, self._copies()]
 
     def _copies(self) -> Check:
-        used = np.concatenate([np.empty((2, 0), np.int64), *self._used], axis=1)
-        used = used[:, np.argsort(used[0], kind="stable")]
-        same = (used[0, 1:] == used[0, :-1]) & (used[1, 1:] != used[1, :-1])
-        pairs = np.stack([used[1, :-1], used[1, 1:]])[:, same]
+        lives, groups = map(
+            np.concatenate, zip((np.empty(0, complex), np.empty(0, int)), *self._used)
+        )
+        order = np.argsort(lives, kind="stable")
+        lives, groups = lives[order], groups[order]
+        same = (lives[1:] == lives[:-1]) & (groups[1:] != groups[:-1])
+        pairs = np.stack([groups[:-1], groups[1:]])[:, same]
         check = Check(
             name="copies",
-            looked_at=f"{used.shape[1]:,} trajectories that were trained on: no two are the same",
+            looked_at=f"{len(lives):,} trajectories that were trained on: no two are the same",
         )
         check.none_of(
             sorted({f"{min(pair)} = {max(pair)}" for pair in pairs.T.tolist()}),
             "pairs of groups with the same trajectory",
         )
         return check
-
-
-def fingerprints(chunk: Chunk) -> np.ndarray:
-    """Return a number of each trajectory that is equal for copies, int64 [n].
-
-    Two trajectories never start and end at the same times, to a part of a microsecond.
-    """
-    columns = (chunk["started"], chunk["finished"], chunk.sampled)
-    mixed = np.zeros(len(chunk), np.uint64)
-    for column in columns:
-        mixed = _mix(mixed ^ column.view(np.uint64))
-    return mixed.view(np.int64)
-
-
-def _mix(bits: np.ndarray) -> np.ndarray:
-    """Spread every bit over all 64, uint64 [n] (the finalizer of splitmix64)."""
-    bits = bits + np.uint64(0x9E3779B97F4A7C15)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 def _violations(chunk: Chunk) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from areal_lite.cli import main
 from areal_lite.config import ReplayConfig
 from areal_lite.run_dir.store_format import ADMISSION, checksum
 from areal_lite.tools.audit.audit import audit, audit_text
-from areal_lite.tools.audit.store import Chunk, fingerprints
 from tests.unit.tools.audit.history import EVENTS, History, lived
 
 SOURCES = {"a": {"weight": 3}, "b": {}, "c": {}}
@@ -376,23 +374,6 @@ def test_the_command_prints_a_line_for_each_check(good, tmp_path, capsys) -> Non
     shown = capsys.readouterr().out
     assert "3 checks off" in shown and "off  batches " in shown
     assert "steps with another number of groups: 5 (1), 6 (3)" in shown
-
-
-def test_times_on_a_coarse_clock_make_no_copies() -> None:
-    """Times with few bits, evenly spaced, are the hardest for a fingerprint."""
-    n = 200_000
-    groups = np.repeat(np.arange(n // 8, dtype=np.float64), 8)
-    started = groups + np.tile(np.arange(8) * 2**-10, n // 8)
-    columns = {"started": started, "finished": started + 1}
-    steps, segments = np.zeros(n, np.int64), np.arange(n)
-    chunk = Chunk(
-        columns=columns,
-        owner=segments,
-        version=steps,
-        start=steps,
-        end=steps + 50,
-    )
-    assert len(np.unique(fingerprints(chunk))) == n
 
 
 def test_many_ids_are_counted(good, tmp_path) -> None:
