@@ -56,26 +56,12 @@ _TOKEN_WITHIN_S = 5.0
 _SILENCE_S = 30.0
 
 
-class WeightSender:
+class WeightSender(socketserver.ThreadingTCPServer):
     """Listens on a free port of `address`, and sends a file to those that show its token.
 
     Each connection has a thread. Only the kernel touches the bytes of the file.
     """
 
-    def __init__(self, address: str, descriptor: int):
-        self.address = address
-        self._server = _Server(address, descriptor)
-        port, token = self._server.server_address[1], self._server.token.hex()
-        self.source = Source(process_namespace(), address, port, token)
-        serve = partial(self._server.serve_forever, poll_interval=0.1)
-        threading.Thread(target=serve, daemon=True, name="sender").start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False  # a server that hangs must not keep the trainer
     request_queue_size = 1024
@@ -84,6 +70,14 @@ class _Server(socketserver.ThreadingTCPServer):
         self.descriptor = descriptor
         self.token = secrets.token_bytes(TOKEN_BYTES)
         super().__init__((address, 0), _Handler)
+        port = self.server_address[1]
+        self.source = Source(process_namespace(), address, port, self.token.hex())
+        serve = partial(self.serve_forever, poll_interval=0.1)
+        threading.Thread(target=serve, daemon=True, name="sender").start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
     def handle_error(self, request: object, client_address: tuple[str, int]) -> None:
         log.warning("%s:%s got no weights: %s", *client_address, sys.exception())
@@ -93,7 +87,7 @@ class _Handler(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, WeightSender)
         self.request.settimeout(_TOKEN_WITHIN_S)
         shown = receive(self.request, memoryview(bytearray(TOKEN_BYTES)))
         if not hmac.compare_digest(shown, self.server.token):
@@ -212,7 +206,7 @@ class WeightMemory:
     def source(self, address: str) -> Source:
         """Return where servers get the file that was written. `address` is this machine's."""
         assert self._descriptor is not None
-        if self._sender is None or self._sender.address != address:
+        if self._sender is None or self._sender.source.address != address:
             self._stop_sending()
             self._sender = WeightSender(address, self._descriptor)
         return self._sender.source
