@@ -23,21 +23,15 @@ class MakeModelConfig:
     num_heads: int = setting(4, "Attention heads.", minimum=1, maximum=1024)
     num_kv_heads: int = setting(2, "Heads of keys and values.", minimum=1, maximum=1024)
     head_dim: int = setting(32, "Size of a head.", minimum=2, maximum=1024)
-    mlp_size: int = setting(
-        384, "Hidden size of an MLP, or of each expert.", minimum=1, maximum=262_144
-    )
+    mlp_size: int = setting(384, "Hidden size of an MLP or expert.", minimum=1, maximum=262_144)
     num_experts: int = setting(8, "qwen3_moe: experts of a layer.", minimum=1, maximum=1024)
     experts_per_token: int = setting(
-        2, "qwen3_moe: experts that each token uses.", minimum=1, maximum=1024
+        2, "qwen3_moe: experts of each token.", minimum=1, maximum=1024
     )
     tie_embeddings: bool = setting(True, "Share input and output embeddings.")
     max_position: int = setting(2048, "Longest sequence, in tokens.", minimum=1, maximum=MAX_TOKENS)
-    rope_theta: float = setting(
-        10000.0, "Base of the rotary position embedding.", minimum=1, maximum=1e9
-    )
-    init_std: float = setting(
-        0.09, "Standard deviation of the initial weights.", above=0, maximum=10
-    )
+    rope_theta: float = setting(10000.0, "Base of the rotary embedding.", minimum=1, maximum=1e9)
+    init_std: float = setting(0.09, "Standard deviation of initial weights.", above=0, maximum=10)
     seed: int = setting(1, "Seed of the initial weights.", minimum=0, maximum=MAX_SEED)
 
 
@@ -52,9 +46,7 @@ class SftConfig:
     max_digits: int = setting(8, "Digits of the longest operand.", minimum=1, maximum=12)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     batch_size: int = setting(64, "Demonstrations of a step.", minimum=1, maximum=1_000_000)
-    forget_carry: float = setting(
-        0.45, "Probability that the teacher forgets a carry.", minimum=0, maximum=1
-    )
+    forget_carry: float = setting(0.45, "Probability of a forgotten carry.", minimum=0, maximum=1)
 
 
 @dataclass

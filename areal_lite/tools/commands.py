@@ -23,7 +23,7 @@ class EvalCommandConfig:
     seed: int = setting(1, SEED_HELP, minimum=0, maximum=MAX_SEED)
     problems: int = setting(200, "Held-out problems.", minimum=1, maximum=1_000_000)
     samples: int = setting(
-        4, "Sampled completions of each problem, besides a greedy one.", minimum=0, maximum=10_000
+        4, "Sampled answers to each, besides a greedy one.", minimum=0, maximum=10_000
     )
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -37,8 +37,7 @@ class ChatConfig:
 
     model: str | None = setting(None, MODEL_HELP)
     run_dir: str | None = setting(
-        None,
-        "Run directory: talk to its newest checkpoint, which is exported first if it must be.",
+        None, "Run directory: talk to its newest checkpoint, which is exported first if it must be."
     )
     prompts: list[str] = setting(
         [], "Answer each of these prompts by itself, and exit. []: the lines of standard input."
@@ -58,15 +57,10 @@ class ExportConfig:
 
     run_dir: str = setting(MISSING, _RUN)
     step: int | None = setting(
-        None,
-        "Step of the checkpoint. null: the newest whole one.",
-        minimum=1,
-        maximum=MAX_COUNT,
+        None, "Checkpoint step. null: the newest.", minimum=1, maximum=MAX_COUNT
     )
     out: str | None = setting(
-        None,
-        "Folder to write, new or empty. null: exports/step-N in the run directory, for adapters "
-        "exports/step-N-adapter.",
+        None, "New or empty folder. null: exports/step-N[-adapter] in the run directory."
     )
     dtype: str = setting(
         "auto",
@@ -74,13 +68,9 @@ class ExportConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     adapter: bool = setting(
-        False,
-        "Write the adapters of trainer.lora alone, in PEFT's format. false: the whole model, with "
-        "the adapters added to its weights.",
+        False, "Write the adapters of trainer.lora alone, in PEFT's format. false: the whole model."
     )
-    model: str | None = setting(
-        None, "Model from which the run started. null: where the settings of the run say."
-    )
+    model: str | None = setting(None, "Model that the run started from. null: as its settings say.")
 
 
 @dataclass
@@ -88,39 +78,22 @@ class ReportConfig:
     """One page about a run, or about several, to open in a browser."""
 
     runs: list[str] = setting(
-        [],
-        "Run directories. Several are compared with the first, on one page: runs=[runs/a,runs/b].",
+        [], "Run directories. Several are compared with the first: runs=[runs/a,runs/b]."
     )
     out: str | None = setting(
-        None,
-        "Where --trace or a comparison is written. null: trace.json in the run directory, and "
-        "compare.html.",
+        None, "For --trace or a comparison. null: trace.json in the run directory, compare.html."
     )
-    port: int = setting(
-        0, "--follow: port of the page. 0: any free port.", minimum=0, maximum=65535
-    )
-    group: int | None = setting(
-        None, "--inspect: number of the rollout group, from 0.", minimum=0, maximum=MAX_COUNT
-    )
+    port: int = setting(0, "--follow: port of the page. 0: any free one.", minimum=0, maximum=65535)
+    group: int | None = setting(None, "--inspect: group, from 0.", minimum=0, maximum=MAX_COUNT)
     step: int | None = setting(
-        None,
-        "--inspect: training step that used the trajectory, from 1.",
-        minimum=1,
-        maximum=MAX_COUNT,
+        None, "--inspect: step that used it, from 1.", minimum=1, maximum=MAX_COUNT
     )
     version: int | None = setting(
         None, "--inspect: weight version of at least one token.", minimum=0, maximum=MAX_COUNT
     )
     reward_min: float | None = setting(None, "--inspect: least reward.", minimum=-1e6, maximum=1e6)
-    reward_max: float | None = setting(
-        None, "--inspect: largest reward.", minimum=-1e6, maximum=1e6
-    )
-    limit: int = setting(
-        3,
-        "--inspect: largest number of trajectories to print.",
-        minimum=1,
-        maximum=MAX_COUNT,
-    )
+    reward_max: float | None = setting(None, "--inspect: most reward.", minimum=-1e6, maximum=1e6)
+    limit: int = setting(3, "--inspect: most trajectories to print.", minimum=1, maximum=MAX_COUNT)
 
 
 @dataclass
@@ -153,9 +126,7 @@ class SimulationConfig:
         "Run directory of a run: lengths, speeds and pushes are measured in it, and the settings "
         "below are not used.",
     )
-    length_mean: float = setting(
-        4000.0, "Mean length of a completion, in tokens.", minimum=1, maximum=MAX_TOKENS
-    )
+    length_mean: float = setting(4000.0, "Mean response, in tokens.", minimum=1, maximum=MAX_TOKENS)
     length_spread: float = setting(
         0.9,
         "Standard deviation of the logarithm of a length, before rollout.max_new_tokens cuts it. "
@@ -163,45 +134,30 @@ class SimulationConfig:
         minimum=0,
         maximum=5,
     )
-    prompt_tokens: int = setting(
-        200, "Length of a prompt, in tokens.", minimum=1, maximum=MAX_TOKENS
-    )
+    prompt_tokens: int = setting(200, "Prompt length, in tokens.", minimum=1, maximum=MAX_TOKENS)
     uniform_share: float = setting(
-        0.0, "Share of the groups whose rewards are all equal.", minimum=0, maximum=0.95
+        0.0, "Share of groups of equal rewards.", minimum=0, maximum=0.95
     )
-    reward_s: float = setting(
-        0.0, "Seconds until a completion has its reward.", minimum=0, maximum=WEEK_S
-    )
+    reward_s: float = setting(0.0, "Seconds to score a completion.", minimum=0, maximum=WEEK_S)
     bandwidth_share: float = setting(
         0.7, "Share of the memory bandwidth that decoding reaches.", above=0, maximum=1
     )
     arithmetic_share: float = setting(
         0.4, "Share of the arithmetic that training and prompts reach.", above=0, maximum=1
     )
-    host_ms: float = setting(
-        4.0, "Milliseconds of a decoding step besides the GPU's work.", minimum=0, maximum=1e6
-    )
-    step_fixed_s: float = setting(
-        2.0, "Seconds of a training step besides its tokens.", minimum=0, maximum=WEEK_S
-    )
-    push_gb_s: float = setting(
-        10.0, "Weights that a push sends in a second, in gigabytes.", above=0, maximum=1e6
-    )
-    push_fixed_s: float = setting(
-        0.3, "Seconds of a pause besides sending the weights.", minimum=0, maximum=WEEK_S
-    )
+    host_ms: float = setting(4.0, "Host's milliseconds in a decoding step.", minimum=0, maximum=1e6)
+    step_fixed_s: float = setting(2.0, "Fixed seconds of a step.", minimum=0, maximum=WEEK_S)
+    push_gb_s: float = setting(10.0, "Gigabytes that a push sends a second.", above=0, maximum=1e6)
+    push_fixed_s: float = setting(0.3, "Fixed seconds of a pause.", minimum=0, maximum=WEEK_S)
     warm_up: int | None = setting(
         None,
-        "Steps before the measured ones. null: two more than buffer.max_staleness allows.",
+        "Steps before the measured ones. null: buffer.max_staleness + 2.",
         minimum=0,
         maximum=MAX_COUNT,
     )
     steps: int = setting(10, "Measured steps.", minimum=1, maximum=MAX_COUNT)
     compare: list[str] = setting(
-        [],
-        "Questions that are answered by more simulations: the number of servers, staleness, the "
-        "steps between pushes, schedules, the loss of a node, and more GPUs.",
-        choices=COMPARISONS,
+        [], "Questions to answer by more simulations.", choices=COMPARISONS
     )
     gpus: list[int] = setting(
         [64, 512, 4096], "compare=[scale]: numbers of GPUs.", minimum=2, maximum=1_000_000
