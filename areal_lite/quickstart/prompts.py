@@ -32,11 +32,7 @@ class AdditionPrompts:
         seed = seed if split == "train" else 0
         self._prefix = f"addition/{own_split}/{seed}"
         self._problem = partial(
-            addition.make_problem,
-            own_split,
-            seed=seed,
-            max_digits=max_digits,
-            weights=weights,
+            addition.make_problem, own_split, seed=seed, max_digits=max_digits, weights=weights
         )
         self._problem(0)  # raises ValueError now if the arguments are wrong
 

@@ -123,22 +123,16 @@ def objective_lines(config: TrainConfig) -> list[str]:
     algo = config.algo
     decoupled = ", decoupled" if algo.decoupled and algo.loss != "tb" else ""
     advantages = "" if algo.loss == "tb" else f", advantages {algo.advantage.estimator}"
-    return [
+    window = f"at most {counted(config.buffer.window or 0, 'group')} may pass one that still runs"
+    lines = [
         f"objective: {algo.loss}{decoupled}{advantages}, "
         f"tokens at most {counted(config.buffer.max_staleness, 'step')} stale",
-        *_window_lines(config),
-        *_scored_by(config),
-        *([_IDLE_CLIP] if clip_is_idle(config) else []),
+        *([] if config.buffer.window is None else [f"{window}: no token is overdue"]),
     ]
-
-
-def _scored_by(config: TrainConfig) -> list[str]:
-    """Name the reward and the workflow of each data source."""
-    lines = []
     for name, own in source_configs(config).items():
         of = f" of {name}" if name else ""
         lines += [f"reward{of}: {own.reward.function}", f"workflow{of}: {own.rollout.workflow}"]
-    return lines
+    return lines + ([_IDLE_CLIP] if clip_is_idle(config) else [])
 
 
 def prompt_lines(config: TrainConfig) -> list[str]:
@@ -188,16 +182,6 @@ def _source_lines(config: TrainConfig) -> list[str]:
 def _start_of(text: str) -> str:
     shown = repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
     return visible(shown)
-
-
-def _window_lines(config: TrainConfig) -> list[str]:
-    """Say what a window does, if there is one."""
-    if config.buffer.window is None:
-        return []
-    return [
-        f"at most {counted(config.buffer.window, 'group')} may pass one that still runs: no token "
-        "is overdue"
-    ]
 
 
 def process_lines(config: TrainConfig, placement: Placement) -> list[str]:

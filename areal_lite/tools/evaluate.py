@@ -93,10 +93,7 @@ async def _while_servers_last(work: Coroutine[Any, Any, None], pool: ServerPool)
 async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     """Print the accuracies of each data source and write them to summary.json."""
     scores: dict[str, Scores] = {}
-    async with (
-        open_sources(config) as sources,
-        open_fleet(run_dir, config.seed) as fleet,
-    ):
+    async with open_sources(config) as sources, open_fleet(run_dir, config.seed) as fleet:
         dependencies = Dependencies(
             sources=sources, tokenizer=Tokenizer(config.model), store=None, clock=time.time
         )

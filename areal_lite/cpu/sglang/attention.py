@@ -113,12 +113,7 @@ class PagedCpuAttention(TorchNativeAttnBackend):
         return keys.view(-1, heads, dim, PAGE), values.view(-1, PAGE, heads, dim)
 
     def attend(
-        self,
-        query: np.ndarray,
-        keys: np.ndarray,
-        values: np.ndarray,
-        scale: float,
-        out: np.ndarray,
+        self, query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, out: np.ndarray
     ) -> None:
         """Set `out` to the attention of the batch's tokens, whose keys are in the cache.
 

@@ -165,47 +165,40 @@ def learning_charts(
 def staleness_chart(columns: Columns, bound: int | None) -> dict[str, Any]:
     """Return the histogram of trained tokens by staleness."""
     tokens = staleness_tokens(columns)
-    total = max(1, int(tokens.sum()))
     late = bound is not None and len(tokens) > bound + 1
     masked = f" Tokens staler than the bound ({bound}) are masked." if late else ""
-    return {
-        **_frame(
-            "staleness_histogram",
-            "bars",
-            "Tokens by staleness",
-            "The share of the tokens in the batches, by their staleness. 0 is on-policy." + masked,
-            "staleness, training steps",
-            "share of the tokens",
-        ),
-        "labels": [str(versions) for versions in range(len(tokens))],
-        "values": [count / total for count in tokens.tolist()],
-        "counts": tokens.tolist(),
-        "unit": "tokens",
-    }
+    frame = _frame(
+        "staleness_histogram",
+        "bars",
+        "Tokens by staleness",
+        "The share of the tokens in the batches, by their staleness. 0 is on-policy." + masked,
+        "staleness, training steps",
+        "share of the tokens",
+    )
+    return frame | _bars([str(versions) for versions in range(len(tokens))], tokens, "tokens")
 
 
 def length_chart(columns: Columns) -> dict[str, Any]:
     """Return the histogram of response lengths, of all trajectories."""
     edges, counts = histogram(columns.sampled)
-    total = max(1, int(counts.sum()))
     labels = [
         f"{low}" if high - low == 1 else f"{low}–{high - 1}"
         for low, high in zip(edges.tolist(), edges[1:].tolist())
     ]
-    return {
-        **_frame(
-            "length_histogram",
-            "bars",
-            "Trajectories by response length",
-            "A long tail on the right is what makes synchronous generation wait.",
-            "sampled tokens",
-            "share of the trajectories",
-        ),
-        "labels": labels,
-        "values": [count / total for count in counts.tolist()],
-        "counts": counts.tolist(),
-        "unit": "trajectories",
-    }
+    frame = _frame(
+        "length_histogram",
+        "bars",
+        "Trajectories by response length",
+        "A long tail on the right is what makes synchronous generation wait.",
+        "sampled tokens",
+        "share of the trajectories",
+    )
+    return frame | _bars(labels, counts, "trajectories")
+
+
+def _bars(labels: list[str], counts: np.ndarray, unit: str) -> dict[str, Any]:
+    shares = counts / max(1, counts.sum())
+    return {"labels": labels, "values": shares.tolist(), "counts": counts.tolist(), "unit": unit}
 
 
 def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[dict[str, Any]]:
@@ -215,6 +208,7 @@ def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[
     ends = np.array([m["logged_at"] for m in metrics]) - edges[0]
     tokens = np.array([m["tokens"] or 0 for m in metrics], np.float64)
     trained = smooth(tokens) / np.maximum(smooth(np.diff(ends, prepend=0.0)), 1e-3)
+    flights = requests_open(columns, edges).items()
     speed = _frame(
         "throughput",
         "line",
@@ -233,13 +227,9 @@ def speed_charts(columns: Columns, metrics: Metrics, edges: np.ndarray) -> list[
         _SECONDS,
         "trajectories",
     )
-    open_ = requests_open(columns, edges)
     return [
         {**speed, "series": [generated, _series("trained on", ends, trained)]},
-        {
-            **flight,
-            "series": [_series(name, middle, mean, thin=False) for name, mean in open_.items()],
-        },
+        {**flight, "series": [_series(name, middle, own, thin=False) for name, own in flights]},
     ]
 
 

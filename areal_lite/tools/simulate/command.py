@@ -168,9 +168,7 @@ def workload(config: SimulateConfig) -> Workload:
     longest = config.rollout.max_new_tokens
     return Workload(
         lengths=LogNormalLengths(
-            mean=simulation.length_mean,
-            spread=simulation.length_spread,
-            longest=longest,
+            mean=simulation.length_mean, spread=simulation.length_spread, longest=longest
         ),
         server=server_speed(config),
         trainer=trainer_speed(config),
