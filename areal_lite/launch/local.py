@@ -41,6 +41,7 @@ from areal_lite.launch.roles import (
     Roles,
     place_run,
     signal_group,
+    stopped_by_hand,
 )
 from areal_lite.launch.server_pool import ServerPool, train_pool
 from areal_lite.run_dir.metrics import EventFollower, forget_after, read_metrics
@@ -72,6 +73,7 @@ _STOPPED_SHARE = 1 / 60
 _LONGEST_PAUSE_S = 5.0
 _STACK_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.05
+_STOPPING = "the run finishes its step, saves a checkpoint and stops; Ctrl-C ends it at once"
 OnStep = Callable[[dict[str, Any]], object]
 """Called with each line of metrics.jsonl, soon after its training step."""
 
@@ -209,7 +211,8 @@ def _train_with_restarts(
     restarts = Restarts(config, run_dir)
     if restarts.start:
         print(f"the run resumes from step {restarts.start}", file=sys.stderr)
-    with train_pool(config, run_dir, dict(enumerate(placement.servers))) as pool:
+    servers = dict(enumerate(placement.servers))
+    with stopped_by_hand(run_dir), train_pool(config, run_dir, servers) as pool:
         while True:
             forget_after(run_dir, restarts.start)
             try:
@@ -244,7 +247,13 @@ def _run_roles(
             "trainer", "areal_lite.trainer.loop", config.trainer, placement.trainer
         )
 
+        told = False
+
         def watch() -> None:
+            nonlocal told
+            if not told and stop_requested(run_dir):
+                told = True
+                print(_STOPPING, file=sys.stderr)
             show()
             report_steps()
             check_servers(pool, run_dir, steps)

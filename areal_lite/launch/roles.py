@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_lite.config import ServerConfig, TrainConfig, TrainerConfig
 from areal_lite.config.rules import check_devices
 from areal_lite.extensions import cpu_device
-from areal_lite.run_dir.paths import HEARTBEATS_DIR, LOGS_DIR
+from areal_lite.run_dir.metrics import read_metrics
+from areal_lite.run_dir.paths import HEARTBEATS_DIR, LOGS_DIR, STOP_FILE
+from areal_lite.run_dir.resume import start_version, stop_requested
 from areal_lite.system.gpus import divide_gpus, gpu_environment, resolve_device, visible_gpus
 from areal_lite.system.heartbeat import ENV_HEARTBEAT
 from areal_lite.system.network import free_port
@@ -283,7 +286,7 @@ def signal_group(role: Role, number: int) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into a KeyboardInterrupt, which unwinds through every `with`.
+    """Turn SIGINT, SIGTERM and SIGHUP into a KeyboardInterrupt, which unwinds through every `with`.
 
     Python's own handler for SIGINT is not enough: a shell starts background commands with SIGINT
     ignored.
@@ -292,10 +295,40 @@ def interruptible() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, interrupt) for number in signals}
+    with _handled(interrupt, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextlib.contextmanager
+def stopped_by_hand(run_dir: Path) -> Iterator[None]:
+    """Turn the first Ctrl-C, and a terminal that closes, into a request to stop the run.
+
+    The run then finishes its step and saves a checkpoint. A second Ctrl-C is a KeyboardInterrupt,
+    and so is the first one when no step would be lost.
+    """
+    terminals = [number for number in range(3) if os.isatty(number)]
+
+    def stop(number: int, _: object) -> None:
+        if number == signal.SIGHUP:  # what is written to a terminal that is gone raises OSError
+            for terminal in terminals:
+                os.dup2(os.open(os.devnull, os.O_RDWR), terminal)
+        steps = read_metrics(run_dir, newest=1)
+        spared = bool(steps) and steps[-1]["step"] > start_version(run_dir)
+        if stop_requested(run_dir) and number == signal.SIGHUP:
+            return
+        if stop_requested(run_dir) or not spared:
+            raise KeyboardInterrupt
+        (run_dir / STOP_FILE).touch()
+
+    with _handled(stop, signal.SIGINT, signal.SIGHUP):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, Any], None], *signals: int) -> Iterator[None]:
+    previous = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)

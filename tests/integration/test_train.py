@@ -15,7 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_lite.run_dir.metrics import read_metrics
 from areal_lite.run_dir.reader import RunReader
+from areal_lite.run_dir.resume import STOPPED, start_version
 from areal_lite.tools.diagnose.diagnosis import diagnose
 from areal_lite.tools.diagnose.history import read_history
 from tests.integration.controller_run import wrong_with
@@ -229,9 +231,16 @@ def test_an_agent_of_several_traces(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+    ("sign", "status"),
+    [
+        (signal.SIGINT, STOPPED),
+        pytest.param(signal.SIGHUP, STOPPED, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
-def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
+def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign, status):
+    """Ctrl-C and a terminal that closes finish the step and save a checkpoint."""
     folder = tmp_path / "run"
     command = [
         sys.executable,
@@ -254,13 +263,16 @@ def test_an_ended_supervisor_leaves_nothing(model, tmp_path, sign):
             terminal.press(b"\x03")
         else:
             os.kill(pid, sign)
-        assert terminal.finish() == (130 if sign == signal.SIGINT else -signal.SIGKILL)
+        assert terminal.finish() == status
         deadline = time.monotonic() + 20
         while alive := running(children):
             assert time.monotonic() < deadline, alive
             time.sleep(0.2)
+    steps = len(read_metrics(folder))
+    assert start_version(folder) == (steps if status == STOPPED else 0)
     if sign == signal.SIGINT:
         left = terminal.everything()
+        assert "the run finishes its step, saves a checkpoint and stops" in " ".join(left.split())
         assert "Summary of the run" in left and "╭" not in left and "elapsed" not in left, left
         assert not terminal.screen.cursor.hidden
 
