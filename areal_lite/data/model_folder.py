@@ -25,24 +25,16 @@ _OPTIONAL = (".bias", ".inv_freq", _HEAD)
 _CHUNK = 1 << 26  # bytes that are compared at a time
 # The names in `megatron.architectures`, which imports torch.
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "num_experts",
-    "num_local_experts",
-    "head_dim",
-)
 # Tensor parallelism splits these evenly.
 _SPLIT_SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
     "intermediate_size",
     "moe_intermediate_size",
+)
+_SIZES = (
+    *("vocab_size", "hidden_size", "head_dim", "num_hidden_layers"),
+    *("num_experts", "num_local_experts", *_SPLIT_SIZES),
 )
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -155,7 +147,8 @@ def check_weights(folder: Path) -> None:
         )
     if config.get("tie_word_embeddings") and _HEAD in tensors:
         head, embedding = (raw_tensor(tensors[name], name) for name in (_HEAD, _EMBEDDING))
-        if len(head) != len(embedding) or any(map(_differ, _chunks(head), _chunks(embedding))):
+        equal = map(np.array_equal, _chunks(head), _chunks(embedding))
+        if len(head) != len(embedding) or not all(equal):
             raise ValueError(
                 f"{tensors[_HEAD]}: {_HEAD} is not {_EMBEDDING}, but config.json ties them: set"
                 " tie_word_embeddings to false there, or remove the tensor"
@@ -177,10 +170,6 @@ def raw_tensor(path: Path, name: str) -> np.ndarray:
 
 def _chunks(data: np.ndarray) -> Iterator[np.ndarray]:
     return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
-
-
-def _differ(one: np.ndarray, two: np.ndarray) -> bool:
-    return not np.array_equal(one, two)
 
 
 def tensor_names(config: Mapping[str, Any]) -> Iterator[str]:

@@ -26,10 +26,12 @@ def remove_folder(folder: Path) -> None:
     while emptied:
         emptied = False
         for entry in _entries(folder):
-            if _is_folder(entry):
-                _hoist(entry, folder, names)
             with suppress(OSError):
-                _remove(entry)
+                if _is_folder(entry):
+                    _hoist(entry, folder, names)
+                    os.rmdir(entry)
+                else:
+                    os.unlink(entry)
                 emptied = True
     try:
         os.rmdir(folder)
@@ -60,10 +62,3 @@ def _entries(folder: Path) -> list[Path]:
 
 def _is_folder(path: Path) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _remove(path: Path) -> None:
-    if _is_folder(path):
-        os.rmdir(path)
-    else:
-        os.unlink(path)

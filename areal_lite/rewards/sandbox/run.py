@@ -32,7 +32,6 @@ import struct
 import sys
 import sysconfig
 import tempfile
-import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +90,6 @@ class Outcome:
     status: int | None  # for `exit` only; negative for a signal
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def ok(self) -> bool:
@@ -121,12 +119,12 @@ class _Supervisor:
     Answers take time from the event loop, so a program that asks too often is killed.
     """
 
-    def __init__(self, listener: int, pid: int, *, threads: int, files: int) -> None:
+    def __init__(self, listener: int, pid: int, limits: Limits) -> None:
         self._listener = listener
         self._pid = pid
         self._answers_left = _MOST_ANSWERS
-        self._threads = threads
-        self._files_left = files
+        self._threads = limits.threads
+        self._files_left = limits.files
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
         self._loop = asyncio.get_running_loop()
@@ -139,9 +137,10 @@ class _Supervisor:
 
     def _answer(self) -> None:
         events = self._poll.poll(0)
-        if events and not events[0][1] & select.POLLIN:  # the program has ended
+        if not events:
+            return
+        if not events[0][1] & select.POLLIN:  # the program has ended
             self._loop.remove_reader(self._listener)
-        if not events or not events[0][1] & select.POLLIN:
             return
         notification = bytearray(_NOTIFICATION.size)
         with suppress(FileNotFoundError):  # the call was interrupted
@@ -179,7 +178,9 @@ async def run_python(code: str, stdin: str = "", limits: Limits = _DEFAULT) -> O
             process = await _start(scratch, limits, theirs)
             try:
                 await _wait_until_ready(process)
-                with _supervise(channel, process.pid, limits):
+                # The program sent the descriptor before it was ready.
+                _, (listener,), *_ = socket.recv_fds(channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
+                with closing(_Supervisor(listener, process.pid, limits)):
                     return await _watch(process, stdin.encode(errors="replace"), limits)
             finally:
                 await _end(process)
@@ -204,12 +205,6 @@ async def _start(
     )
 
 
-def _supervise(channel: socket.socket, pid: int, limits: Limits) -> closing[_Supervisor]:
-    """Take the descriptor that the program sent before it was ready."""
-    _, (listener,), _, _ = socket.recv_fds(channel, 64, 1, socket.MSG_CMSG_CLOEXEC)
-    return closing(_Supervisor(listener, pid, threads=limits.threads, files=limits.files))
-
-
 async def _end(process: asyncio.subprocess.Process) -> None:
     stdin, stdout, stderr = _pipes(process)
     with suppress(ProcessLookupError):
@@ -223,7 +218,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limits) -> Outcome:
     """Feed the program and collect its output until it ends or exceeds a limit."""
     stdin, *streams = _pipes(process)
-    started = time.monotonic()
     collected = bytearray(), bytearray()
     feeder = asyncio.ensure_future(_feed(stdin, given))
     readers = [
@@ -247,13 +241,7 @@ async def _watch(process: asyncio.subprocess.Process, given: bytes, limits: Limi
     stdout, stderr = (
         bytes(output[: limits.output_bytes]).decode(errors="replace") for output in collected
     )
-    return Outcome(
-        ended=ended,
-        status=status,
-        stdout=stdout,
-        stderr=stderr,
-        seconds=time.monotonic() - started,
-    )
+    return Outcome(ended=ended, status=status, stdout=stdout, stderr=stderr)
 
 
 async def _wait_until_ready(process: asyncio.subprocess.Process) -> None:
