@@ -64,13 +64,15 @@ class TrainBatch:
             raise ValueError("a batch needs at least one trajectory")
         lengths = [len(t.tokens) for t in trajectories]
         rewards = [np.nan if t.reward is None else t.reward for t in trajectories]
-        logprobs = np.concatenate([t.behavior_logprobs for t in trajectories]).astype(np.float32)
-        finite = np.isfinite(logprobs)
+        arrays = {
+            name: np.concatenate([getattr(t, name) for t in trajectories]).astype(dtype)
+            for name, dtype in _TOKEN_ARRAYS.items()
+        }
+        finite = np.isfinite(arrays["behavior_logprobs"])
+        arrays["loss_mask"] &= finite
+        arrays["behavior_logprobs"][~finite] = 0
         return cls(
-            tokens=np.concatenate([t.tokens for t in trajectories]).astype(np.int32),
-            loss_mask=np.concatenate([t.loss_mask for t in trajectories]).astype(bool) & finite,
-            behavior_logprobs=np.where(finite, logprobs, np.float32(0)),
-            versions=np.concatenate([t.versions for t in trajectories]).astype(np.int32),
+            **arrays,
             rewards=np.array(rewards, np.float32),
             group_ids=np.array([t.group_id for t in trajectories], np.int64),
             sample_indices=np.array([t.sample_index for t in trajectories], np.int32),

@@ -201,7 +201,11 @@ def _expand(packed: bytes, most: int) -> bytes:
 
 
 _SEGMENTS = msgspec.json.Decoder(list[tuple[int, int, int]])
-_SEQUENCE = ("group_id", "sample_index", "trace_index", "tokens", "logprobs", "texts", "routes")
+_KEY = ("group_id", "sample_index", "trace_index")
+_SEQUENCE = (*_KEY, "tokens", "logprobs", "texts", "routes")
+# The columns that are fields of Trajectory.
+_FIELDS = (*_KEY, "reward", "finish_reason", "requests", "kv_version")
+_FIELDS += ("started_at", "finished_at", "server")
 
 
 class Rows(NamedTuple):
@@ -285,21 +289,12 @@ def from_row(row: Mapping[str, Any], prompt_id: str) -> Trajectory:
         raise ValueError(f"{_name(row)} lacks its tokens")
     whole = decoded(row)
     trajectory = Trajectory(
-        group_id=row["group_id"],
+        **{name: row[name] for name in _FIELDS},
         prompt_id=prompt_id,
-        sample_index=row["sample_index"],
-        trace_index=row["trace_index"],
         tokens=whole["tokens"],
         loss_mask=whole["versions"] >= 0,
         behavior_logprobs=whole["logprobs"],
         versions=whole["versions"],
-        finish_reason=row["finish_reason"],
-        reward=row["reward"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
-        server=row["server"],
-        requests=row["requests"],
-        kv_version=row["kv_version"],
         routes=unpack_routes(row["routes"], row["n_tokens"]),
     ).check()
     if [(s.version, s.start, s.end) for s in trajectory.segments] != whole["segments"]:
