@@ -29,10 +29,10 @@ controller's event loop.
 """
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,33 +60,33 @@ from areal_lite.trajectory import Group, GroupState
 _NUM_RATES = 2
 
 
+@dataclass(slots=True)
 class Curriculum:
     """Retires and rests the prompts of `sampler`.
 
     It reads the groups of the store only: a resumed run goes on with the same prompts.
     """
 
-    def __init__(self, sampler: PromptSampler, retire_above: float | None, rest_unsolved: int):
-        self._sampler = sampler
-        self._retire_above = retire_above
-        self._rest_unsolved = rest_unsolved
-        self._rates: dict[int, tuple[float, ...]] = {}
-        self._unsolved: defaultdict[int, int] = defaultdict(int)
+    sampler: PromptSampler
+    retire_above: float | None
+    rest_unsolved: int
+    _rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    _unsolved: Counter[int] = field(default_factory=Counter)
 
     @property
     def active(self) -> bool:
         """Return whether rewards change which prompts are asked."""
-        return self._retire_above is not None or self._rest_unsolved > 0
+        return self.retire_above is not None or self.rest_unsolved > 0
 
     def record(self, prompt_index: int, rewards: Sequence[float], drawn: int) -> None:
         """Record the rewards of a group. `drawn` counts the draws when it was admitted."""
         rate = sum(reward > 0 for reward in rewards) / len(rewards)
-        if self._retire_above is not None:
+        if self.retire_above is not None:
             rates = (*self._rates.get(prompt_index, ()), rate)[-_NUM_RATES:]
             self._rates[prompt_index] = rates
-            if len(rates) == _NUM_RATES and sum(rates) / len(rates) > self._retire_above:
-                self._sampler.retire(prompt_index)
-        if self._rest_unsolved:
+            if len(rates) == _NUM_RATES and sum(rates) / len(rates) > self.retire_above:
+                self.sampler.retire(prompt_index)
+        if self.rest_unsolved:
             self._rest(prompt_index, rate, drawn)
 
     def _rest(self, prompt_index: int, rate: float, drawn: int) -> None:
@@ -94,9 +94,9 @@ class Curriculum:
             self._unsolved.pop(prompt_index, None)
             return
         # The bound keeps the power small, however often a prompt was tried.
-        epochs = min(2 ** min(self._unsolved[prompt_index], 30), self._rest_unsolved)
+        epochs = min(2 ** min(self._unsolved[prompt_index], 30), self.rest_unsolved)
         self._unsolved[prompt_index] += 1
-        self._sampler.rest(prompt_index, epochs, after=drawn)
+        self.sampler.rest(prompt_index, epochs, after=drawn)
 
 
 Filter = Callable[[Group], str | None]
@@ -333,25 +333,21 @@ class Dispatcher:
         )
         texts = [text for rollout in rollouts for text in rollout.texts]
         self._curriculum.record(submission.prompt_index, group.rewards, submission.drawn)
-        if reason := first_reason(self._filters, group):
-            await self._finish(group, texts, reason, GroupState.FILTERED)
-            self._on_filtered(reason)
+        filtered = first_reason(self._filters, group)
+        state = GroupState.FILTERED if filtered else GroupState.FINISHED
+        lost = f"{len(failures)} rollouts failed: {failures[0]}" if failures else None
+        reason, now = filtered or lost, self._clock()
+        await self._store.submit(Store.finish, group, texts, reason, now, state)
+        if filtered:
+            self._on_filtered(filtered)
             self._reject(submission.group_id)
             return
-        detail = f"{len(failures)} rollouts failed: {failures[0]}" if failures else None
-        await self._finish(group, texts, detail, GroupState.FINISHED)
         self._consecutive_filtered = 0
         self.running.remove(group.group_id)
         self.admission.on_accepted()
         self._deliver(group)
 
-    async def _finish(
-        self, group: Group, texts: list[tuple[str, str]], reason: str | None, state: GroupState
-    ) -> None:
-        await self._store.submit(Store.finish, group, texts, reason, self._clock(), state)
-
     async def _drop_empty(self, submission: _Submission, failure: str) -> None:
-        """Drop a group in which every rollout failed."""
         self.counts["empty_groups"] += 1
         self._consecutive_empty += 1
         if self._consecutive_empty > 2 * self._batch_groups:
@@ -359,8 +355,7 @@ class Dispatcher:
                 f"{self._consecutive_empty} groups in a row lost all their rollouts; "
                 f"the last one: {failure}"
             )
-        reason = f"empty: {failure}"
-        await self._drop(submission.group_id, submission.prompt_index, reason)
+        await self._drop(submission.group_id, submission.prompt_index, f"empty: {failure}")
         self._reject(submission.group_id)
 
     async def _drop(self, group_id: int, prompt_index: int, reason: str) -> None:

@@ -8,7 +8,7 @@ again whenever servers come back (`Resync`). Without any server, the evaluation 
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import comb, sqrt
 from pathlib import Path
 from typing import Any
@@ -145,29 +145,21 @@ async def score_problems(
     )
 
 
+@dataclass(slots=True)
 class Evaluator:
     """Runs evaluations while training continues. `running` has the versions that they are of."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        dependencies: Dependencies,
-        fleet: Fleet,
-        workflows: Mapping[str, Workflow],
-        batches: Batches,
-        store: StoreThread,
-    ):
-        self._config = config
-        self._dependencies = dependencies
-        self._fleet = fleet
-        self._workflows = workflows
-        self._batches = batches
-        self._store = store
-        self.running: set[int] = set()
-        # Set when the evaluation after the last step has ended. No resync is requested after it.
-        self._last_ended = asyncio.Event()
-        # When an evaluation after the last step began to wait for a server, in seconds.
-        self._no_server_since: float | None = None
+    config: TrainConfig
+    dependencies: Dependencies
+    fleet: Fleet
+    workflows: Mapping[str, Workflow]
+    batches: Batches
+    store: StoreThread
+    running: set[int] = field(default_factory=set)
+    # Set when the evaluation after the last step has ended. No resync is requested after it.
+    _last_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    # When an evaluation after the last step began to wait for a server, in seconds.
+    _no_server_since: float | None = None
 
     def recover(self, handover: Handover) -> None:
         """Resume: an earlier controller may have seen the end of the last evaluation."""
@@ -190,8 +182,8 @@ class Evaluator:
         finally:
             evaluation.cancel()
             self.running.discard(version)
-            if version == self._config.trainer.steps:
-                await record_handover(self._store, evaluated=1)
+            if version == self.config.trainer.steps:
+                await record_handover(self.store, evaluated=1)
                 self._last_ended.set()
 
     async def _evaluate(self, version: int) -> dict[str, Any]:
@@ -200,20 +192,20 @@ class Evaluator:
         `sets` of the line has the scores of each source, if there are several, or of each of
         `eval.sets`. The line itself is about the problems of all sources.
         """
-        config, parts = self._config.eval, self._dependencies
+        config, parts = self.config.eval, self.dependencies
         started = parts.clock()
 
         async def score(source: Source, workflow: Workflow, name: str) -> Scores:
             rids, counts = f"eval{version}{name}", (config.problems, config.samples)
-            return await score_problems(source, parts, self._fleet, workflow, *counts, rids)
+            return await score_problems(source, parts, self.fleet, workflow, *counts, rids)
 
-        sources, workflows = parts.sources, self._workflows
+        sources, workflows = parts.sources, self.workflows
         by_source = {name: await score(sources[name], workflows[name], name) for name in sources}
         sets = {name: scores for name, scores in by_source.items() if name}
         for name, prompts in parts.eval_sets.items():
             (source,), (workflow,) = sources.values(), workflows.values()
             sets[name] = await score(replace(source, eval_prompts=prompts), workflow, name)
-        data = self._config.data
+        data = self.config.data
         return {
             "name": ALL_SOURCES if data.sources else data.source,
             "version": version,
@@ -226,7 +218,7 @@ class Evaluator:
         """Wait for the end of the last evaluation, or for a resync that the rank has not had."""
         ended = asyncio.ensure_future(self._last_ended.wait())
         try:
-            must_resync = await self._batches.resync_comes_first(resyncs, ended)
+            must_resync = await self.batches.resync_comes_first(resyncs, ended)
         finally:
             ended.cancel()
         return Resync() if must_resync else Done()
@@ -236,18 +228,18 @@ class Evaluator:
 
         Raises RuntimeError if there was no server for as long as one takes to come back.
         """
-        steps, fleet = self._config.trainer.steps, self._fleet
-        if self._batches.step < steps:
+        steps, fleet = self.config.trainer.steps, self.fleet
+        if self.batches.step < steps:
             return
         now = asyncio.get_running_loop().time()
         waits = fleet.no_ready_server and not fleet.router.stale
         self._no_server_since = (self._no_server_since or now) if waits else None
         failure = fleet.gate.last_failure
-        none_returns = failure and not self._config.restart.max
-        start_s = self._config.server.start_timeout_s + LONGEST_BACK_OFF_S
+        none_returns = failure and not self.config.restart.max
+        start_s = self.config.server.start_timeout_s + LONGEST_BACK_OFF_S
         patience_s = 0.0 if none_returns else start_s
         if self._no_server_since is not None and now - self._no_server_since >= patience_s:
-            model = Path(self._config.run_dir) / CHECKPOINTS_DIR / HF_DIR
+            model = Path(self.config.run_dir) / CHECKPOINTS_DIR / HF_DIR
             raise RuntimeError(
                 f"the evaluation at version {version} is lost: no server is left that has the last "
                 f"weights{f' ({failure})' if failure else ''}, and none came back. Training is "
@@ -255,4 +247,4 @@ class Evaluator:
                 f"areal-lite eval model={model}"
             )
         if version == steps:
-            await self._batches.request_resync()
+            await self.batches.request_resync()

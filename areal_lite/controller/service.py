@@ -24,6 +24,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,21 +64,17 @@ _LOG_EVERY = 10  # statuses
 _REQUEST_COUNTS = ("requests", "aborts", "retries")  # of the fleet
 
 
+@dataclass(slots=True)
 class Retention:
     """Removes tokens from the store after each step, in a task of its own."""
 
-    def __init__(
-        self, config: TrainConfig, store: StoreThread, dispatcher: Dispatcher, batches: Batches
-    ):
-        self._max_gib = config.store.max_gib
-        self._run_dir = Path(config.run_dir)
-        self._store = store
-        self._dispatcher = dispatcher
-        self._batches = batches
-        self._due = asyncio.Event()
-        self._due.set()
-        self._last_step: list[int] = []
-        self._warned = False
+    config: TrainConfig
+    store: StoreThread
+    dispatcher: Dispatcher
+    batches: Batches
+    _due: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_step: list[int] = field(default_factory=list)
+    _warned: bool = False
 
     def on_step(self, group_ids: Sequence[int]) -> None:
         """Record that a step used these groups, and that the store may have grown."""
@@ -86,20 +83,21 @@ class Retention:
 
     async def run(self) -> None:
         """Measure and trim the store after each step. Runs until cancelled."""
+        max_gib = self.config.store.max_gib
         while True:
-            await self._due.wait()
             self._due.clear()
-            size = await self._store.submit(Store.size, self._last_step)
-            if self._max_gib and size.get("store_mib", 0) > _MIB_PER_GIB * self._max_gib:
-                size = await self._trim(self._max_gib)
-            self._batches.store_size = size
+            size = await self.store.submit(Store.size, self._last_step)
+            if max_gib and size.get("store_mib", 0) > _MIB_PER_GIB * max_gib:
+                size = await self._trim(max_gib)
+            self.batches.store_size = size
+            await self._due.wait()
 
     async def _trim(self, max_gib: float) -> dict[str, float]:
         """Remove tokens until the store fits, if it can, and return its new size."""
-        since = await asyncio.to_thread(needed_since, self._run_dir)
-        while await self._store.submit(Store.trim, int(max_gib * 2**30), since, self._held()):
+        since = await asyncio.to_thread(needed_since, Path(self.config.run_dir))
+        while await self.store.submit(Store.trim, int(max_gib * 2**30), since, self._held()):
             pass
-        size = await self._store.submit(Store.size, self._last_step)
+        size = await self.store.submit(Store.size, self._last_step)
         if size["store_mib"] > _MIB_PER_GIB * max_gib and not self._warned:
             self._warned = True
             log.warning(
@@ -114,10 +112,10 @@ class Retention:
 
     def _held(self) -> list[int] | None:
         """Return the groups that a replay buffer holds or is about to get; None without one."""
-        queue = self._batches.queue
+        queue = self.batches.queue
         if not isinstance(queue, ReplayBuffer):
             return None
-        return list(queue.group_ids | self._dispatcher.running)
+        return list(queue.group_ids | self.dispatcher.running)
 
 
 class Controller:

@@ -104,28 +104,19 @@ class Rollout:
     failure: str = ""  # why it has no reward
 
 
+@dataclass(frozen=True, slots=True)
 class Player:
     """Plays and scores episodes of one data source.
 
     `counts` gets `workflow_failures` and `reward_failures`. `on_end` is called when a rollout ends.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        dependencies: Dependencies,
-        fleet: Fleet,
-        workflow: Workflow,
-        counts: Counter[str],
-        on_end: Callable[[], None] = lambda: None,
-    ):
-        self._tokenizer = dependencies.tokenizer
-        self._rewards = source.rewards
-        self._clock = dependencies.clock
-        self._fleet = fleet
-        self._workflow = workflow
-        self._counts = counts
-        self._on_end = on_end
+    source: Source
+    dependencies: Dependencies
+    fleet: Fleet
+    workflow: Workflow
+    counts: Counter[str]
+    on_end: Callable[[], None] = lambda: None
 
     async def play(
         self,
@@ -136,33 +127,32 @@ class Player:
         first: int = 0,
     ) -> list[Rollout]:
         """Play a rollout for each request id on one ready server, from sample `first` on."""
-        server = await self._fleet.reserve(len(rids))
+        server = await self.fleet.reserve(len(rids))
         sessions = [Session(rid, server) for rid in rids]
         episodes = [
             Episode(
                 prompt=prompt,
                 sample_index=number,
                 group_id=group_id,
-                tokenizer=self._tokenizer,
+                tokenizer=self.dependencies.tokenizer,
                 params=params,
-                clock=self._clock,
-                complete=partial(self._fleet.complete, session),
+                clock=self.dependencies.clock,
+                complete=partial(self.fleet.complete, session),
             )
             for number, session in enumerate(sessions, first)
         ]
-        run = WorkflowRun(self._workflow, episodes)
+        run = WorkflowRun(self.workflow, episodes)
         try:
             rollouts = await asyncio.gather(*(self._play(run, i) for i in range(len(episodes))))
         finally:
             for session in sessions:
-                self._fleet.close_session(session)
+                self.fleet.close_session(session)
         for session, rollout in zip(sessions, rollouts):
             for trace in rollout.traces:
                 trace.server = session.server.name
         return rollouts
 
     async def _play(self, run: WorkflowRun, index: int) -> Rollout:
-        """Play one episode and score its traces."""
         episode = run.episodes[index]
         traces: list[Trajectory] = []
         try:
@@ -173,12 +163,12 @@ class Player:
         except (WorkflowFailed, RewardError) as error:
             reason = "workflow" if isinstance(error, WorkflowFailed) else "reward"
             detail = f"no reward: {error}" if reason == "reward" else str(error)
-            self._counts[f"{reason}_failures"] += 1
+            self.counts[f"{reason}_failures"] += 1
             name = (episode.prompt.prompt_id, episode.sample_index)
             log.warning("rollout of %s, sample %d: %s", *name, detail)
             return Rollout(traces, [], detail)
         finally:
-            self._on_end()
+            self.on_end()
 
     async def _score(self, prompt: Prompt, traces: list[Trajectory], sampled: str) -> None:
         """Give all traces the reward of the last answer, unless their workflow gave rewards.
@@ -188,14 +178,14 @@ class Player:
         if traces[-1].reward is None:
             turns = sampled_turns(traces[-1])
             if len(turns) > 1:
-                sampled = self._tokenizer.decode(traces[-1].tokens[turns[-1]])
-            reward = await self._rewards.score(sampled, prompt.answer)
+                sampled = self.dependencies.tokenizer.decode(traces[-1].tokens[turns[-1]])
+            reward = await self.source.rewards.score(sampled, prompt.answer)
             for trace in traces:
                 trace.reward = reward
 
     def _texts(self, prompt: Prompt, trace: Trajectory) -> tuple[str, str]:
         """Return the text before the first sampled token of a trace, and the text from there on."""
-        decode = self._tokenizer.decode
+        decode = self.dependencies.tokenizer.decode
         start = int(trace.loss_mask.argmax())
         before, after = trace.tokens[:start], trace.tokens[start:]
         # The prompt's own text has the special tokens of the chat template.

@@ -116,13 +116,13 @@ async def started(workflow: Workflow, config: Any) -> AsyncIterator[None]:
             await close()
 
 
+@dataclass(slots=True)
 class WorkflowRun:
     """A workflow at work on the `episodes` of a group."""
 
-    def __init__(self, workflow: Workflow, episodes: list[Episode]):
-        self._workflow = workflow
-        self.episodes = episodes
-        self._group: asyncio.Future[Any] | None = None
+    workflow: Workflow
+    episodes: list[Episode]
+    _group: asyncio.Future[Any] | None = None
 
     async def traces(self, index: int) -> list[Trajectory]:
         """Play an episode and return its traces, checked and numbered. Raises WorkflowFailed.
@@ -144,10 +144,10 @@ class WorkflowRun:
 
     async def _result(self, index: int) -> Any:
         """Return the workflow's result for an episode."""
-        if not getattr(self._workflow, "grouped", False):
-            return await self._workflow(self.episodes[index])
+        if not getattr(self.workflow, "grouped", False):
+            return await self.workflow(self.episodes[index])
         if self._group is None:
-            self._group = asyncio.ensure_future(self._workflow(self.episodes))
+            self._group = asyncio.ensure_future(self.workflow(self.episodes))
         results = await self._group
         if len(results) != len(self.episodes):
             raise ValueError(

@@ -25,7 +25,8 @@ import contextlib
 import resource
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,26 +47,21 @@ _OTHER_BYTES = 1 << 20
 _BODY_TIMEOUT_S = 30.0
 
 
+@dataclass(slots=True, eq=False)
 class Conversation:
     """Requests that begin with all messages before them, the policy's answers included.
 
     `transcript` has the tokens of `messages`; None if there are none. `tools` are of every request.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        tools: list[dict[str, Any]],
-        transcript: Transcript | None = None,
-    ):
-        self.messages = list(messages)
-        self.tools = tools
-        self.transcript = transcript
-        # The messages of the last request, and the task that answers it.
-        self.asked: list[Message] = []
-        self.answer: asyncio.Task[Answer] | None = None
-        # The number of messages and of tokens at the end of each answer.
-        self._ends: list[tuple[int, int]] = []
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    transcript: Transcript | None = None
+    # The messages of the last request, and the task that answers it.
+    asked: list[Message] = field(default_factory=list)
+    answer: asyncio.Task[Answer] | None = None
+    # The number of messages and of tokens at the end of each answer.
+    _ends: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def is_busy(self) -> bool:
@@ -129,6 +125,7 @@ class Conversation:
         )
 
 
+@dataclass(slots=True)
 class Conversations:
     """The requests and answers of one episode.
 
@@ -136,19 +133,20 @@ class Conversations:
     `max_traces`, is used up.
     """
 
-    def __init__(self, episode: Episode, max_traces: int, most_first: int | None = None):
-        self.episode = episode
-        self._most_first = most_first
-        self.truncated = False
-        self._max_traces = max_traces
-        # The one that was answered last comes last.
-        self._conversations: list[Conversation] = []
-        self._failure: str | None = None
+    episode: Episode
+    max_traces: int
+    most_first: int | None = None
+    truncated: bool = False
+    # The one that was answered last comes last.
+    _conversations: list[Conversation] = field(default_factory=list)
+    _failure: str | None = None
 
     async def ask(self, request: ChatRequest, is_retry: bool) -> Answer:
         """Answer one request. Raises RequestRefused."""
-        if is_retry and (answer := self._asked_before(request.messages)):
-            return await asyncio.shield(answer)
+        for conversation in reversed(self._conversations) if is_retry else ():
+            answer = conversation.answer
+            if answer and apis.same_messages(request.messages, conversation.asked):
+                return await asyncio.shield(answer)
         if self._failure:
             raise RequestRefused(self._failure, "episode_failed")
         conversation = self._continued(request.messages, request.tools)
@@ -167,11 +165,6 @@ class Conversations:
             raise ValueError("the policy has answered nothing that the agent asked")
         return traces
 
-    def _asked_before(self, messages: list[Message]) -> asyncio.Task[Answer] | None:
-        """Return the answer to a last request with these messages, which may be running."""
-        asked = (c for c in reversed(self._conversations) if apis.same_messages(messages, c.asked))
-        return next((conversation.answer for conversation in asked), None)
-
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]]) -> Conversation:
         """Return the conversation with the longest known beginning of `messages`, or a new one."""
         known, continues, number = 0, False, -1
@@ -185,11 +178,11 @@ class Conversations:
         if continues:
             return self._conversations[number]
         open_conversations = [c for c in self._conversations if c.is_busy or c.has_answers]
-        if len(open_conversations) >= self._max_traces:
+        if len(open_conversations) >= self.max_traces:
             self.truncated = True
             raise RequestRefused(
                 f"this request begins another conversation, and the episode has "
-                f"{self._max_traces} (rollout.workflow_args.max_traces)",
+                f"{self.max_traces} (rollout.workflow_args.max_traces)",
                 "too_many_traces",
             )
         new = self._conversations[number].fork(known) if known else Conversation([], tools)
@@ -202,8 +195,8 @@ class Conversations:
         try:
             full = "the token budget of this conversation (rollout.max_new_tokens) is used up"
             if conversation.transcript is None:
-                full = f"the messages have more than data.max_prompt_tokens={self._most_first}"
-            if not await conversation.add(new, self.episode, self._most_first):
+                full = f"the messages have more than data.max_prompt_tokens={self.most_first}"
+            if not await conversation.add(new, self.episode, self.most_first):
                 self.truncated = True
                 raise RequestRefused(full, "context_length_exceeded")
             answer = await conversation.respond(request)
@@ -278,7 +271,8 @@ class AgentEndpoint:
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 raw = await request.read()
-            _check_charset(request)
+            if (charset := request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
+                raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
             temperature = conversations.episode.params.temperature
             asked = api.parse_request(apis.parse_body(raw), temperature)
             return web.json_response(api.response(await conversations.ask(asked, is_retry)))
@@ -290,11 +284,6 @@ class AgentEndpoint:
             return refusal(400, str(error), error.code)
         except RecursionError:  # the decoder takes deeper values than the rest can handle
             return refusal(400, "the request is nested too deeply", "invalid_value")
-
-
-def _check_charset(request: web.Request) -> None:
-    if (charset := request.charset or "utf-8").lower() not in ("utf-8", "utf8"):
-        raise RequestRefused(f"charset {charset!r:.100}: JSON is UTF-8", "invalid_json")
 
 
 def _refusal(api: Api, status: int, message: str, code: str) -> web.Response:

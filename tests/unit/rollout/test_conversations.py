@@ -240,13 +240,13 @@ def test_calls_of_an_answer(tokenizer, said: str, settings: dict, arguments: lis
 
 def test_the_first_request_is_bounded_like_a_prompt(tokenizer) -> None:
     async def agent(asker: Asker) -> None:
-        asker.conversations._most_first = 5
+        asker.conversations.most_first = 5
         with pytest.raises(
             openai.BadRequestError, match="more than data.max_prompt_tokens=5"
         ) as error:
             await asker.ask([user("a long question?")])
         assert error.value.code == "context_length_exceeded" and asker.conversations.truncated
-        asker.conversations._most_first = 50
+        asker.conversations.most_first = 50
         await asker.ask([user("a?")])
 
     assert traces_of(tokenizer, agent, ["a"]) == ["a? <a>"]
