@@ -334,11 +334,16 @@ class Transcript:
         return [chunk.routes for chunk in self._chunks if chunk.routes is not None]
 
     def _append(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append environment tokens: version -1, log-prob 0."""
-        count = len(tokens)
+        """Append environment tokens: version -1, log-prob 0.
+
+        Raises ValueError for a token that the model lacks, which would end a server.
+        """
+        ids, count = np.asarray(tokens, np.int32), len(tokens)
+        if (largest := ids.max(initial=0)) >= (size := self.episode.params.vocab_size):
+            raise ValueError(f"token {largest} is none of the model's {size}")
         self._chunks.append(
             GenerationChunk(
-                tokens=np.asarray(tokens, np.int32),
+                tokens=ids,
                 logprobs=np.zeros(count, np.float32),
                 versions=np.full(count, -1, np.int32),
                 finish_reason="",
