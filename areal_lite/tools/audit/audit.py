@@ -78,26 +78,17 @@ class StepSums:
         self._may_mask = any(
             s["buffer.overdue"] == "mask" and s["buffer.window"] is None for s in starts
         )
-        self._newest_allowed = _versions_of_servers(records.metrics)
-        self.trajectories = np.zeros(0, np.int64)
-        self.episodes = np.zeros(0)
-        self.tokens = np.zeros(0, np.int64)
-        self.rewards = np.zeros(0)
+        self._newest_allowed = _versions_of_servers(records.metrics, steps)
+        self.trajectories, self.tokens = np.zeros((2, steps), np.int64)
+        self.episodes, self.rewards = np.zeros((2, steps))
         # By bound.
-        self.within = np.zeros((len(self.bounds), 0), np.int64)
-        self.staleness = np.zeros((len(self.bounds), 0), np.int64)
-        self.stalest = np.zeros((len(self.bounds), 0), np.int64)
+        self.within, self.staleness, self.stalest = np.zeros((3, len(self.bounds), steps), np.int64)
         self._overdue: set[int] = set()
         self._too_new: set[int] = set()
-        self._grow(steps)
 
     def add(self, chunk: Chunk) -> None:
         """Add the trajectories of `chunk` that were trained on."""
-        used = chunk["step"] >= 0
-        if not used.any():
-            return
-        self._grow(int(chunk["step"].max()) + 1)
-        n = len(self.tokens)
+        used, n = chunk["step"] >= 0, len(self.tokens)
         step = chunk["step"][used]
         self.trajectories += np.bincount(step, minlength=n)
         share = 1 / chunk["traces"][used]
@@ -118,23 +109,7 @@ class StepSums:
             np.maximum.at(self.stalest[i], step[good], staleness[good])
         if not self._may_mask:
             self._overdue.update(chunk["group"][owner[staleness > self.bounds[-1]]].tolist())
-        self._too_new.update(chunk["group"][owner[version > self._allowed(step)]].tolist())
-
-    def _grow(self, steps: int) -> None:
-        sums = ("trajectories", "episodes", "tokens", "rewards", "within", "staleness", "stalest")
-        for name in sums:
-            old = getattr(self, name)
-            if (missing := steps - old.shape[-1]) > 0:
-                widths = [(0, 0)] * (old.ndim - 1) + [(0, missing)]
-                setattr(self, name, np.pad(old, widths))
-
-    def _allowed(self, step: np.ndarray) -> np.ndarray:
-        """Return the newest version that the servers can have had at each of `step`, int64."""
-        known = self._newest_allowed
-        allowed = step.copy()
-        inside = step < len(known)
-        allowed[inside] = known[step[inside]]
-        return allowed
+        self._too_new.update(chunk["group"][owner[version > self._newest_allowed[step]]].tolist())
 
     def check(self, records: Records) -> Check:
         """Return what is wrong with the versions of the tokens that were trained on."""
@@ -158,13 +133,10 @@ class StepSums:
         return check
 
 
-def _versions_of_servers(metrics: list[dict[str, Any]]) -> np.ndarray:
-    """Return by step, from 0, the version of the servers when its batch was taken, int64."""
-    rows = {m["step"]: m for m in metrics if isinstance(m.get("step"), int)}
-    steps = range(max(rows, default=0))
-    return np.array(
-        [step - rows.get(step + 1, {}).get("server_lag", 0) for step in steps], np.int64
-    )
+def _versions_of_servers(metrics: list[dict[str, Any]], steps: int) -> np.ndarray:
+    """Return the newest version that the servers can have had at each step, int64 [steps]."""
+    lags = {m.get("step"): m.get("server_lag", 0) for m in metrics}
+    return np.array([step - lags.get(step + 1, 0) for step in range(steps)], np.int64)
 
 
 def check_metrics(records: Records, sums: StepSums | None) -> Check:
@@ -369,7 +341,10 @@ def _checks(records: Records, tokens: bool) -> list[Check]:
 def _checks_of_store(records: Records, store: RunReader, tokens: bool) -> list[Check]:
     groups = store.group_table()
     shapes = Shapes(groups.ids)
-    sums = StepSums(records, int(groups.step.max(initial=-1)) + 1)
+    newest = (
+        max(store.draw_counts(), default=-1) if records.replays else groups.step.max(initial=-1)
+    )
+    sums = StepSums(records, int(newest) + 1)
     for chunk in store.chunks(COLUMNS):
         shapes.add(chunk)
         if not records.replays:

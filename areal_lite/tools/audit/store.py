@@ -87,20 +87,24 @@ def _check_tokens(check: Check, groups: Groups, records: Records, store: RunRead
 
 def check_use(groups: Groups, records: Records, store: RunReader) -> Check:
     """Check that each completed step used one batch, and agrees with metrics.jsonl."""
-    if records.replays:
-        return _check_draws(groups, records, store)
-    steps = groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]
-    per_step = np.bincount(steps)
     sizes = sorted({start["trainer.batch_groups"] for start in records.starts})
-    check = Check(
-        name="batches",
-        looked_at=f"{counted(len(per_step), 'step')}: each used {some(sizes)} groups",
-    )
-    wrong = np.flatnonzero(~np.isin(per_step, sizes))
+    if records.replays:
+        drawn = store.draw_counts()
+        counts = [drawn.get(step, (0, 0))[0] for step in range(max(drawn, default=-1) + 1)]
+        episodes = sum(episodes for _, episodes in drawn.values())
+        looked_at = f"{len(counts):,} steps drew {episodes:,} episodes from the buffer"
+    else:
+        used = groups.step[groups.are(GroupState.USED) & (groups.step >= 0)]
+        counts = np.bincount(used).tolist()
+        looked_at = f"{counted(len(counts), 'step')}: each used {some(sizes)} groups"
+    check = Check(name="batches", looked_at=looked_at)
     check.none_of(
-        [f"{i + 1} ({per_step[i]})" for i in wrong], "steps with another number of groups"
+        [f"{step} ({count})" for step, count in enumerate(counts, 1) if count not in sizes],
+        "steps with another number of groups",
     )
-    _check_ends(check, len(per_step), records)
+    if records.replays:
+        _check_draws(check, groups, store)
+    _check_ends(check, len(counts), records)
     return check
 
 
@@ -128,17 +132,8 @@ def _check_ends(check: Check, steps: int, records: Records) -> None:
     )
 
 
-def _check_draws(groups: Groups, records: Records, store: RunReader) -> Check:
-    """Check the batches that were drawn from a replay buffer."""
-    drawn = store.draw_counts()
-    steps = max(drawn, default=-1) + 1
-    sizes = sorted({start["trainer.batch_groups"] for start in records.starts})
-    episodes = sum(episodes for _, episodes in drawn.values())
-    check = Check(
-        name="batches", looked_at=f"{steps:,} steps drew {episodes:,} episodes from the buffer"
-    )
-    wrong = [step + 1 for step in range(steps) if drawn.get(step, (0, 0))[0] not in sizes]
-    check.none_of(wrong, "steps with another number of groups")
+def _check_draws(check: Check, groups: Groups, store: RunReader) -> None:
+    """Check what was drawn from a replay buffer."""
     for fault, ids in store.faulty(DRAW_FAULTS):
         check.none_of(ids, fault)
     first = store.first_draws()
@@ -147,8 +142,6 @@ def _check_draws(groups: Groups, records: Records, store: RunReader) -> Check:
         sorted(i for i in used.keys() | first.keys() if used.get(i, _NONE) != first.get(i, _NONE)),
         "groups whose step is not the step of their first draw",
     )
-    _check_ends(check, steps, records)
-    return check
 
 
 def check_prompts(groups: Groups, records: Records, store: RunReader) -> Check:
