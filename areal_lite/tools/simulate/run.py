@@ -8,7 +8,7 @@ shard how long the step takes.
 import asyncio
 import time
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -34,7 +34,6 @@ from areal_lite.tools.simulate.servers import Requests, SimulatedServers
 from areal_lite.tools.simulate.stand_ins import (
     Ledger,
     NoLag,
-    NoRewards,
     NoTokenizer,
     Prompts,
     SimulatedEpisodes,
@@ -66,27 +65,22 @@ class StepRecord:
     info: dict[str, Any]  # what the controller says about the batch, in simulated tokens
 
 
+@dataclass(eq=False)
 class SimulatedTrainer:
     """All ranks of the trainer. `records` has the completed steps."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        controller: Controller,
-        servers: SimulatedServers,
-        speed: TrainerSpeed,
-        grain: int,
-    ):
-        self._config = config
-        self._controller = controller
-        self._servers = servers
-        self._speed = speed
-        self._grain = grain
+    config: TrainConfig
+    controller: Controller
+    servers: SimulatedServers
+    speed: TrainerSpeed
+    grain: int
+    records: list[StepRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        config = self.config
         self._cadence = Cadence(every=config.sync.every, eval_every=0, steps=config.trainer.steps)
-        self._pushed = 0
         self._resyncs = 0
-        self.records: list[StepRecord] = []
 
     async def train(self, steps: int) -> None:
         """Take `steps` more steps."""
@@ -103,8 +97,8 @@ class SimulatedTrainer:
                 f"step {step} gets no batch within a day: are servers left, and do they keep up?"
             ) from None
         pulled = self._loop.time()
-        grain = self._grain
-        train_s = self._speed.step_s([shard.lengths * grain for shard in shards])
+        grain = self.grain
+        train_s = self.speed.step_s([shard.lengths * grain for shard in shards])
         await asyncio.sleep(train_s)
         trained = self._loop.time()
         await self._push_if_due(step + 1)
@@ -125,11 +119,11 @@ class SimulatedTrainer:
 
     async def _pull(self, step: int) -> tuple[list[TrainBatch], dict[str, Any]]:
         """Pull every rank's shard. Servers that start late get a push meanwhile."""
-        world = self._config.trainer.data_parallel
+        world = self.config.trainer.data_parallel
         shards, info = [], {}
         while len(shards) < world:
             request = PullBatch(step, len(shards), world, self._resyncs)
-            response, frames = await self._controller.handle(request)
+            response, frames = await self.controller.handle(request)
             if isinstance(response, Resync):
                 self._resyncs += 1
                 await self._push(step)
@@ -149,18 +143,17 @@ class SimulatedTrainer:
         """Push the weights of `version` to the servers that the controller names."""
         targets = await self._handle(BeginPush(version))
         assert isinstance(targets, PushTargets)
-        await asyncio.sleep(self._speed.prepare_s)
-        mode = self._config.rollout.interrupt
-        self._servers.pause(
+        await asyncio.sleep(self.speed.prepare_s)
+        mode = self.config.rollout.interrupt
+        self.servers.pause(
             targets.servers, InterruptMode.RETRACT if mode == InterruptMode.NONE else mode
         )
-        await asyncio.sleep(self._speed.pause_s)
-        failed = self._servers.resume(targets.servers, version)
+        await asyncio.sleep(self.speed.pause_s)
+        failed = self.servers.resume(targets.servers, version)
         await self._handle(Pushed(version, failed))
-        self._pushed = version
 
     async def _handle(self, request: Request) -> Any:
-        return (await self._controller.handle(request))[0]
+        return (await self.controller.handle(request))[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +237,7 @@ def _controller(
         config=config,
         prompts=Prompts(max(1, round(work.prompt_tokens / work.grain))),
         eval_prompts=None,
-        rewards=cast(RewardPool, NoRewards()),
+        rewards=cast(RewardPool, None),
     )
     dependencies = Dependencies(
         sources={"": source},
@@ -252,7 +245,7 @@ def _controller(
         store=cast(StoreThread, ledger),
         clock=asyncio.get_running_loop().time,
         workflow=SimulatedEpisodes(
-            work.lengths,
+            lengths=work.lengths,
             seed=config.seed,
             group_size=config.rollout.group_size,
             grain=work.grain,

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,13 +87,6 @@ class NoTokenizer:
         return ""
 
 
-class NoRewards:
-    """Never asked: the workflow gives each trajectory its reward."""
-
-    async def score(self, completion: str, answer: str) -> float:
-        raise AssertionError("a simulated trajectory has its reward")
-
-
 class NoLag:
     """The lag of an event loop in virtual time: none."""
 
@@ -161,36 +155,18 @@ class Ledger:
         self.states[group_id] = state
 
 
+@dataclass(kw_only=True)
 class SimulatedEpisodes:
-    """Plays episodes whose lengths are drawn.
+    """Plays episodes whose lengths are drawn."""
 
-    Args:
-        lengths: draws the lengths of a group, in tokens.
-        seed: of the lengths and of the rewards.
-        group_size: samples of a prompt.
-        grain: tokens that a simulated token stands for.
-        uniform_share: share of the prompts whose answers all get the same reward.
-        reward_s: seconds until a completion has its reward.
-    """
-
-    def __init__(
-        self,
-        lengths: Lengths,
-        *,
-        seed: int,
-        group_size: int,
-        grain: int,
-        uniform_share: float = 0.0,
-        reward_s: float = 0.0,
-    ):
-        self._lengths = lengths
-        self._seed = seed
-        self._group_size = group_size
-        self._grain = grain
-        self._uniform_share = uniform_share
-        self._reward_s = reward_s
-        # Drawn once for a group; its last sample removes them.
-        self._drawn: dict[int, np.ndarray] = {}
+    lengths: Lengths  # draws the lengths of a group, in tokens
+    seed: int  # of the lengths and of the rewards
+    group_size: int  # samples of a prompt
+    grain: int  # tokens that a simulated token stands for
+    uniform_share: float = 0.0  # share of the prompts whose answers all get the same reward
+    reward_s: float = 0.0  # seconds until a completion has its reward
+    # Lengths that were drawn for a group; its last sample removes them.
+    _drawn: dict[int, np.ndarray] = field(default_factory=dict, init=False)
 
     async def __call__(self, episode: Episode) -> Trajectory:
         """Play one episode."""
@@ -199,8 +175,8 @@ class SimulatedEpisodes:
         await transcript.sample(max_new_tokens=length)
         if length < episode.params.max_new_tokens:
             transcript.finish_reason = FinishReason.STOP
-        if self._reward_s:
-            await asyncio.sleep(self._reward_s)
+        if self.reward_s:
+            await asyncio.sleep(self.reward_s)
         return transcript.trajectory(self._reward(episode))
 
     def _length(self, episode: Episode) -> int:
@@ -208,15 +184,15 @@ class SimulatedEpisodes:
         group, sample = episode.group_id, episode.sample_index
         if group not in self._drawn:
             prompt = int(episode.prompt.prompt_id)
-            self._drawn[group] = self._lengths.group(self._seed, prompt, self._group_size)
+            self._drawn[group] = self.lengths.group(self.seed, prompt, self.group_size)
         drawn = self._drawn[group]
-        if sample == self._group_size - 1:
+        if sample == self.group_size - 1:
             del self._drawn[group]
-        tokens = round(int(drawn[sample]) / self._grain)
+        tokens = round(int(drawn[sample]) / self.grain)
         return min(max(1, tokens), episode.params.max_new_tokens)
 
     def _reward(self, episode: Episode) -> float:
         """Return 1 for every sample of a uniform prompt, else 0 and 1 in turns."""
-        key = f"{self._seed} {episode.prompt.prompt_id}".encode()
+        key = f"{self.seed} {episode.prompt.prompt_id}".encode()
         draw = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
-        return 1.0 if draw < self._uniform_share else float(episode.sample_index % 2)
+        return 1.0 if draw < self.uniform_share else float(episode.sample_index % 2)

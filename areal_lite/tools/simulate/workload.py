@@ -24,7 +24,7 @@ Or lengths and speeds are measured in the run directory of a run, without its fi
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -329,17 +329,7 @@ def read_trajectories(run_dir: Path) -> np.ndarray:
         chunks = list(reader.chunks(names))
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
     columns["tokens"] -= columns["prompt"]
-    return table(columns)
-
-
-def table(columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the columns as one array of rows, [n]."""
-    rows = np.empty(
-        len(next(iter(columns.values()))), [(name, one.dtype) for name, one in columns.items()]
-    )
-    for name, column in columns.items():
-        rows[name] = column
-    return rows
+    return np.rec.fromarrays(list(columns.values()), names=list(columns))
 
 
 def fit_server(rows: np.ndarray, everything: np.ndarray) -> ServerSpeed:

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed
-from areal_lite.tools.simulate.workload import _trainer_speed, fit_server, table
+from areal_lite.tools.simulate.workload import _trainer_speed, fit_server
 
 RNG = np.random.default_rng(0)
+
+
+def records(columns: dict[str, np.ndarray]) -> np.ndarray:
+    return np.rec.fromarrays(list(columns.values()), names=list(columns))
 
 
 def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> np.ndarray:
@@ -25,7 +29,7 @@ def made_up(step_s: float, per_sequence_s: float, count: int = 400) -> np.ndarra
         )
         finished = started + tokens * (step_s + per_sequence_s * in_flight)
     prompts = np.full(count, 10)
-    return table(
+    return records(
         dict(
             group=np.arange(count) // 4,
             server=np.full(count, "s0"),
@@ -77,7 +81,7 @@ def modelled(speed: ServerSpeed, bursts: int, size: int) -> np.ndarray:
     tokens, started, finished = (np.array(column) for column in zip(*rows.values()))
     assert np.isfinite(finished).all()
     groups = np.arange(len(tokens))
-    return table(
+    return records(
         dict(
             group=groups,
             server=np.full(len(tokens), "s0"),
@@ -101,7 +105,7 @@ def test_the_work_of_the_host_for_a_request_is_found(size: int) -> None:
 
 def test_equal_lengths_give_a_speed() -> None:
     groups, started = np.arange(50), np.arange(50) * 1.0
-    rows = table(
+    rows = records(
         dict(
             group=groups,
             server=np.full(50, "s0"),
