@@ -79,7 +79,7 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
     Two keys can yield the same name. The first one counts: Prometheus would refuse both.
     """
     step = _readable(run_dir, _newest_step)
-    evaluation = _readable(run_dir, partial(_newest, name="evals"))
+    evaluation = _readable(run_dir, partial(newest_event, name="evals"))
     settings = _readable(run_dir, _settings)
     servers = announced_servers(run_dir)
     facts = {
@@ -106,21 +106,21 @@ def _gauges(run_dir: Path, now: float) -> dict[str, tuple[float, str]]:
 
 
 def _newest_step(run_dir: Path) -> dict[str, Any]:
-    step = _newest(run_dir, "metrics")
+    step = newest_event(run_dir, "metrics")
     if step and not isinstance(step.get("logged_at"), (int, float)):
         raise ValueError("the newest step lacks logged_at")
     return step
 
 
-def newest_event(run_dir: Path, name: str) -> Any:
-    """Read the last complete line of `<run_dir>/<name>.jsonl`; None if there is none.
+def newest_event(run_dir: Path, name: str) -> dict[str, Any]:
+    """Read the object in the last complete line of `<run_dir>/<name>.jsonl`; {} without one.
 
-    Only the end of the file is read.
+    Only the end of the file is read. Raises ValueError if the line has no object.
     """
     try:
         file = open(run_dir / f"{name}.jsonl", "rb")
     except FileNotFoundError:
-        return None
+        return {}
     with file:
         start = end = file.seek(0, os.SEEK_END)
         # The first line may lack its beginning. After the last newline comes an empty line, or one
@@ -130,14 +130,10 @@ def newest_event(run_dir: Path, name: str) -> Any:
             start = max(0, 2 * start - end - _TAIL_BYTES)
             file.seek(start)
             lines = file.read(end - start).split(b"\n")
-    return json.loads(lines[-2]) if len(lines) > 1 else None
-
-
-def _newest(run_dir: Path, name: str) -> dict[str, Any]:
-    event = newest_event(run_dir, name)
-    if not isinstance(event, dict | None):
+    event = json.loads(lines[-2]) if len(lines) > 1 else {}
+    if not isinstance(event, dict):
         raise ValueError(f"the newest line of {name}.jsonl is not an object")
-    return event or {}
+    return event
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:

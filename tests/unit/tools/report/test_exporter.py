@@ -145,8 +145,8 @@ def test_the_newest_event_is_the_last_of_all_events(tmp_path, length):
         "".join(lines) + "{",
     ):
         path.write_text(text)
-        assert newest_event(tmp_path, "events") == (read_events(tmp_path, "events") or [None])[-1]
-    assert newest_event(tmp_path, "nothing") is None
+        assert newest_event(tmp_path, "events") == (read_events(tmp_path, "events") or [{}])[-1]
+    assert newest_event(tmp_path, "nothing") == {}
 
 
 def test_only_the_end_of_a_long_file_is_read(tmp_path):
