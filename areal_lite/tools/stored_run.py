@@ -115,7 +115,9 @@ class StoredRunController:
             case StepDone() | Pushed():
                 return Done(), ()
             case Finish():
-                return Facts(self._totals()), ()
+                lost = self._store.missing_trajectories()
+                totals = {"groups": self._store.counts(), "trajectories_lost": lost, "drained": 0}
+                return Facts(totals), ()
         raise ValueError(f"{request} needs servers, and a stored run has none")
 
     def _assign(self, step: int, world: int) -> BatchAssignment:
@@ -156,13 +158,6 @@ class StoredRunController:
             **batch_stats(assignment.groups, step, self._max_staleness),
             **source_stats(assignment.groups, self._source_names),
             "masked_tokens": assignment.masked_tokens,
-        }
-
-    def _totals(self) -> dict[str, Any]:
-        return {
-            "groups": self._store.counts(),
-            "trajectories_lost": self._store.missing_trajectories(),
-            "drained": 0,
         }
 
 

@@ -43,7 +43,7 @@ DATA_OFFSET = 4096
 ALIGNMENT = 64
 _MAGIC = b"arealwts"
 _HEADER = struct.Struct("<8s16sQQQ")
-_FIELDS = struct.Struct("<QQQ")  # of the header, that the checksum covers
+FIELDS = struct.Struct("<QQQ")  # of the header, that the checksum covers after all that follows it
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -64,11 +64,6 @@ class Header:
 
     def pack(self) -> bytes:
         return _HEADER.pack(_MAGIC, bytes.fromhex(self.digest), self.version, *self.table)
-
-
-def fields_of(version: int, table: tuple[int, int]) -> bytes:
-    """Return the fields of a header that its checksum covers, after the rest of the file."""
-    return _FIELDS.pack(version, *table)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
@@ -130,7 +125,7 @@ class StagedFile:
         content = xxhash.xxh3_128()
         with memoryview(self._map) as view:
             content.update(view[DATA_OFFSET:])
-        content.update(fields_of(header.version, header.table))
+        content.update(FIELDS.pack(header.version, *header.table))
         if content.hexdigest() != digest:
             raise StagedError(f"{self.path}: its content does not have its checksum")
         return header

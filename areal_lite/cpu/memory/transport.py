@@ -35,11 +35,11 @@ from areal_lite.cpu.memory.staged import (
     ALIGNMENT,
     CHECK,
     DATA_OFFSET,
+    FIELDS,
     LENGTH_BYTES,
     TOKEN_BYTES,
     Header,
     Source,
-    fields_of,
     receive,
 )
 from areal_lite.servers.registry import ServerInfo
@@ -242,7 +242,7 @@ class _Writer:
         where = (self.position, len(table))
         self._append(table)
         os.ftruncate(self._descriptor, self.position)
-        self._content.update(fields_of(version, where))
+        self._content.update(FIELDS.pack(version, *where))
         header = Header(self._content.hexdigest(), version, where)
         self._write(header.pack(), 0)
         return header

@@ -135,9 +135,8 @@ def entropy_collapse(run: History) -> Sign | None:
     if not (len(first) and len(recent) and len(reward)):
         return None
     best = float(np.nanmax(run.columns.reward, initial=1.0))
-    if reward.mean() >= limit("solved_reward") * best:
-        return None
-    if recent.mean() > limit("entropy_ratio") * first.mean():
+    solved = reward.mean() >= limit("solved_reward") * best
+    if solved or recent.mean() > limit("entropy_ratio") * first.mean():
         return None
     return alarm(
         f"entropy {first.mean():.3g} -> {recent.mean():.3g} nats a token; "
@@ -310,9 +309,8 @@ def gradient_spikes(run: History) -> Sign | None:
 def idle_clip(run: History) -> Sign | None:
     clipped, ratio = run.values("clip_fraction"), run.values("ratio_max")
     clipped = clipped[np.isfinite(clipped)]
-    if run.config.algo.loss not in CLIPPED_LOSSES or len(clipped) < limit("recent_steps"):
-        return None
-    if clipped.any():
+    few = len(clipped) < limit("recent_steps")
+    if run.config.algo.loss not in CLIPPED_LOSSES or few or clipped.any():
         return None
     largest = f"{np.nanmax(ratio):.3g}" if np.isfinite(ratio).any() else "unknown"
     always = "; with these settings it is always 1" if clip_is_idle(run.config) else ""
@@ -373,9 +371,8 @@ def faint_adapters(run: History) -> Sign | None:
     first, recent = run.first("reward_mean"), run.recent("reward_mean")
     if not (len(shares_of_weights) and len(first) and len(recent)):
         return None
-    if shares_of_weights[-1] >= limit("adapter_share"):
-        return None
-    if recent.mean() > first.mean() + limit("reward_rise"):
+    rose = recent.mean() > first.mean() + limit("reward_rise")
+    if rose or shares_of_weights[-1] >= limit("adapter_share"):
         return None
     return hint(
         f"after {run.step} steps the adapters have {shares_of_weights[-1]:.2g} of the size of the "
@@ -448,20 +445,15 @@ def distant_teacher(run: History) -> Sign | None:
     "are refused",
 )
 def split_episodes(run: History) -> Sign | None:
-    traces, most = run.recent("traces_mean"), _most_traces(run)
-    if not len(traces) or most is None or traces.mean() <= limit("traces_share") * most:
-        return None
-    return hint(f"{traces.mean():.1f} traces in an episode, of at most {most}")
-
-
-def _most_traces(run: History) -> int | None:
-    """Return the most traces of an episode of any agent; None without agents."""
-    found = [
+    traces = run.recent("traces_mean")
+    limits = [
         int(own.rollout.workflow_args.get("max_traces", _MAX_TRACES))
         for own in source_configs(run.config).values()
         if own.rollout.workflow == _AGENT
     ]
-    return max(found, default=None)
+    if not (len(traces) and limits) or traces.mean() <= limit("traces_share") * max(limits):
+        return None
+    return hint(f"{traces.mean():.1f} traces in an episode, of at most {max(limits)}")
 
 
 @finding(
@@ -521,10 +513,8 @@ def silent_source(run: History) -> Sign | None:
     unless=("bad_numbers", "reward_collapse"),
 )
 def blind_critic(run: History) -> Sign | None:
-    explained = run.recent("value_explained")
-    if not len(explained) or len(run.metrics) < 2 * limit("recent_steps"):
-        return None
-    if explained.mean() >= limit("value_explained"):
+    explained, few = run.recent("value_explained"), len(run.metrics) < 2 * limit("recent_steps")
+    if few or not len(explained) or explained.mean() >= limit("value_explained"):
         return None
     return hint(
         f"value_explained {explained.mean():.2f} (0 knows the mean, 1 everything); "
