@@ -217,7 +217,6 @@ def _without_log() -> Iterator[None]:
 
 
 def _write(path: Path, summary: Summary, comparisons: dict[str, list[Variant]]) -> None:
-    """Write the numbers as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {
         question: [{"name": v.name, "gpus": v.gpus, **v.summary.as_dict()} for v in variants]

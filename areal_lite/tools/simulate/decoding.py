@@ -242,7 +242,6 @@ class DecodingServer:
         return finished
 
     def _start(self) -> None:
-        """Start waiting requests while there is room."""
         speed = self.speed
         while self.waiting and not self.paused and len(self.running) < speed.max_running:
             request = self.waiting[0]

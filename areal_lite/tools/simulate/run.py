@@ -30,13 +30,14 @@ from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.rewards.pool import RewardPool
 from areal_lite.run_dir.store import StoreThread
 from areal_lite.tools.simulate.decoding import Usage
-from areal_lite.tools.simulate.servers import Requests, SimulatedServers
 from areal_lite.tools.simulate.stand_ins import (
     Ledger,
     NoLag,
     NoTokenizer,
     Prompts,
+    Requests,
     SimulatedEpisodes,
+    SimulatedServers,
     run_virtual,
 )
 from areal_lite.tools.simulate.workload import Loss, TrainerSpeed, Workload
@@ -269,7 +270,6 @@ async def _unless_ended(generation: asyncio.Task[None], work: Any) -> None:
 
 
 async def _lose(servers: SimulatedServers, loss: Loss | None) -> None:
-    """Lose servers as planned, and bring them back."""
     if loss is None:
         return
     await asyncio.sleep(loss.after_s)

@@ -1,4 +1,4 @@
-"""Stand-ins for what a controller gets from outside: the clock, prompts, tokenizer, rewards, store.
+"""Stand-ins for what a controller gets from outside: clock, servers, prompts, rewards, store.
 
 Virtual time is an asyncio event loop whose clock jumps to the next timer. Code that awaits timers,
 futures and tasks runs on it unchanged, and an hour passes as fast as its events are computed. The
@@ -7,19 +7,29 @@ order of events depends on the program alone, so a run repeats exactly.
 * Time stands still while anything is ready to run. Work therefore takes no virtual time.
 * There are no sockets and no threads: their events would come at a real time.
 * A loop with nothing ready and no timer would wait without end. It raises RuntimeError instead.
+
+The modelled servers have the interface of the HTTP client. The fleet is the real one: it chooses
+servers, counts requests, and moves the requests of a server that is lost.
+
+    Fleet -> SimulatedServers.generate -> DecodingServer (decoding.py)
+                     ^ one timer for each server: its next event
 """
 
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 
 from areal_lite.data.prompts import Prompt
 from areal_lite.rollout.episode import Episode, Transcript
+from areal_lite.servers.client import GenerationChunk, SamplingParams, ServerUnreachable
+from areal_lite.servers.registry import ServerInfo
+from areal_lite.tools.simulate.decoding import DecodingServer, Generation, ServerSpeed, Usage
 from areal_lite.tools.simulate.workload import Lengths
 from areal_lite.trajectory import FinishReason, Group, GroupState, Trajectory
 
@@ -196,3 +206,219 @@ class SimulatedEpisodes:
         key = f"{self.seed} {episode.prompt.prompt_id}".encode()
         draw = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
         return 1.0 if draw < self.uniform_share else float(episode.sample_index % 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """The conversion of simulated tokens to tokens of a server."""
+
+    grain: int  # tokens that a simulated token stands for
+    prompt_tokens: int  # length of a prompt
+    # requests that share the computation of a prompt: a group's, with a prefix cache
+    sharing: int = 1
+
+    def generation(self, num_ids: int, max_new_tokens: int, begun: int, version: int) -> Generation:
+        """Return the request of `num_ids` simulated tokens.
+
+        An earlier request has generated `begun` tokens of the first one, less than `grain`.
+        """
+        context = num_ids * self.grain
+        prompt = min(context, self.prompt_tokens)
+        prefill = context - prompt + prompt / self.sharing
+        return Generation(
+            context=context,
+            target=max_new_tokens * self.grain,
+            prefill=prefill + begun,
+            done=begun,
+            spans=[(version, begun)] if begun else [],
+        )
+
+    def chunk(self, request: Generation) -> GenerationChunk:
+        """Return the answer to a request that left its server: whole simulated tokens."""
+        ends = [end // self.grain for end in accumulate(count for _, count in request.spans)]
+        versions = np.empty(ends[-1] if ends else 0, np.int32)
+        for start, end, (version, _) in zip([0, *ends], ends, request.spans):
+            versions[start:end] = version
+        return GenerationChunk(
+            tokens=np.full(len(versions), TOKEN, np.int32),
+            logprobs=np.zeros(len(versions), np.float32),
+            versions=versions,
+            finish_reason="length" if request.done == request.target else "abort",
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A server that is up: its model, the futures of its requests, and its timer."""
+
+    info: ServerInfo
+    model: DecodingServer
+    answers: dict[Generation, asyncio.Future[None]] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+    settling: bool = False
+
+
+class SimulatedServers:
+    """All servers of a run, as a Client for the fleet. Create it inside the event loop.
+
+    `lost` counts the servers that were lost.
+    """
+
+    def __init__(self, count: int, tensor_parallel: int, speed: ServerSpeed, requests: Requests):
+        self._loop = asyncio.get_running_loop()
+        self._speed = speed
+        self._requests = requests
+        digits = len(str(count - 1))
+        infos = [
+            ServerInfo(
+                name=f"s{number:0{digits}}",
+                url=f"http://s{number}.simulated",
+                api_key=None,
+                tensor_parallel=tensor_parallel,
+                pid=1,
+            )
+            for number in range(count)
+        ]
+        self._slots = {info: _Slot(info, DecodingServer(speed)) for info in infos}
+        self._announced = infos
+        self.lost = 0
+        # Tokens of a simulated token that an aborted request left unfinished, by completion.
+        self._begun: dict[str, int] = {}
+        self._past = Usage()
+
+    def announced(self) -> list[ServerInfo]:
+        """Return the servers that are up."""
+        return self._announced
+
+    async def generate(
+        self,
+        server: ServerInfo,
+        input_ids: np.ndarray,
+        params: SamplingParams,
+        rid: str,
+        cache_key: str,
+    ) -> GenerationChunk:
+        """Generate exactly `params.max_new_tokens`, unless a push ends the request."""
+        slot = self._slot(server)
+        completion = rid.rpartition("-")[0]
+        begun = self._begun.pop(completion, 0)
+        self._advance(slot)
+        request = self._requests.generation(
+            len(input_ids), params.max_new_tokens, begun, slot.model.version
+        )
+        slot.model.add(request)
+        self._settle_soon(slot)
+        answer = self._loop.create_future()
+        slot.answers[request] = answer
+        try:
+            await answer
+        except asyncio.CancelledError:
+            if slot.answers.pop(request, None) and self._slots.get(server) is slot:
+                self._advance(slot)
+                slot.model.remove(request)
+                self._settle_soon(slot)
+            raise
+        if rest := request.done % self._requests.grain:
+            self._begun[completion] = rest
+        return self._requests.chunk(request)
+
+    async def weight_version(self, server: ServerInfo) -> int:
+        return self._slot(server).model.version
+
+    async def check_health(self, server: ServerInfo) -> None:
+        self._slot(server)
+
+    async def reset(self, server: ServerInfo) -> None:
+        await self.abort_all(server)
+
+    async def abort_all(self, server: ServerInfo) -> None:
+        slot = self._slot(server)
+        for answer in list(slot.answers.values()):
+            answer.cancel()
+
+    async def close(self) -> None:
+        """Stop all timers."""
+        for slot in self._slots.values():
+            if slot.timer:
+                slot.timer.cancel()
+
+    def pause(self, servers: Iterable[ServerInfo], mode: str) -> None:
+        """Pause for a push; `mode` says what happens to running requests."""
+        for slot in self._up(servers):
+            self._advance(slot)
+            for request in slot.model.pause(mode):
+                self._answer(slot, request)
+            self._settle_soon(slot)
+
+    def resume(self, servers: Iterable[ServerInfo], version: int) -> list[str]:
+        """Continue with the weights of `version`; return the names of servers that are gone."""
+        servers = list(servers)
+        for slot in self._up(servers):
+            self._advance(slot)
+            slot.model.resume(version)
+            self._settle_soon(slot)
+        return [server.name for server in servers if server not in self._slots]
+
+    def lose(self, count: int) -> list[ServerInfo]:
+        """End the first `count` servers with all that runs on them, and return them."""
+        gone = self._announced[:count]
+        for slot in self._up(gone):
+            self._advance(slot)
+        self._announced = self._announced[count:]
+        self.lost += len(gone)
+        for info in gone:
+            slot = self._slots.pop(info)
+            self._past += slot.model.usage
+            if slot.timer:
+                slot.timer.cancel()
+            for answer in slot.answers.values():
+                if not answer.done():
+                    answer.set_exception(ServerUnreachable(info, "lost"))
+        return gone
+
+    def bring_back(self, servers: Iterable[ServerInfo]) -> None:
+        """Start the servers again, as new processes with the weights of version 0."""
+        for info in (replace(server, pid=server.pid + 1) for server in servers):
+            self._slots[info] = _Slot(info, DecodingServer(self._speed, now=self._loop.time()))
+            self._announced = [*self._announced, info]
+
+    def usage(self) -> Usage:
+        """Return what all servers have done until now, lost ones included."""
+        for slot in self._slots.values():
+            self._advance(slot)
+        return sum((slot.model.usage for slot in self._slots.values()), self._past)
+
+    def _up(self, servers: Iterable[ServerInfo]) -> list[_Slot]:
+        return [self._slots[info] for info in servers if info in self._slots]
+
+    def _slot(self, server: ServerInfo) -> _Slot:
+        if server not in self._slots:
+            raise ServerUnreachable(server, "lost")
+        return self._slots[server]
+
+    def _advance(self, slot: _Slot) -> None:
+        for request in slot.model.advance(self._loop.time()):
+            self._answer(slot, request)
+
+    def _answer(self, slot: _Slot, request: Generation) -> None:
+        answer = slot.answers.pop(request, None)
+        if answer and not answer.done():
+            answer.set_result(None)
+
+    def _settle_soon(self, slot: _Slot) -> None:
+        """Set the timer of a server once all that happens now has happened."""
+        if not slot.settling:
+            slot.settling = True
+            self._loop.call_soon(self._settle, slot)
+
+    def _settle(self, slot: _Slot) -> None:
+        slot.settling = False
+        if slot.timer:
+            slot.timer.cancel()
+            slot.timer = None
+        if self._slots.get(slot.info) is slot and (event := slot.model.next_event()) is not None:
+            slot.timer = self._loop.call_at(event, self._on_event, slot)
+
+    def _on_event(self, slot: _Slot) -> None:
+        self._advance(slot)
+        self._settle(slot)

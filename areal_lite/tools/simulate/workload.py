@@ -425,7 +425,6 @@ def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> Tra
 
 
 def _by_group(rows: np.ndarray) -> list[list[int]]:
-    """Return the lengths of each group."""
     groups: dict[int, list[int]] = {}
     for group, tokens in zip(rows["group"].tolist(), rows["tokens"].tolist()):
         groups.setdefault(group, []).append(tokens)
