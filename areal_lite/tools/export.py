@@ -75,18 +75,11 @@ def export_step(
     dtype: str = "auto",
     adapter: bool = False,
 ) -> Path:
-    """Write the checkpoint of `step` to the folder `out`, and return `out`.
+    """Write the checkpoint of `step` to `out`, a new or empty folder, and return `out`.
 
-    Raises ValueError when the checkpoint is missing, when it is damaged, or when the model from
-    which the run started is not there.
-
-    Args:
-        run_dir: the run.
-        step: a step with a checkpoint.
-        out: a folder that does not exist, or is empty.
-        model: the model from which the run started; None: where the run's settings say.
-        dtype: of the weights; `auto`: as in the checkpoint.
-        adapter: write the adapters alone, in PEFT's format.
+    `model` is the one that the run started from; None: where the run's settings say. A dtype `auto`
+    is the checkpoint's. `adapter` writes the adapters alone, in PEFT's format. Raises ValueError
+    when the checkpoint is missing or damaged, or when the model is not there.
     """
     checkpoint = run_dir / CHECKPOINTS_DIR / f"step-{step}"
     steps = checkpoint_steps(checkpoint.parent)

@@ -19,11 +19,9 @@ GROUPS = {
         "interrupted_share": "share of trajectories that several versions sampled",
         "masked_tokens": "sampled tokens that are too stale to train on",
         "passed_groups": "used groups that are younger than the oldest group that still runs",
-        "dropped_groups": "groups dropped because they were too stale, since the controller "
-        "started",
+        "dropped_groups": "groups dropped as too stale, since the controller started",
         "masked_overdue": "tokens left out because they are too stale",
-        "stale_square": "mean squared log-ratio of older tokens, minus `mismatch_square`: the "
-        "share caused by staleness",
+        "stale_square": "mean squared log-ratio of older tokens, minus `mismatch_square`",
         "server_lag": "steps from the weights of the servers to those of the trainer, at its start",
     },
     "loss": {
@@ -106,10 +104,8 @@ GROUPS = {
         "verified": "tensors that were read back and compared",
     },
     "time": {
-        "time_s": "seconds from the end of the previous step to the end of this one, waiting "
-        "included",
-        "straggler_wait_s": "seconds that a whole batch waited for an older group "
-        "(`buffer.window`)",
+        "time_s": "seconds since the end of the previous step, waiting included",
+        "straggler_wait_s": "seconds a whole batch waited for an older group (`buffer.window`)",
         "wait_s": "seconds that the trainer waited for the batch",
         "loop_lag_p99_s": "lateness of the controller's event loop, in seconds, 99th percentile",
         "train_s": "seconds of training",

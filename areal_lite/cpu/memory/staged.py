@@ -163,18 +163,13 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """The two ways to a staged file: the trainer's processes can map it, others ask for a copy.
+    """The two ways to a staged file: the trainer's processes can map it, others ask for a copy."""
 
-    Args:
-        namespace: of the processes that can map the file (`process_namespace`).
-        address, port: the trainer listens there, and sends copies.
-        token: TOKEN_BYTES bytes in hexadecimal, without which it sends nothing.
-    """
-
-    namespace: str
+    namespace: str  # of the processes that can map the file (`process_namespace`)
+    # address, port: the trainer listens there, and sends copies
     address: str
     port: int
-    token: str
+    token: str  # TOKEN_BYTES bytes in hexadecimal, without which it sends nothing
 
     @classmethod
     def parse(cls, manifest: object) -> Source:

@@ -3,21 +3,17 @@
 SGLang itself is not edited. It has extension points for hardware that it does not know:
 
 * `platform.py`: an out-of-tree platform (entry-point group `sglang.srt.platforms`, chosen by
-  `SGLANG_PLATFORM=areal_lite_cpu`). SGLang's own CPU platform needs a build of its kernel package
-  that no package index carries; an out-of-tree platform uses the pure-torch form of every
-  operator. The entry point also makes SGLang start its workers by fork. Spawn protects a CUDA
-  context; without one it would only import everything three times.
-* `attention.py`: an attention backend in SGLang's registry. SGLang's torch backend loops over the
-  sequences in Python for each layer and token. This one uses one kernel for all
-  (areal_lite/cpu/kernels/paged_attention.py).
+  `SGLANG_PLATFORM=areal_lite_cpu`), as SGLang's own needs a build of its kernel package that no
+  package index carries. Workers start by fork: spawn protects a CUDA context, and would only import
+  everything three times.
+* `attention.py`: an attention backend of one kernel, in place of a loop over sequences in Python.
 * `pages.py`: the allocator of the KV cache, whose kernels SGLang has in Triton only.
 * `decoder.py`: the layers of dense models, by few operators.
 * `operators.py`: the norm and the rotary embedding, by one kernel each, for other models.
 * `invariant.py`: batch-invariant products and seeded sampling, for `server.deterministic`.
 * `stand_ins.py`: stand-ins for packages that SGLang imports and a text model never uses.
 
-With a GPU nothing of this is active: `activate` returns None, and a server gets no flag that refers
-to it (cpu/device.py).
+With a GPU nothing of this is active: `activate` returns None.
 """
 
 from collections.abc import Callable

@@ -86,13 +86,9 @@ LIMITS = {
         "few bits stopped the training of MiniMax-M1 (arXiv 2506.13585)",
     ),
     "logprob_growth": Limit(100, "times the first steps, above 0.001 nats: rounding does not grow"),
-    "uniform_share": Limit(
-        0.5, "half of the batch adds nothing (dynamic sampling of DAPO, arXiv 2503.14476)"
-    ),
+    "uniform_share": Limit(0.5, "half of the batch adds nothing (DAPO, arXiv 2503.14476)"),
     "uniform_alarm": Limit(0.95, "almost no group is left to learn from"),
-    "entropy_ratio": Limit(
-        0.1, "of the entropy at the start: the reward is paid with it (arXiv 2505.22617)"
-    ),
+    "entropy_ratio": Limit(0.1, "of the first entropy: reward is paid with it (arXiv 2505.22617)"),
     "solved_reward": Limit(0.95, "of the largest reward: low entropy is right for a solved task"),
     "reward_ratio": Limit(0.5, "of the best recent mean: half of what was learned is lost"),
     "accuracy_drop": Limit(0.03, "below the best evaluation, besides two standard errors"),
@@ -114,24 +110,14 @@ LIMITS = {
     "busy_share": Limit(0.05, "of the time: a trainer that waits less is always busy"),
     "in_flight_share": Limit(0.25, "of the limit: servers that run so few requests idle"),
     "full_share": Limit(0.9, "of the limit: more requests would be sent if they were allowed"),
-    "overdue_share": Limit(
-        0.1, "of the sampled tokens: a tenth of the servers' work is thrown away"
-    ),
+    "overdue_share": Limit(0.1, "of the sampled tokens: a tenth of the work is thrown away"),
     "straggler_share": Limit(0.1, "of the time: the trainer has a whole batch and may not take it"),
     "distinct_share": Limit(0.1, "0 if all completions of a prompt are the same, 1 if none are"),
-    "pause_share": Limit(
-        0.1, "of the time, in which no server generates; docs/servers.md has the costs of each mode"
-    ),
-    "loop_lag_s": Limit(
-        0.1, "seconds: a decode step is shorter, so requests wait for the controller"
-    ),
-    "adapter_share": Limit(
-        0.002, "of the weights' size: bfloat16 keeps 8 bits, and rounds most of less away"
-    ),
+    "pause_share": Limit(0.1, "of the time, in which no server generates (docs/servers.md)"),
+    "loop_lag_s": Limit(0.1, "seconds: a decode step is shorter, so requests wait"),
+    "adapter_share": Limit(0.002, "of the weights' size: bfloat16 rounds most of less away"),
     "reward_rise": Limit(0.02, "below the noise of the mean reward of most batches"),
-    "routes_changed": Limit(
-        0.2, "twice what different kernels make with the same weights (arXiv 2510.11370)"
-    ),
+    "routes_changed": Limit(0.2, "twice what other kernels alone make (arXiv 2510.11370)"),
     "teacher_kl": Limit(0.02, "nats a token: as close as a few updates move a policy"),
     "teacher_ratio": Limit(0.95, "of the distance at the start: within its noise"),
     "traces_share": Limit(0.5, "of the most traces: some episodes then reach the limit"),
@@ -242,12 +228,8 @@ def _enough(known: np.ndarray) -> np.ndarray:
 def read_history(run_dir: Path, now: float | None = None, newest: int | None = None) -> History:
     """Read the records of a run, which may have ended, been killed or still be going.
 
-    Args:
-        run_dir: the run directory.
-        now: wall-clock seconds; None for the present.
-        newest: how many of the newest training steps to read; None for all.
-
-    Raises ValueError for a directory without a training run.
+    `now` is in wall-clock seconds; None is the present. `newest` is how many of the newest training
+    steps to read. Raises ValueError for a directory without a training run.
     """
     if not (run_dir / CONFIG_FILE).exists():
         raise ValueError(f"run_dir={run_dir} is not the directory of a training run: give one")

@@ -88,10 +88,8 @@ class View:
     total: int  # units of all the work
     eta_s: float | None = None  # seconds until all are complete; None if unknown
     line: Mapping[str, Any] = field(default_factory=dict)  # values for a line in a log, by name
-    # the numbers by title and name
-    sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    # what each part of the run does or waits for
-    waits: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by title and name
+    waits: Mapping[str, str] = field(default_factory=dict)  # what each part does or waits for
     notices: Sequence[Notice] = ()  # what to look at, the most important first
 
 
@@ -320,12 +318,10 @@ class RunState:
     """The records of a run so far."""
 
     config: TrainConfig
-    # the newest lines of metrics.jsonl, at most RECENT_STEPS
-    steps: Sequence[Mapping[str, Any]] = ()
+    steps: Sequence[Mapping[str, Any]] = ()  # the newest of metrics.jsonl, at most RECENT_STEPS
     rewards: Sequence[float] = ()  # the mean reward of each step
     evaluation: Mapping[str, Any] | None = None  # the newest line of evals.jsonl
-    # of the controller, which may not run yet, or no longer
-    status: ControllerStatus | None = None
+    status: ControllerStatus | None = None  # None while there is no controller
     since_step_s: float = 0.0  # seconds since the newest step was read
     notices: Sequence[Notice] = ()  # what to look at
 

@@ -95,12 +95,8 @@ def read_groups(
 ) -> Iterator[dict[str, Any]]:
     """Yield the chosen groups with their tokens.
 
-    Args:
-        store: the store.
-        groups: group ids.
-        prox: by group and trace, the proximal log-probs of the sampled tokens.
-        decode: see `token_texts`.
-        max_staleness: tokens that are staler are masked; None for no bound.
+    `prox` has, by group and trace, the proximal log-probs of the sampled tokens. `decode` is for
+    `token_texts`. Tokens staler than `max_staleness` are masked; None is no bound.
     """
     with closing(RunReader(store)) as reader:
         for group in groups:
@@ -239,9 +235,8 @@ def reader_filters(config: ReportConfig) -> dict[str, Any]:
 def trajectory_text(row: dict[str, Any], texts: list[str] | None) -> RenderableType:
     """Return a trajectory for the terminal: a line of facts, then its prompt and segments.
 
-    Args:
-        row: a `decoded` row of the store, with the state, step and prompt_id of its group.
-        texts: the text of each token; None if they are not kept.
+    `row` is a `decoded` row of the store, with the state, step and prompt_id of its group, and
+    `texts` the text of each token; None if they are not kept.
     """
     step = f"step {row['step'] + 1}" if row["step"] is not None else row["state"]
     server = f" on {row['server']}" if row["server"] else ""
