@@ -144,13 +144,9 @@ def _score(query, t, keys, start, kv_heads, scores, slot, fetched, ahead):
 
 @numba.njit(cache=True, nogil=True, fastmath=True)
 def _add_values(weights, values, start, kv_heads, out, t, fetched, ahead):
-    """Add the weighted values of a page to all heads of token t, and prefetch another page.
+    """Add the weighted values of a page to all heads of token t, out [tokens, heads, dim].
 
-    Args:
-        weights: float32 [heads, slots of the page that are in use].
-        values: the cache, flat, whose element `start` is the first of the page.
-        out: float32 [tokens, heads, dim], added to.
-        fetched: the cache to prefetch from, flat, from element `ahead` on.
+    `weights` is float32 [heads, slots of the page that are in use]. The rest is as in `_score`.
     """
     (_, num_heads, dim), used = out.shape, weights.shape[1]
     result, group, row = out.reshape(-1), num_heads // kv_heads, kv_heads * dim

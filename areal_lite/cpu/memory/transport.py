@@ -1,8 +1,7 @@
 """The `memory` transport: a memory file of the trainer that servers on the same machine map.
 
-Servers elsewhere, on another machine or in another container, receive a copy of it before they take
-the weights. Each of them asks while it generates (staged.py), so the network does not lengthen a
-pause.
+Servers on another machine or in another container receive a copy (staged.py) while they generate,
+so the network does not lengthen a pause.
 
 The file has no name in a folder. It ends with the trainer and the servers that map it, and it does
 not count against the size of /dev/shm. One file is enough: the trainer writes the next version

@@ -19,6 +19,8 @@ With a GPU nothing of this is active: `activate` returns None.
 from collections.abc import Callable
 from typing import Any
 
+_DENSE_MODELS = ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model")
+
 
 def activate() -> str | None:
     """Return the platform class for SGLang to load, None where there is a GPU."""
@@ -26,20 +28,26 @@ def activate() -> str | None:
 
     if torch.cuda.is_available():
         return None
+    from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from areal_lite.cpu.sglang.invariant import multinomial_with_seed
     from areal_lite.sglang_plugins import push
 
-    HookRegistry.register(
-        "sglang.srt.entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER
-    )
-    HookRegistry.register(
-        "sglang.srt.managers.scheduler.Scheduler._should_defer_prefill",
-        _defer_while_decoding,
-        HookType.AROUND,
-    )
-    _fuse_layers()
-    _allow_determinism()
+    around, replace = HookType.AROUND, HookType.REPLACE
+    runner = "model_executor.model_runner.ModelRunner"
+    for target, hook, kind in (
+        ("entrypoints.engine._set_envs_and_config", _fork_workers, HookType.AFTER),
+        ("managers.scheduler.Scheduler._should_defer_prefill", _defer_while_decoding, around),
+        *((f"models.{model}.forward", _forward, around) for model in _DENSE_MODELS),
+        ("layers.logits_processor.LogitsProcessor._compute_lm_head", _lm_head, around),
+        (f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, replace),
+        ("layers.sampler.multinomial_with_seed", multinomial_with_seed, replace),
+    ):
+        HookRegistry.register(f"sglang.srt.{target}", hook, kind)
+    # `--enable-deterministic-inference` is allowed, too.
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     push.empty_bucket = BucketMemory()
     push.wait_for_streams = lambda scheduler: None  # what was launched has ended
     return "areal_lite.cpu.sglang.platform.CpuPlatform"
@@ -64,45 +72,16 @@ class BucketMemory:
         return self._kept[:size]
 
 
-def _fuse_layers() -> None:
-    """Let dense models compute their layers, and logits, by decoder.py."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _forward(*args: Any, **named: Any) -> Any:
+    from areal_lite.cpu.sglang import decoder  # SGLang knows its platform by now
 
-    def forward(*args: Any, **named: Any) -> Any:
-        from areal_lite.cpu.sglang import decoder  # SGLang knows its platform by now
-
-        return decoder.forward(*args, **named)
-
-    def lm_head(*args: Any, **named: Any) -> Any:
-        from areal_lite.cpu.sglang import decoder
-
-        return decoder.lm_head(*args, **named)
-
-    models, layers = "sglang.srt.models", "sglang.srt.layers"
-    for model in ("llama.LlamaModel", "qwen2.Qwen2Model", "qwen3.Qwen3Model"):
-        HookRegistry.register(f"{models}.{model}.forward", forward, HookType.AROUND)
-    processor = f"{layers}.logits_processor.LogitsProcessor._compute_lm_head"
-    HookRegistry.register(processor, lm_head, HookType.AROUND)
+    return decoder.forward(*args, **named)
 
 
-def _allow_determinism() -> None:
-    """Let SGLang's `--enable-deterministic-inference` work without a GPU."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _lm_head(*args: Any, **named: Any) -> Any:
+    from areal_lite.cpu.sglang import decoder
 
-    from areal_lite.cpu.sglang import invariant
-
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    runner = "sglang.srt.model_executor.model_runner.ModelRunner"
-    HookRegistry.register(
-        f"{runner}.maybe_enable_batch_invariant_mode", _make_invariant, HookType.REPLACE
-    )
-    HookRegistry.register(
-        "sglang.srt.layers.sampler.multinomial_with_seed",
-        invariant.multinomial_with_seed,
-        HookType.REPLACE,
-    )
+    return decoder.lm_head(*args, **named)
 
 
 def _make_invariant(runner: Any) -> None:
