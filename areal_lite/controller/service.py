@@ -54,7 +54,7 @@ from areal_lite.servers.fleet import Fleet
 from areal_lite.servers.registry import ServerInfo, announced_servers, mark_unhealthy
 from areal_lite.system import heartbeat
 from areal_lite.system.network import LOOPBACK, NODE, allow_many_connections, listen_address
-from areal_lite.system.processes import die_with_parent, start_logging, steady_time
+from areal_lite.system.processes import die_with_parent, run_role, steady_time
 from areal_lite.trajectory import InterruptMode
 
 log = logging.getLogger(__name__)
@@ -416,15 +416,12 @@ def main() -> int:
     # collector stops the event loop for all of them. None of them is in a cycle: the collector
     # is here for the tracebacks of errors, which may be.
     gc.set_threshold(5_000_000, 5, 5)
-    start_logging()
-    run_dir = Path(sys.argv[1])
-    try:
+
+    def work(run_dir: Path) -> None:
         with lock_controller(run_dir):
             uvloop.run(serve(run_dir, trainer_runs=sys.argv[2:] == [TRAINER_RUNS]))
-    except (ValueError, RuntimeError) as error:
-        log.error("%s", error)
-        return 1
-    return 0
+
+    return run_role(work, ValueError, RuntimeError)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from areal_lite.megatron.policy import Policy
 from areal_lite.quickstart import addition
 from areal_lite.quickstart.command import SftConfig
 from areal_lite.run_dir.metrics import append_event
-from areal_lite.system.processes import die_with_parent, start_logging
+from areal_lite.system.processes import die_with_parent, run_role
 from areal_lite.train_batch import TrainBatch
 from areal_lite.trajectory import Trajectory
 
@@ -93,14 +93,7 @@ def _demonstration(config: SftConfig, tokenizer: Tokenizer, index: int) -> Traje
 
 def main() -> int:
     die_with_parent()
-    start_logging()
-    run_dir = Path(sys.argv[1])
-    try:
-        train(load_config(run_dir, SftConfig), run_dir)
-    except ValueError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+    return run_role(lambda run_dir: train(load_config(run_dir, SftConfig), run_dir), ValueError)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,20 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def start_logging() -> None:
-    """Log to stderr, from INFO on: the log of a role."""
+def run_role(work: Callable[[Path], None], *errors: type[Exception]) -> int:
+    """Do the work of a role in the run directory that argv names; return its exit status.
+
+    It logs to stderr. An error of one of `errors`, which users can mend, is one line there.
+    """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    try:
+        work(Path(sys.argv[1]))
+    except errors as error:
+        logging.getLogger("__main__").error("%s", error)
+        return 1
+    return 0
 
 
 def dying_with_me() -> dict[str, str]:

@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -43,7 +42,7 @@ from areal_lite.run_dir.paths import CONFIG_FILE, STORE_FILE
 from areal_lite.run_dir.reader import RunReader
 from areal_lite.run_dir.resume import lock_controller
 from areal_lite.run_dir.store_format import NOT_KEPT
-from areal_lite.system.processes import die_with_parent, start_logging
+from areal_lite.system.processes import die_with_parent, run_role
 from areal_lite.trajectory import Group, GroupState
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,12 @@ class StoredRunController:
         match request:
             case PullBatch(step, rank, world):
                 assignment = self._assign(step, world)
-                return BatchReady(self._info(assignment, step)), assignment.shards[rank].to_frames()
+                info = {
+                    **batch_stats(assignment.groups, step, self._max_staleness),
+                    **source_stats(assignment.groups, self._source_names),
+                    "masked_tokens": assignment.masked_tokens,
+                }
+                return BatchReady(info), assignment.shards[rank].to_frames()
             case BeginPush():
                 return PushTargets([]), ()
             case StepDone() | Pushed():
@@ -153,13 +157,6 @@ class StoredRunController:
             )
         return groups
 
-    def _info(self, assignment: BatchAssignment, step: int) -> dict[str, Any]:
-        return {
-            **batch_stats(assignment.groups, step, self._max_staleness),
-            **source_stats(assignment.groups, self._source_names),
-            "masked_tokens": assignment.masked_tokens,
-        }
-
 
 async def serve(run_dir: Path) -> None:
     """Answer the trainer until `Finish` or SIGTERM. Raises the error of any part."""
@@ -174,15 +171,12 @@ async def serve(run_dir: Path) -> None:
 def main() -> int:
     """Serve the stored run and return the exit status."""
     die_with_parent()
-    start_logging()
-    run_dir = Path(sys.argv[1])
-    try:
+
+    def work(run_dir: Path) -> None:
         with lock_controller(run_dir):
             asyncio.run(serve(run_dir))
-    except ValueError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+
+    return run_role(work, ValueError)
 
 
 if __name__ == "__main__":

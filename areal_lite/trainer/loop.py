@@ -36,7 +36,7 @@ from areal_lite.servers.client import ServerError
 from areal_lite.servers.registry import ServerInfo, announced_servers
 from areal_lite.system import heartbeat
 from areal_lite.system.files import write_json
-from areal_lite.system.processes import die_with_parent, start_daemon, start_logging, steady_time
+from areal_lite.system.processes import die_with_parent, run_role, start_daemon, steady_time
 from areal_lite.train_batch import TrainBatch, save_batch
 from areal_lite.trainer.cadence import Cadence
 from areal_lite.trainer.objective import build_objective
@@ -444,14 +444,9 @@ class Reporter:
 def main() -> int:
     die_with_parent()
     heartbeat.start("loading the model and the checkpoint")
-    start_logging()
-    run_dir = Path(sys.argv[1])
-    try:
-        train(load_config(run_dir), run_dir)
-    except (ValueError, FloatingPointError) as error:
-        log.error("%s", error)
-        return 1
-    return 0
+    return run_role(
+        lambda run_dir: train(load_config(run_dir), run_dir), ValueError, FloatingPointError
+    )
 
 
 if __name__ == "__main__":
