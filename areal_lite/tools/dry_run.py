@@ -222,6 +222,9 @@ def batch_lines(config: TrainConfig) -> list[str]:
     microbatches = -(-share // max(trainer.tokens_per_microbatch // longest, 1))
     layout = expert_layout(Path(config.model)) if config.algo.routing_replay else None
     stored = _STORED_BYTES + (layout.choices if layout else 0)
+    bound = "it grows without limit (store.max_gib=null)"
+    if config.store.max_gib is not None:
+        bound = f"beyond {config.store.max_gib:g} GiB the oldest tokens go (store.max_gib)"
     return [
         f"{counted(groups, 'group')} x {size} = {sequences} sequences of {longest:,} tokens "
         f"= {sequences * longest:,} tokens",
@@ -231,14 +234,8 @@ def batch_lines(config: TrainConfig) -> list[str]:
         f"{counted(trainer.steps, 'step')}: "
         f"{counted(trainer.steps * trainer.minibatches, 'update')}, "
         f"{trainer.steps * sequences:,} sequences",
-        f"{byte_size(stored * sequences * longest)} of the store: {_bound_of_store(config)}",
+        f"{byte_size(stored * sequences * longest)} of the store: {bound}",
     ]
-
-
-def _bound_of_store(config: TrainConfig) -> str:
-    if config.store.max_gib is None:
-        return "it grows without limit (store.max_gib=null)"
-    return f"beyond {config.store.max_gib:g} GiB the oldest tokens go (store.max_gib)"
 
 
 def trainer_lines(

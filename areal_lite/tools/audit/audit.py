@@ -327,15 +327,11 @@ def audit(run_dir: Path, tokens: bool = False) -> list[Check]:
     without a training run, and for a store that cannot be read.
     """
     with open_records(run_dir) as records:
-        return _checks(records, tokens)
-
-
-def _checks(records: Records, tokens: bool) -> list[Check]:
-    files = [check_evaluations(records), check_checkpoints(records)]
-    if records.store is None:
-        return [check_metrics(records, None), *files]
-    checks = _checks_of_store(records, records.store, tokens)
-    return [*checks[:-1], *files, checks[-1]]
+        files = [check_evaluations(records), check_checkpoints(records)]
+        if records.store is None:
+            return [check_metrics(records, None), *files]
+        *checks, last = _checks_of_store(records, records.store, tokens)
+        return [*checks, *files, last]
 
 
 def _checks_of_store(records: Records, store: RunReader, tokens: bool) -> list[Check]:

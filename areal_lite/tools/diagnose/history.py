@@ -81,9 +81,7 @@ LIMITS = {
     "stall_factor": Limit(10, "usual step times (median) without a step: evaluations fit into it"),
     "stall_s": Limit(60, "seconds that are no stall yet: six status lines of the controller"),
     "logprob_diff": Limit(
-        0.05,
-        "nats: bfloat16 rounds to about 0.01, float32 to 1e-6 (docs/training.md); a head of too "
-        "few bits stopped the training of MiniMax-M1 (arXiv 2506.13585)",
+        0.05, "nats: bfloat16 rounds to 0.01, float32 to 1e-6 (docs/training.md; arXiv 2506.13585)"
     ),
     "logprob_growth": Limit(100, "times the first steps, above 0.001 nats: rounding does not grow"),
     "uniform_share": Limit(0.5, "half of the batch adds nothing (DAPO, arXiv 2503.14476)"),
@@ -96,8 +94,7 @@ LIMITS = {
     "ess": Limit(0.5, "half of the tokens are wasted (Kong, 1992; arXiv 2509.19128, eq. 6)"),
     "behave_kl": Limit(
         0.05,
-        "nats a token: above it, most runs of benchmarks/results/staleness lost much of what they "
-        "had learned; no run below it did",
+        "nats a token: most runs above it lost much, none below (benchmarks/results/staleness)",
     ),
     "rejected": Limit(0.1, "of the tokens left out: the batch is smaller than it looks"),
     "capped_steps": Limit(0.5, "of the recent steps have a weight at algo.correction.cap"),

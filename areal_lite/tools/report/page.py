@@ -102,6 +102,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         charts += speed
         lanes = lane_data(run, edges)
     windows = build_windows(run.columns, run.metrics)
+    texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
     groups = rollout_sample(run)
     used = run.columns.groups.number(GroupState.USED)
     removed = run.columns.groups_without_tokens
@@ -114,7 +115,7 @@ def run_page(run_dir: Path, follow: bool = False) -> str:
         kind="areal_lite run",
         title=run.name,
         headline=headline(facts, run.steps_planned, run.ended),
-        figures=_figures(facts),
+        figures=[(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None],
         sections=sections,
         lanes=lanes and {"totals": lanes["totals"], "bin": _seconds(lanes)},
         timeline=bool(windows),
@@ -164,11 +165,6 @@ def _sections(charts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"id": "learning", "title": "Learning", "charts": learning},
         {"id": "staleness", "title": "Off-policy data and the update", "charts": update},
     ]
-
-
-def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    texts = {fact.key: text for fact, (_, text) in zip(FACTS, fact_rows(facts))}
-    return [(name, texts[key]) for key, name in _FIGURES.items() if facts[key] is not None]
 
 
 def _table(id: str, title: str, rows: Any, head: Any = (), folded: bool = False) -> dict[str, Any]:

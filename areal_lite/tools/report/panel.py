@@ -419,20 +419,16 @@ def _accuracy(evaluation: Mapping[str, Any] | None, key: str) -> str:
 
 def _generation(state: RunState) -> dict[str, str]:
     status = state.status
-    ready = f"{status.servers_ready} of {state.config.server.count}" if status else _UNKNOWN
+    ready = in_flight = _UNKNOWN
+    if status:
+        ready = f"{status.servers_ready} of {state.config.server.count}"
+        most = f"of {status.concurrency_limit}" if status.servers_ready else "wait for a server"
+        in_flight = f"{status.in_flight} {most}"
     return {
         "servers ready": ready,
-        "in flight": _in_flight(status),
+        "in flight": in_flight,
         "pause of a push": _show(state.newest, "pause_s", pause),
     }
-
-
-def _in_flight(status: ControllerStatus | None) -> str:
-    if status is None:
-        return _UNKNOWN
-    if not status.servers_ready:
-        return f"{status.in_flight} wait for a server"
-    return f"{status.in_flight} of {status.concurrency_limit}"
 
 
 def _speed(state: RunState) -> dict[str, str]:

@@ -131,15 +131,13 @@ def difference_rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return, for each fact, its name, its text in each run, and the differences to the first."""
     rows = []
     for fact in FACTS:
-        values = [run[fact.key] for run in runs]
-        cells = [_text(fact, values[0])]
-        for value in values[1:]:
-            cells.append(_text(fact, value))
-            base = values[0]
+        base, *others = (run[fact.key] for run in runs)
+        row = [fact.name, _text(fact, base)]
+        for value in others:
             delta = None if value is None or base is None else value - base
             sign = "" if not delta else "+" if delta > 0 else "−"
-            cells.append(sign + _text(fact, None if delta is None else abs(delta)))
-        rows.append([fact.name, *cells])
+            row += [_text(fact, value), sign + _text(fact, None if delta is None else abs(delta))]
+        rows.append(row)
     return rows
 
 

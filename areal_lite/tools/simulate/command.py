@@ -2,11 +2,12 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from areal_lite.system.files import write_atomically
 from areal_lite.tools.commands import SimulateConfig
@@ -72,18 +73,16 @@ def simulated(config: SimulateConfig, loss: Loss | None = None) -> Summary:
 
 def compare(question: str, config: SimulateConfig) -> Iterator[Variant]:
     """Simulate the variants that answer a question."""
-    if question == "loss":
-        yield from _losses(config)
-        return
-    variants = {
+    variants: Callable[[SimulateConfig], Iterable[tuple[Any, ...]]] = {
         "servers": _splits,
         "staleness": _bounds,
         "pushes": _cadences,
         "schedules": _schedules,
+        "loss": _losses,
         "scale": _sizes,
     }[question]
-    for name, variant in variants(config):
-        yield Variant(name, variant, simulated(variant))
+    for name, variant, *loss in variants(config):
+        yield Variant(name, variant, simulated(variant, *loss))
 
 
 def _splits(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
@@ -141,12 +140,11 @@ def _schedules(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
         yield name, variant
 
 
-def _losses(config: SimulateConfig) -> Iterator[Variant]:
+def _losses(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig, Loss | None]]:
     servers = min(max(1, _GPUS_PER_NODE // config.server.tensor_parallel), config.server.count - 1)
-    yield Variant("no", config, simulated(config))
-    for name, back in ((f"for {_RETURN_S:.0f} s", _RETURN_S), ("for good", None)):
-        loss = Loss(servers=servers, after_s=0.0, return_s=back)
-        yield Variant(name, config, simulated(config, loss))
+    yield "no", config, None
+    yield f"for {_RETURN_S:.0f} s", config, Loss(servers, after_s=0.0, return_s=_RETURN_S)
+    yield "for good", config, Loss(servers, after_s=0.0)
 
 
 def _sizes(config: SimulateConfig) -> Iterator[tuple[str, SimulateConfig]]:
@@ -182,15 +180,10 @@ def workload(config: SimulateConfig) -> Workload:
     )
 
 
-def check_simulation(config: SimulateConfig) -> None:
-    """Check what a simulation cannot model. Raises ValueError."""
-    if config.buffer.replay.capacity:
-        raise ValueError("buffer.replay is not simulated: set buffer.replay.capacity=0")
-
-
 def run(config: SimulateConfig) -> int:
     """Simulate the settings and print what came out. Raises ValueError for a bad setting."""
-    check_simulation(config)
+    if config.buffer.replay.capacity:
+        raise ValueError("buffer.replay is not simulated: set buffer.replay.capacity=0")
     with _without_log():
         summary = simulated(config)
         print(summary_text(config, summary), "", *advise(config, summary), sep="\n", flush=True)

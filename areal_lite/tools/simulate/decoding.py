@@ -157,7 +157,10 @@ class DecodingServer:
                 setattr(self.usage, kind, getattr(self.usage, kind) + left)
                 self.now = now
             elif self._prefill_s > 0:
-                self._prefill(min(left, self._prefill_s))
+                seconds = min(left, self._prefill_s)
+                self._prefill_s -= seconds
+                self.usage.prefill_s += seconds
+                self.now += seconds
             else:
                 self._decode(left, now)
 
@@ -189,11 +192,6 @@ class DecodingServer:
         self._push_steps.append(self._steps)
         self._push_versions.append(version)
         self._start()
-
-    def _prefill(self, seconds: float) -> None:
-        self._prefill_s -= seconds
-        self.usage.prefill_s += seconds
-        self.now += seconds
 
     def _decode(self, left: float, now: float) -> None:
         """Decode until the next event, or until `now`, which is `left` seconds away."""

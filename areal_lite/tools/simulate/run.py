@@ -6,6 +6,7 @@ shard how long the step takes.
 """
 
 import asyncio
+import json
 import time
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -314,12 +315,8 @@ class Summary:
 
 
 def rounded(value: Any) -> Any:
-    """Round every number in a value to four digits."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    """Round every number in a value of JSON to four digits."""
+    return json.loads(json.dumps(value), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
 def summarize(config: TrainConfig, work: Workload, outcome: Outcome) -> Summary:

@@ -24,6 +24,7 @@ Or lengths and speeds are measured in the run directory of a run, without its fi
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class TrainerSpeed:
         return self.fixed_s + slowest
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Loss:
     """Servers that are lost after the warm-up."""
 
@@ -312,8 +313,11 @@ def measured_workload(run_dir: Path, warm_up: int, steps: int) -> Workload:
     rows = read_trajectories(run_dir)
     late = rows[rows["started"] >= records[0]["logged_at"]]
     prompt_tokens = float(late["prompt"].mean())
+    groups = defaultdict(list)
+    for group, tokens in zip(late["group"].tolist(), late["tokens"].tolist()):
+        groups[group].append(tokens)
     return Workload(
-        lengths=RecordedLengths(_by_group(late)),
+        lengths=RecordedLengths(list(groups.values())),
         server=fit_server(late, rows),
         trainer=_trainer_speed(records, prompt_tokens, config.trainer.data_parallel),
         prompt_tokens=round(prompt_tokens),
@@ -329,7 +333,8 @@ def read_trajectories(run_dir: Path) -> np.ndarray:
         chunks = list(reader.chunks(names))
     columns = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in names}
     columns["tokens"] -= columns["prompt"]
-    return np.rec.fromarrays(list(columns.values()), names=list(columns))
+    dtype = [(name, column.dtype) for name, column in columns.items()]
+    return np.rec.fromarrays(list(columns.values()), dtype=dtype)
 
 
 def fit_server(rows: np.ndarray, everything: np.ndarray) -> ServerSpeed:
@@ -422,10 +427,3 @@ def _trainer_speed(records: list[dict], prompt_tokens: float, ranks: int) -> Tra
         prepare_s=max(0.0, push_s - pause_s - drain_s) / pushes,
         pause_s=pause_s / pushes,
     )
-
-
-def _by_group(rows: np.ndarray) -> list[list[int]]:
-    groups: dict[int, list[int]] = {}
-    for group, tokens in zip(rows["group"].tolist(), rows["tokens"].tolist()):
-        groups.setdefault(group, []).append(tokens)
-    return list(groups.values())
