@@ -46,6 +46,9 @@ class DataConfig:
     prompt_key: str = setting("question", "Field of a row with the prompt.")
     answer_key: str = setting("answer", "Field of a row with the answer to compare with.")
     chat: bool = setting(True, "jsonl, hf: apply the tokenizer's chat template to the prompt.")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, "Variables of the chat template, such as {enable_thinking: false}."
+    )
     system_prompt: str | None = setting(None, "System message in front of each prompt.")
     max_prompt_tokens: int = setting(1024, "Longer prompts are left out.", within=(1, MAX_TOKENS))
     sources: dict[str, Any] = setting(

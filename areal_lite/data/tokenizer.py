@@ -12,8 +12,9 @@ A text of n characters has at least n / `characters_per_token` tokens. A text th
 for a budget is thus found without encoding it, which takes seconds for each megabyte.
 """
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,15 @@ class Tokenizer:
 
     `eos_ids` end a completion. They are those at which a server stops: of generation_config.json
     first, then of config.json and of the tokenizer. Every id that the model can sample is below
-    `vocab_size`. Raises ValueError if the folder has no usable tokenizer.
+    `vocab_size`. The chat template gets `template_kwargs`, too. Raises ValueError if the folder has
+    no usable tokenizer.
     """
 
-    def __init__(self, model_path: str | Path) -> None:
+    def __init__(
+        self, model_path: str | Path, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.path = Path(model_path)
+        self._template_kwargs = dict(template_kwargs or {})
         file = self.path / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -89,8 +94,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the chat template, up to where the assistant speaks next.
 
-        `tools` are JSON schemas of functions. Raises ValueError if there is no template or it
-        refuses.
+        `tools` are JSON schemas of functions. Raises ValueError if there is no template, or if it
+        refuses or leaves out what the policy should read.
         """
         if self._chat_template is None:
             raise ValueError(
@@ -105,13 +110,14 @@ class Tokenizer:
                 tools=list(tools) if tools else None,
                 chat_template=self._chat_template,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **self._special_tokens | self._template_kwargs,
             )
         except Exception as error:  # a template is code of the checkpoint: it may raise anything
             kind = type(error).__name__
             raise ValueError(
                 f"the chat template refuses these messages: {kind}: {error}"
             ) from error
+        _check_rendered(texts[0], messages, tools or ())
         return texts[0]
 
     def chat(
@@ -129,7 +135,27 @@ class Tokenizer:
         text = self.render(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
         )
+        if text.count(_ANSWER) != 1:
+            raise ValueError(
+                f"the chat template in {self.path} does not write an answer as it is, so that no"
+                " message can follow one: use a workflow of a single turn, or another template"
+            )
         return text.partition(_ANSWER)[2]
+
+    def end_of_turn(self) -> str | None:
+        """Say what is wrong if answers end otherwise than turns of the template; None if not."""
+        stops = ", ".join(repr(self._fast.id_to_token(i)) for i in self.eos_ids)
+        if not self.eos_ids:
+            return "no token ends an answer: set eos_token_id in generation_config.json"
+        if self._chat_template is None:
+            return None
+        ids = self.encode(self.render_after_answer([]), add_special_tokens=False)
+        if not ids or ids[0] in self.eos_ids:
+            return None
+        return (
+            f"the chat template ends a turn with {self._fast.id_to_token(ids[0])!r}, and answers"
+            f" end at {stops}: add its id to eos_token_id in generation_config.json"
+        )
 
     def _find_chat_template(self, settings: dict[str, Any]) -> str | None:
         file = self.path / "chat_template.jinja"
@@ -175,6 +201,30 @@ class Tokenizer:
                 f"{file}: vocab_size={size!r} is not a positive integer; copy the checkpoint again"
             )
         return size
+
+
+def _check_rendered(
+    text: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+) -> None:
+    """Raise ValueError if a rendered conversation lacks a message or a tool.
+
+    A template may write a content as JSON, and shorten what the assistant said before.
+    """
+    for message in messages:
+        content = message.get("content")
+        said = content.strip() if isinstance(content, str) else ""
+        if message["role"] != "assistant" and said not in text:
+            if (
+                json.dumps(said)[1:-1] not in text
+                and json.dumps(said, ensure_ascii=False) not in text
+            ):
+                raise ValueError(
+                    f"the chat template leaves out a message of role {message['role']!r}:"
+                    f" {said[:100]!r}"
+                )
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    if lost := [name for name in names if name not in text]:
+        raise ValueError(f"the chat template leaves out the tool {lost[0]!r}: use another model")
 
 
 # A normal form of Unicode makes one character of at most four (https://unicode.org/reports/tr15).

@@ -25,6 +25,7 @@ from areal_lite.config.data import shares
 from areal_lite.config.rules import clip_is_idle
 from areal_lite.data.model_folder import check_weights, expert_layout, weight_files
 from areal_lite.data.prompts import Split, load_prompts
+from areal_lite.data.tokenizer import Tokenizer
 from areal_lite.launch.roles import Placement, place_run
 from areal_lite.megatron.model import check_layout
 from areal_lite.megatron.parallel import select_device, select_dtype
@@ -173,6 +174,8 @@ def _source_lines(config: TrainConfig) -> list[str]:
             long = f", {prompts.num_too_long:,} are too long" if prompts.num_too_long else ""
             lines.append(f"{name}: {where}, {counted(number, 'prompt')}{long}")
         first = first or prompts[0]
+    if data.chat and (caution := Tokenizer(config.model).end_of_turn()):
+        lines.append(f"caution: {caution}")
     if first is not None:
         lines.append(f"the first one, as the model reads it: {_start_of(first.text)}")
         lines.append(f"its answer: {_start_of(first.answer)}")

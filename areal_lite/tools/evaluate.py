@@ -95,7 +95,10 @@ async def _evaluate(config: EvalCommandConfig, run_dir: Path) -> None:
     scores: dict[str, Scores] = {}
     async with open_sources(config) as sources, open_fleet(run_dir, config.seed) as fleet:
         dependencies = Dependencies(
-            sources=sources, tokenizer=Tokenizer(config.model), store=None, clock=time.time
+            sources=sources,
+            tokenizer=Tokenizer(config.model, config.data.chat_template_kwargs),
+            store=None,
+            clock=time.time,
         )
         for name, source in sources.items():
             workflow = load_workflow(source.config.rollout)

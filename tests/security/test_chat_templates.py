@@ -41,6 +41,7 @@ PIECES = [
     "\ud800",
     "<eos>",
 ]
+_LEAVES_OUT = "the chat template leaves out a message of role 'user'"
 MESSAGES = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]
 
 
@@ -57,7 +58,8 @@ def check(tokenizer: Tokenizer, template: str) -> None:
     try:
         assert isinstance(tokenizer.render(MESSAGES), str)
     except ValueError as error:
-        assert str(error).startswith("the chat template refuses these messages: ")
+        message = str(error)
+        assert message.startswith(("the chat template refuses these messages: ", _LEAVES_OUT))
     assert time.process_time() - started < 2
 
 

@@ -67,6 +67,7 @@ def known_keys() -> frozenset[str]:
 def free_keys() -> set[str]:
     """List the settings under which any key may be new."""
     args = {"rollout.workflow_args", "server.args", "logger.args"}
+    args.add("data.chat_template_kwargs")
     return {"data.sources", "cluster.options", *args}
 
 

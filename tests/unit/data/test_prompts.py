@@ -158,6 +158,55 @@ def test_chat_equals_apply_chat_template(model: Path) -> None:
     assert Tokenizer(model).chat(messages) == reference["input_ids"]
 
 
+SIMPLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}"
+USER, TOOL = {"role": "user", "content": "1+1?"}, {"role": "tool", "content": "it is <2>"}
+FUNCTION = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def templated(model: Path, template: str, **variables) -> Tokenizer:
+    tokenizer = Tokenizer(model, variables)
+    tokenizer._chat_template = template
+    return tokenizer
+
+
+def test_a_template_that_leaves_something_out_is_refused(model: Path) -> None:
+    users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    tokenizer = templated(model, users)
+    assert tokenizer.render([USER]) == "1+1?"
+    for role in ("system", "developer", "tool"):
+        with pytest.raises(ValueError, match=f"leaves out a message of role '{role}': 'it is <2>'"):
+            tokenizer.render([USER, TOOL | {"role": role}])
+    with pytest.raises(ValueError, match="leaves out the tool 'add'"):
+        tokenizer.render([USER], [FUNCTION])
+    as_json = users + "{{ tools | tojson }}{{ messages[-1].content.strip() | tojson }}"
+    quoted = [USER, TOOL | {"content": ' say "two"\n '}]
+    assert "add" in templated(model, as_json).render(quoted, [FUNCTION])
+
+
+def test_a_template_that_rewrites_answers_ends_no_turn(model: Path) -> None:
+    assert templated(model, SIMPLE).render_after_answer([TOOL]) == "<eos>[tool]it is <2><eos>"
+    for change in ("replace('-', '_')", "upper", "replace('a', '')"):
+        tokenizer = templated(model, SIMPLE.replace("m.content", f"(m.content | {change})"))
+        with pytest.raises(ValueError, match="does not write an answer as it is"):
+            tokenizer.render_after_answer([])
+
+
+def test_a_template_has_variables(model: Path, tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if think is defined and think %} Think!{% endif %}"
+    assert templated(model, template).render([USER]) == "1+1?"
+    assert templated(model, template, think=True).render([USER]) == "1+1? Think!"
+    config = jsonl(tmp_path, ROWS[:1], chat_template_kwargs={"bos_token": "Hi. "})
+    assert load_prompts(config, model, "train")[0].text.startswith("Hi. user: ")
+
+
+def test_the_end_of_a_turn_is_an_end_of_answers(model: Path) -> None:
+    assert templated(model, SIMPLE).end_of_turn() is None
+    other = templated(model, SIMPLE.replace("<eos>", "!"))
+    assert "ends a turn with '!', and answers end at '<eos>'" in (other.end_of_turn() or "")
+    other.eos_ids = ()
+    assert "no token ends an answer" in (other.end_of_turn() or "")
+
+
 def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, caplog) -> None:
     rows = [ROWS[0], {"question": "x" * 15, "answer": "1"}, ROWS[2]]
     with caplog.at_level(logging.WARNING):
