@@ -128,7 +128,15 @@ def load_eval_sets(
 
 def jsonl_prompts(config: DataConfig, tokenizer: Tokenizer, split: Split) -> TextPrompts:
     """Open the JSONL file that `data.path` or `data.eval_path` names."""
-    return TextPrompts(jsonl_rows(config, split), config, tokenizer)
+    key = "path" if split == "train" else "eval_path"
+    path = getattr(config, key)
+    if path is None:
+        raise ValueError(
+            f"data.source=jsonl needs data.{key}, a file with one JSON object per line"
+        )
+    if not Path(path).is_file():
+        raise ValueError(f"data.{key}={path} is not a file")
+    return TextPrompts(_jsonl_file(Path(path)), config, tokenizer)
 
 
 def hf_prompts(
@@ -161,9 +169,13 @@ class TextPrompts:
         self._own_system_prompts = 0
         too_long = []  # their characters
         for row_id, row in rows:
-            text, messages = self._text(row_id, row, config)
-            answer = _answer(row_id, row, config.answer_key)
-            if self._is_too_long(row_id, text, config.max_prompt_tokens):
+            try:
+                text, messages = self._text(row, config)
+                answer = _answer(row, config.answer_key)
+                is_too_long = self._is_too_long(text, config.max_prompt_tokens)
+            except ValueError as error:
+                raise ValueError(f"{row_id}: {error}") from error
+            if is_too_long:
                 too_long.append(len(text))
             else:
                 self._prompts.append(
@@ -209,15 +221,15 @@ class TextPrompts:
                 reason = f"{error}; correct {key!r}, or set data.answer_key or reward.function"
                 raise ValueError(f"{prompt.prompt_id}: {reason}") from None
 
-    def _is_too_long(self, row_id: str, text: str, max_tokens: int) -> bool:
+    def _is_too_long(self, text: str, max_tokens: int) -> bool:
         if len(text) > max_tokens * self._tokenizer.characters_per_token:
             return True
         ids = self._encode(text)
         if not ids:
-            raise ValueError(f"{row_id}: the prompt has no tokens: remove the row")
+            raise ValueError("the prompt has no tokens: remove the row")
         if (largest := max(ids)) >= self._tokenizer.vocab_size:
             raise ValueError(
-                f"{row_id}: token {largest} is none of the model's {self._tokenizer.vocab_size}:"
+                f"token {largest} is none of the model's {self._tokenizer.vocab_size}:"
                 " its tokenizer is not that of its weights"
             )
         return len(ids) > max_tokens
@@ -226,13 +238,11 @@ class TextPrompts:
         # A chat template has written the special tokens.
         return self._tokenizer.encode(text, add_special_tokens=not self._chat)
 
-    def _text(
-        self, row_id: str, row: dict[str, Any], config: DataConfig
-    ) -> tuple[str, list[Message]]:
+    def _text(self, row: dict[str, Any], config: DataConfig) -> tuple[str, list[Message]]:
         """Return a row's prompt as text, and the messages of a chat."""
-        prompt = _value(row_id, row, config.prompt_key)
+        prompt = _value(row, config.prompt_key)
         if prompt == "":
-            raise ValueError(f"{row_id}: {config.prompt_key!r} is empty: remove the row")
+            raise ValueError(f"{config.prompt_key!r} is empty: remove the row")
         if isinstance(prompt, str) and prompt.startswith("[{"):
             with suppress(ValueError, RecursionError):
                 decoded = json.loads(prompt)
@@ -245,58 +255,51 @@ class TextPrompts:
             ]
         else:
             raise ValueError(
-                f"{row_id}: {config.prompt_key!r} must be a string"
-                " or a list of messages (role, content)"
+                f"{config.prompt_key!r} must be a string or a list of messages (role, content)"
             )
         if not config.chat:
             if not isinstance(prompt, str):
                 raise ValueError(
-                    f"{row_id}: {config.prompt_key!r} is a list of messages,"
-                    " which data.chat=false cannot take"
+                    f"{config.prompt_key!r} is a list of messages: data.chat=false cannot take it"
                 )
             return prompt, []
         if messages[-1]["role"] == "assistant":
             raise ValueError(
-                f"{row_id}: the last message is the assistant's, and the model writes the next one:"
-                " remove it"
+                "the last message is the assistant's, and the model writes the next one: remove it"
             )
         if config.system_prompt is not None:
             if messages[0]["role"] == "system":
                 self._own_system_prompts += 1
             else:
                 messages.insert(0, {"role": "system", "content": config.system_prompt})
-        try:
-            return self._tokenizer.render(messages), messages
-        except ValueError as error:
-            raise ValueError(f"{row_id}: {error}") from error
+        return self._tokenizer.render(messages), messages
 
 
-def _value(row_id: str, row: dict[str, Any], key: str) -> Any:
+def _value(row: dict[str, Any], key: str) -> Any:
     """Return the value of a key. Raises ValueError unless it is JSON that can be sent as UTF-8."""
     value: Any = row
     for part in [key] if key in row else key.split("."):
         value = value[part] if isinstance(value, dict) and part in value else _MISSING
     if value is _MISSING:
         raise ValueError(
-            f"{row_id} has no key {key!r}, only {sorted(row)[:_KEYS_SHOWN]}:"
+            f"no key {key!r}, only {sorted(row)[:_KEYS_SHOWN]}:"
             " set data.prompt_key and data.answer_key"
         )
     try:
         # Half a surrogate pair cannot be encoded. NaN and infinities are not JSON.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{row_id}: {key!r} cannot be used: {error}; correct the row") from None
+        raise ValueError(f"{key!r} cannot be used: {error}; correct the row") from None
     return value
 
 
-def _answer(row_id: str, row: dict[str, Any], key: str) -> str:
-    value = _value(row_id, row, key)
+def _answer(row: dict[str, Any], key: str) -> str:
+    value = _value(row, key)
     if isinstance(value, (dict, list)):
         return json.dumps(value)  # such as the tests of a program
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(
-            f"{row_id}: {key!r} must be a string, a number, an object or a list,"
-            f" not {type(value).__name__}"
+            f"{key!r} must be a string, a number, an object or a list, not {type(value).__name__}"
         )
     return str(value)
 
@@ -343,18 +346,6 @@ class MixedPrompts:
         if not name:
             return prompt
         return replace(prompt, prompt_id=f"{name}/{prompt.prompt_id}", source=name)
-
-
-def jsonl_rows(config: DataConfig, split: Split) -> Iterator[Row]:
-    """Read a JSONL file. Raises ValueError without a file, or if a line is not an object."""
-    key, path = (
-        ("data.path", config.path) if split == "train" else ("data.eval_path", config.eval_path)
-    )
-    if path is None:
-        raise ValueError(f"data.source=jsonl needs {key}, a file with one JSON object per line")
-    if not Path(path).is_file():
-        raise ValueError(f"{key}={path} is not a file")
-    return _jsonl_file(Path(path))
 
 
 def hf_rows(config: DataConfig, split: Split, name: str, part: str) -> Iterator[Row]:

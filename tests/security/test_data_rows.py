@@ -34,7 +34,7 @@ BAD = {
         b'{"question": [{"role": "\\ud800", "content": "x"}], "answer": "2"}',
         "surrogates",
     ),
-    "many keys": (json.dumps({str(i): 1 for i in range(100_000)}).encode(), "has no key"),
+    "many keys": (json.dumps({str(i): 1 for i in range(100_000)}).encode(), "no key"),
     "empty prompt": (b'{"question": "", "answer": "2"}', "'question' is empty"),
     "no messages": (b'{"question": [], "answer": "2"}', "must be a string or a list"),
     "empty messages": (

@@ -227,9 +227,9 @@ def test_too_long_prompts_are_left_out_and_counted(model: Path, tmp_path: Path, 
         ("[1, 2]", r"data\.jsonl:2: a list, not an object"),
         (
             '{"prompt": "1+1", "answer": "2"}',
-            r"data\.jsonl:2 has no key 'question', only \['answer', 'prompt'\]",
+            r"data\.jsonl:2: no key 'question', only \['answer', 'prompt'\]",
         ),
-        ('{"question": "1+1"}', r"data\.jsonl:2 has no key 'answer'"),
+        ('{"question": "1+1"}', r"data\.jsonl:2: no key 'answer'"),
         (
             '{"question": 11, "answer": "2"}',
             r"data\.jsonl:2: 'question' must be a string or a list of messages",

@@ -90,7 +90,7 @@ def test_the_plan_lists_the_sources(tmp_path: Path) -> None:
 
 def test_the_plan_refuses_rows_that_the_run_would_refuse(tmp_path: Path) -> None:
     config = own_data(tmp_path, {"problem": "1+1=", "answer": "2"})
-    with pytest.raises(ValueError, match=r"train.jsonl:1 has no key 'question', only"):
+    with pytest.raises(ValueError, match=r"train.jsonl:1: no key 'question', only"):
         prompt_lines(config)
     config = own_data(tmp_path, {"question": "1+1=", "answer": "2"})
     (tmp_path / "test.jsonl").write_text("hello")
