@@ -37,6 +37,10 @@ class RequestRefused(Exception):
         self.code = code
 
 
+def _invalid(message: str) -> RequestRefused:
+    return RequestRefused(message, "invalid_value")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request for the next message of a conversation, as the chat template takes it.
@@ -112,9 +116,7 @@ def parse_max_tokens(body: dict[str, Any], *keys: str) -> int | None:
     given = {key: body[key] for key in keys if body.get(key) is not None}
     for key, value in given.items():
         if type(value) is not int or value < 1:
-            raise RequestRefused(
-                f"{key}={value!r:.100} must be a positive integer", "invalid_value"
-            )
+            raise _invalid(f"{key}={value!r:.100} must be a positive integer")
     return next(iter(given.values()), None)
 
 
@@ -122,22 +124,18 @@ def parse_stop(body: dict[str, Any], key: str) -> list[str]:
     given = body.get(key)
     texts = [given] if isinstance(given, str) else given or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestRefused(
-            f"{key}={given!r:.100} must be a text or a list of texts, none of them empty",
-            "invalid_value",
+        raise _invalid(
+            f"{key}={given!r:.100} must be a text or a list of texts, none of them empty"
         )
     if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
-        raise RequestRefused(
-            f"{key}: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters",
-            "invalid_value",
-        )
+        raise _invalid(f"{key}: at most {_MAX_STOPS} texts of {_MAX_STOP_CHARACTERS} characters")
     return texts
 
 
 def parse_tools(given: Any) -> list[dict[str, Any]]:
     tools = given or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RequestRefused(f"tools={given!r:.100} must be a list of objects", "invalid_value")
+        raise _invalid(f"tools={given!r:.100} must be a list of objects")
     return tools
 
 
@@ -148,9 +146,7 @@ def check_messages(given: Any) -> list[Message]:
         or not given
         or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given)
     ):
-        raise RequestRefused(
-            "messages must be a list, not empty, of objects with a role", "invalid_value"
-        )
+        raise _invalid("messages must be a list, not empty, of objects with a role")
     return given
 
 
@@ -171,8 +167,8 @@ def _parse_message(given: Message) -> Message:
         try:
             message["tool_calls"] = [_parse_call(call) for call in calls]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise RequestRefused(
-                f"tool_calls {calls!r:.100} cannot be understood: {error!r:.100}", "invalid_value"
+            raise _invalid(
+                f"tool_calls {calls!r:.100} cannot be understood: {error!r:.100}"
             ) from error
     return message
 
@@ -180,14 +176,14 @@ def _parse_message(given: Message) -> Message:
 def _parse_content(content: Any) -> str:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise RequestRefused("content can only be text", "invalid_value")
+            raise _invalid("content can only be text")
         return "".join(_text(part.get("text"), "text of a content part") for part in content)
     return "" if content is None else _text(content, "content")
 
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise RequestRefused(f"{what} {value!r:.100} is no text: give a string", "invalid_value")
+        raise _invalid(f"{what} {value!r:.100} is no text: give a string")
     return value
 
 
@@ -216,13 +212,16 @@ def answer_message(text: str, most_calls: int | None) -> Message:
     return {
         "role": "assistant",
         "content": without_tool_calls(text) or None,
-        "tool_calls": [_call_message(call) for call in calls],
+        "tool_calls": [
+            _call_message(f"call_{secrets.token_hex(8)}", call.name, call.arguments)
+            for call in calls
+        ],
     }
 
 
-def _call_message(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
-    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
+def _call_message(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments)}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 _OPENAI_USED = {"messages", "max_tokens", "max_completion_tokens", "stop", "tools"}
@@ -246,7 +245,6 @@ _OPENAI_NEUTRAL = {
 
 
 def _openai_request(body: dict[str, Any], temperature: float) -> ChatRequest:
-    """Check a request. Raises RequestRefused."""
     check_settings(body, temperature, _OPENAI_USED | _OPENAI_IGNORED, _OPENAI_NEUTRAL)
     one = body.get("parallel_tool_calls") is False
     return ChatRequest(
@@ -259,7 +257,6 @@ def _openai_request(body: dict[str, Any], temperature: float) -> ChatRequest:
 
 
 def _openai_response(answer: Answer) -> dict[str, Any]:
-    """Return a `chat.completion` object."""
     choice = {
         "index": 0,
         "message": answer.message,
@@ -281,7 +278,6 @@ def _openai_response(answer: Answer) -> dict[str, Any]:
 
 
 def _openai_error(status: int, message: str, code: str) -> dict[str, Any]:
-    """Return the body of a refusal."""
     fields = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return {"error": fields}
 
@@ -302,7 +298,6 @@ _ERROR_TYPES = {401: "authentication_error", 408: "timeout_error", 413: "request
 
 
 def _anthropic_request(body: dict[str, Any], temperature: float) -> ChatRequest:
-    """Check a request. Raises RequestRefused."""
     check_settings(body, temperature, _ANTHROPIC_USED | _ANTHROPIC_IGNORED, _ANTHROPIC_NEUTRAL)
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in check_messages(body.get("messages")):
@@ -322,14 +317,15 @@ def _chat_messages(message: Message) -> list[Message]:
     """Translate a message. Each tool result becomes a message, and so does the text beside it."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
-        raise RequestRefused(f"role {role!r:.100} is none of {', '.join(_ROLES)}", "invalid_value")
+        raise _invalid(f"role {role!r:.100} is none of {', '.join(_ROLES)}")
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     if not all(isinstance(block, dict) for block in content):
-        raise RequestRefused("content must be a text or a list of objects", "invalid_value")
+        raise _invalid("content must be a text or a list of objects")
     if role == "assistant":
-        calls = [_call(block) for block in content if block.get("type") == "tool_use"]
+        uses = [block for block in content if block.get("type") == "tool_use"]
         texts = [block for block in content if block.get("type") != "tool_use"]
+        calls = [_call_message(use.get("id"), use.get("name"), use.get("input")) for use in uses]
         return [{"role": role, "content": texts, "tool_calls": calls}]
     messages = []
     for is_result, blocks in itertools.groupby(content, lambda b: b.get("type") == "tool_result"):
@@ -338,11 +334,6 @@ def _chat_messages(message: Message) -> list[Message]:
         else:
             messages.append({"role": role, "content": list(blocks)})
     return messages
-
-
-def _call(block: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
-    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _tool_message(block: dict[str, Any]) -> Message:
