@@ -174,8 +174,8 @@ class BatchAssignment:
 
     groups: list[Group]
     shards: list[TrainBatch]  # one per data-parallel rank
-    masked_tokens: int  # overdue ones
-    group_ids: list[int]  # the groups that the step uses up
+    masked_tokens: int = 0  # overdue ones
+    group_ids: list[int] = field(default_factory=list)  # the groups that the step uses up
     passed: int = 0  # groups, up to this batch, that passed the oldest one that still runs
     # Replay: group id and sample index of each episode, by group of the batch.
     draws: list[list[tuple[int, int]]] = field(default_factory=list)
@@ -264,11 +264,15 @@ class GroupQueue:
     ) -> BatchAssignment:
         """Make the batch of these groups. Raises ValueError if the shards cannot be equal."""
         shards = make_shards(groups, num_shards)
-        oldest = version - self._max_staleness
+        masked = 0
+        for shard in shards:
+            overdue = shard.loss_mask & (shard.versions < version - self._max_staleness)
+            shard.loss_mask &= ~overdue
+            masked += int(np.count_nonzero(overdue))
         return BatchAssignment(
             groups=groups,
             shards=shards,
-            masked_tokens=sum(_mask_overdue(shard, oldest) for shard in shards),
+            masked_tokens=masked,
             group_ids=[group.group_id for group in groups],
             passed=passed,
         )
@@ -304,13 +308,6 @@ def balanced_shards(groups: Sequence[Group], num_shards: int) -> list[list[Group
         shards[target].append(group)
         load[target] += num_tokens[group.group_id]
     return [sorted(shard, key=lambda g: g.group_id) for shard in shards]
-
-
-def _mask_overdue(batch: TrainBatch, oldest: int) -> int:
-    """Mask the tokens sampled before version `oldest` and return their number."""
-    overdue = batch.loss_mask & (batch.versions < oldest)
-    batch.loss_mask &= ~overdue
-    return int(np.count_nonzero(overdue))
 
 
 class ReplayBuffer(GroupQueue):
@@ -407,29 +404,24 @@ def drawn_batch(
 
     It uses up no groups. Raises ValueError if the shards cannot be equal.
     """
-    groups = [
-        _as_group(number, episodes)
-        for number, episodes in enumerate(drawn, start=version * len(drawn))
-    ]
+    groups = []
+    for number, episodes in enumerate(drawn, start=version * len(drawn)):
+        # They may come from several rollout groups.
+        traces = [
+            replace(trace, group_id=number, sample_index=sample_index)
+            for sample_index, traces in enumerate(episodes)
+            for trace in traces
+        ]
+        groups.append(
+            Group(
+                group_id=number,
+                prompt_id=traces[0].prompt_id,
+                size=len(episodes),
+                trajectories=traces,
+            )
+        )
     return BatchAssignment(
         groups=groups,
         shards=make_shards(groups, num_shards),
-        masked_tokens=0,
-        group_ids=[],
         draws=[[(e[0].group_id, e[0].sample_index) for e in episodes] for episodes in drawn],
-    )
-
-
-def _as_group(number: int, episodes: list[list[Trajectory]]) -> Group:
-    """Make a group of a draw: its episodes may come from several rollout groups."""
-    renamed = [
-        replace(trace, group_id=number, sample_index=sample_index)
-        for sample_index, traces in enumerate(episodes)
-        for trace in traces
-    ]
-    return Group(
-        group_id=number,
-        prompt_id=renamed[0].prompt_id,
-        size=len(episodes),
-        trajectories=renamed,
     )

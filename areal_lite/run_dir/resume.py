@@ -108,12 +108,9 @@ def _file_damage(path: Path, size: int, expected: int) -> str:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """List the steps of the complete checkpoints in `folder`, in ascending order."""
-    steps = []
-    for marker in folder.glob(f"step-*/{paths.CHECKPOINT_MARKER}"):
-        match = re.fullmatch(r"step-(\d+)", marker.parent.name)
-        if match and marker.is_file():
-            steps.append(int(match[1]))
-    return sorted(steps)
+    markers = filter(Path.is_file, folder.glob(f"step-*/{paths.CHECKPOINT_MARKER}"))
+    names = (re.fullmatch(r"step-(\d+)", marker.parent.name) for marker in markers)
+    return sorted(int(name[1]) for name in names if name)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
