@@ -87,6 +87,13 @@ _PLAY_AGAIN = (
 # Rows per INSERT. SQLite takes at most 32766 values in a statement.
 _ROWS_AT_ONCE = 1000
 
+# One of the ids in a list.
+_AMONG = "group_id IN (SELECT value FROM json_each(?))"
+
+
+def _ids(group_ids: Sequence[int]) -> str:
+    return msgspec.json.encode(list(group_ids)).decode()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
@@ -116,10 +123,9 @@ class Store(RunReader):
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the store's size. Those per token are of the given groups."""
-        ids = (msgspec.json.encode(list(group_ids)).decode(),)
-        chosen = "WHERE group_id IN (SELECT value FROM json_each(?))"
-        ((kept,),) = self._query(f"SELECT sum(kept_bytes) FROM groups {chosen}", ids)
-        ((tokens,),) = self._query(f"SELECT sum(n_tokens) FROM trajectories {chosen}", ids)
+        where, ids = f"WHERE {_AMONG}", (_ids(group_ids),)
+        ((kept,),) = self._query(f"SELECT sum(kept_bytes) FROM groups {where}", ids)
+        ((tokens,),) = self._query(f"SELECT sum(n_tokens) FROM trajectories {where}", ids)
         size = {"store_mib": self._pragma("page_count") * self._pragma("page_size") / 2**20}
         return size | ({"store_bytes_per_token": kept / tokens} if tokens else {})
 
@@ -144,7 +150,7 @@ class Store(RunReader):
 
     def _remove(self, num_bytes: int, since: int, held: Sequence[int] | None) -> bool:
         """Remove the tokens of groups with `num_bytes` or more; return whether there were any."""
-        ids = None if held is None else msgspec.json.encode(list(held)).decode()
+        ids = None if held is None else _ids(held)
         chosen: list[int] = []
         for learned in (False, True):
             # A group may leave a replay buffer long after it has ended.
@@ -156,10 +162,9 @@ class Store(RunReader):
                 num_bytes -= kept
                 if not learned:
                     self._unlearned_since = ended
-        where = "WHERE group_id IN (SELECT value FROM json_each(?))"
-        values = (msgspec.json.encode(chosen).decode(),)
-        self._execute(f"DELETE FROM sequences {where}", values)
-        self._execute(f"UPDATE groups SET kept_bytes = 0 {where}", values)
+        values = (_ids(chosen),)
+        self._execute(f"DELETE FROM sequences WHERE {_AMONG}", values)
+        self._execute(f"UPDATE groups SET kept_bytes = 0 WHERE {_AMONG}", values)
         return bool(chosen)
 
     def _pragma(self, name: str) -> Any:
@@ -223,11 +228,8 @@ class Store(RunReader):
 
     def assign(self, group_ids: Sequence[int], step: int) -> None:
         """Record that finished groups are the batch of `step`, which has not ended."""
-        self._execute(
-            "UPDATE groups SET step = ? WHERE state = 'finished' "
-            "AND group_id IN (SELECT value FROM json_each(?))",
-            (step, msgspec.json.encode(list(group_ids)).decode()),
-        )
+        finished = f"state = 'finished' AND {_AMONG}"
+        self._execute(f"UPDATE groups SET step = ? WHERE {finished}", (step, _ids(group_ids)))
 
     def use(
         self,
@@ -240,9 +242,8 @@ class Store(RunReader):
         `draws` of a replay buffer: (group id, sample index) of each episode of each drawn group.
         """
         done = self._execute(
-            "UPDATE groups SET state = 'used', step = ? "
-            "WHERE state = 'finished' AND group_id IN (SELECT value FROM json_each(?))",
-            (step, msgspec.json.encode(list(group_ids)).decode()),
+            f"UPDATE groups SET state = 'used', step = ? WHERE state = 'finished' AND {_AMONG}",
+            (step, _ids(group_ids)),
         )
         if done != len(group_ids):
             raise RuntimeError(
@@ -315,7 +316,7 @@ class Store(RunReader):
 
     def _forget_steps(self, version: int, now: float, play_again: bool) -> None:
         """Change the states of groups as `recover` says."""
-        values: dict[str, Any] = {"version": version, "now": now}
+        values = {"version": version, "now": now}
         lose = _PLAY_AGAIN if play_again else _DROP
         unused = "(state = 'finished' OR (state = 'used' AND step >= :version))"
         filtered = " OR state = 'filtered'" if play_again else ""
@@ -323,13 +324,13 @@ class Store(RunReader):
             "EXISTS (SELECT 1 FROM trajectories WHERE trajectories.group_id = groups.group_id "
             "AND max_version > :version)"
         )
-        values["reason"] = "resume: was in flight"
-        self._execute(f"{lose} WHERE state = 'in_flight'", values)
-        values["reason"] = "resume: its weights are lost"
-        self._execute(f"{lose} WHERE ({unused}{filtered}) AND {lost_weights}", values)
         used = "state = 'used' AND step >= :version"
-        values["reason"] = "resume: its tokens are not kept"
-        self._execute(f"{lose} WHERE {used} AND kept_bytes = 0", values)
+        for reason, where in (
+            ("was in flight", "state = 'in_flight'"),
+            ("its weights are lost", f"({unused}{filtered}) AND {lost_weights}"),
+            ("its tokens are not kept", f"{used} AND kept_bytes = 0"),
+        ):
+            self._execute(f"{lose} WHERE {where}", {**values, "reason": f"resume: {reason}"})
         self._execute(f"UPDATE groups SET state = 'finished', step = NULL WHERE {used}", values)
         self._execute("DELETE FROM draws WHERE step >= :version", values)
         self._lose_damaged(lose, {"now": now, "reason": "resume: damaged"})
