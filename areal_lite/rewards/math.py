@@ -66,20 +66,17 @@ _DASHES = str.maketrans("\u2212\u2013\u2014\u00a0\u2009\u202f", "---   ")
 _DEGREES = r"\s?(?:\^\s?(?:\{\s?\\circ\s?\}|\\circ)|°|\\degree)"
 _PERCENT = re.compile(r"\s?(?:\\?%|\\text\{\s?percent\s?\}|\b(?:percent(?:age)?|pct)\b)")
 # Other forms of what Math-Verify knows, in the order in which they are replaced.
-_FORMS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\varnothing", r"\\emptyset"),
-        (r"(?<=[0-9])(?:\\[,!;:]|\{,\}|~)(?=[0-9]{3}(?![0-9]))", ""),
-        (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
-        (r"(?<=[0-9])[eE]([+-]?[0-9]{1,4})(?![\w.])", r"\\times 10^{\1}"),
-        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
-        (r"(?<![A-Za-z\\])sqrt\(([^()]{1,50})\)", r"\\sqrt{\1}"),
-        (r"\+\s?-", "-"),
-        (r"(?<![\w.])([0-9]+)\.0+(?![0-9])", r"\1"),
-        (r"(?<![\w.])1(?=i\b)", ""),
-    )
-]
+_FORMS = (
+    (r"\\varnothing", r"\\emptyset"),
+    (r"(?<=[0-9])(?:\\[,!;:]|\{,\}|~)(?=[0-9]{3}(?![0-9]))", ""),
+    (r"(?<=[0-9])\{:\}(?=[0-9])", ":"),
+    (r"(?<=[0-9])[eE]([+-]?[0-9]{1,4})(?![\w.])", r"\\times 10^{\1}"),
+    (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+    (r"(?<![A-Za-z\\])sqrt\(([^()]{1,50})\)", r"\\sqrt{\1}"),
+    (r"\+\s?-", "-"),
+    (r"(?<![\w.])([0-9]+)\.0+(?![0-9])", r"\1"),
+    (r"(?<![\w.])1(?=i\b)", ""),
+)
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
 _BASE = re.compile(r"(?<![\w.])([0-9][0-9A-Z]{0,99})_(?:\{\s?([0-9]{1,2})\s?\}|([0-9]{1,2}))")
 _DOTS = re.compile(r"\\[lc]?dots|\.\.\.|…")
@@ -173,7 +170,7 @@ def _plain(text: str) -> str:
     """Write the forms that Math-Verify does not read in forms that it does."""
     text = text.translate(_DASHES).replace("\\fbox", "\\boxed")
     for pattern, replacement in _FORMS:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)\b", text):
         text = re.sub(rf"([0-9]+(?:\.[0-9]+)?){_DEGREES}", r"\\frac{\1\\pi}{180}", text)
     text = re.sub(_DEGREES, "", text)
