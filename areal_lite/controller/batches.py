@@ -18,7 +18,7 @@ been told. The store therefore knows, before any rank does (`Handover`):
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,30 @@ async def record_handover(store: StoreThread, **changes: int) -> None:
     await store.submit(Store.set_totals, named)
 
 
+_INTERVAL_S = 0.01
+
+
+class LoopLag:
+    """Measures the lag of the running event loop."""
+
+    def __init__(self) -> None:
+        self._lags_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Sleep and measure. Runs until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _INTERVAL_S
+            await asyncio.sleep(_INTERVAL_S)
+            self._lags_s.append(loop.time() - due)
+
+    def take_p99(self) -> float:
+        """Return the 99th percentile of the lags since the last call, in seconds; 0 if none."""
+        lags, self._lags_s = self._lags_s, []
+        return float(np.quantile(lags, 0.99)) if lags else 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Batches:
     """Assigns finished groups to steps.
 
@@ -70,37 +94,32 @@ class Batches:
     has come. `clock` returns wall-clock seconds.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        dispatcher: Dispatcher,
-        fleet: Fleet,
-        store: StoreThread,
-        clock: Callable[[], float],
-    ):
-        self._config = config
-        self._dispatcher = dispatcher
-        self._fleet = fleet
-        self._store = store
-        self._clock = clock
-        self.step = 0
-        self.queue = _make_queue(config)
-        self.lag = LoopLag()
-        self.was_asked = False
-        # The size of the store after the step before, for the metrics.
-        self.store_size: dict[str, float] = {}
-        # Set, and replaced by a new one, when a batch may have become ready.
-        self._changed = asyncio.Event()
-        # By step. A task ends when the batch is assigned.
-        self._assignments: dict[int, asyncio.Task[BatchAssignment]] = {}
-        # How many resyncs were requested, the event of the next one, and whether one is pending.
-        self._resyncs = 0
-        self._resync_requested = asyncio.Event()
-        self._resyncing = False
-        # Since when a whole batch waits for an older group, in wall-clock seconds.
-        self._held_since: float | None = None
-        # The batch of the present step, if an earlier controller has assigned it.
-        self._inherited: list[Group] = []
+    config: TrainConfig
+    dispatcher: Dispatcher
+    fleet: Fleet
+    store: StoreThread
+    clock: Callable[[], float]
+    step: int = 0
+    queue: GroupQueue = field(init=False)
+    lag: LoopLag = field(default_factory=LoopLag)
+    was_asked: bool = False
+    # The size of the store after the step before, for the metrics.
+    store_size: dict[str, float] = field(default_factory=dict)
+    # Set, and replaced by a new one, when a batch may have become ready.
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # By step. A task ends when the batch is assigned.
+    _assignments: dict[int, asyncio.Task[BatchAssignment]] = field(default_factory=dict)
+    # How many resyncs were requested, the event of the next one, and whether one is pending.
+    _resyncs: int = 0
+    _resync_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    _resyncing: bool = False
+    # Since when a whole batch waits for an older group, in wall-clock seconds.
+    _held_since: float | None = None
+    # The batch of the present step, if an earlier controller has assigned it.
+    _inherited: list[Group] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queue = _make_queue(self.config)
 
     def recover(self, store: Store, step: int, handover: Handover) -> None:
         """Resume after `step` steps with the finished groups of `store`."""
@@ -190,7 +209,7 @@ class Batches:
 
         It also waits for the end of the step before: a rank may ask before rank 0 has reported it.
         """
-        started = self._clock()
+        started = self.clock()
         while step >= self.step:
             changed = self._changed
             if step == self.step:
@@ -200,7 +219,7 @@ class Batches:
                     await asyncio.sleep(0)  # others may run before the batch is described
                     batch.info = self._info(batch, step, started)
                     if not isinstance(self.queue, ReplayBuffer):
-                        await self._store.submit(Store.assign, batch.group_ids, step)
+                        await self.store.submit(Store.assign, batch.group_ids, step)
                     return batch
                 await self.request_resync()
             await changed.wait()
@@ -217,36 +236,36 @@ class Batches:
             inherited = self.queue.deal(self._inherited, step, world)
             self._inherited = []
             return inherited
-        starts_over = step == 0 and bool(self._fleet.taken_over)
-        if (starts_over or self._config.server.deterministic) and not self._fleet.router.ready:
+        starts_over = step == 0 and bool(self.fleet.taken_over)
+        if (starts_over or self.config.server.deterministic) and not self.fleet.router.ready:
             return None
         for group in self.queue.drop_overdue(step):
-            await self._dispatcher.drop(group, f"overdue at step {step}")
-        count = self._config.trainer.batch_groups
+            await self.dispatcher.drop(group, f"overdue at step {step}")
+        count = self.config.trainer.batch_groups
         if len(self.queue) < count:
             return None  # before the scan of what runs: this is called for each delivered group
-        oldest = min(self._dispatcher.running, default=None)
+        oldest = min(self.dispatcher.running, default=None)
         if self._held_since is None and self.queue.held_back(count, oldest):
-            self._held_since = self._clock()
+            self._held_since = self.clock()
         return self.queue.take(count, step, world, oldest)
 
     async def request_resync(self) -> None:
         """Let the trainer, which is waiting anyway, push its weights to the stale servers."""
-        if self._fleet.router.stale and not self._resyncing:
+        if self.fleet.router.stale and not self._resyncing:
             self._resyncing = True
-            await record_handover(self._store, resyncs=self._resyncs + 1)
+            await record_handover(self.store, resyncs=self._resyncs + 1)
             self._resyncs += 1
             self._resync_requested.set()
             self._resync_requested = asyncio.Event()
 
     def _info(self, batch: BatchAssignment, step: int, started: float) -> dict[str, Any]:
         """Describe the batch and the run, for the metrics."""
-        now, held_since = self._clock(), self._held_since
+        now, held_since = self.clock(), self._held_since
         self._held_since = None
-        buffer = self._config.buffer
+        buffer = self.config.buffer
         bound = None if buffer.replay.capacity else buffer.max_staleness
         groups, queue = batch.groups, self.queue
-        names = [source.name for source in self._dispatcher.sampler.sources]
+        names = [source.name for source in self.dispatcher.sampler.sources]
         replay = {}
         if isinstance(queue, ReplayBuffer):
             replay = {
@@ -262,7 +281,7 @@ class Batches:
             "masked_tokens": batch.masked_tokens,
             "passed_groups": batch.passed,
             "queue_depth": len(queue),
-            **self._dispatcher.facts(),
+            **self.dispatcher.facts(),
             "straggler_wait_s": 0.0 if held_since is None else now - held_since,
             "wait_s": now - started,
             "loop_lag_p99_s": self.lag.take_p99(),
@@ -360,26 +379,3 @@ def diversity(prompts: Iterable[Sequence[Sequence[Trajectory]]]) -> dict[str, fl
         "distinct_share": float(np.mean(shares or 0)),
         "distinct_correct": float(np.mean(correct or 0)),
     }
-
-
-_INTERVAL_S = 0.01
-
-
-class LoopLag:
-    """Measures the lag of the running event loop."""
-
-    def __init__(self) -> None:
-        self._lags_s: list[float] = []
-
-    async def watch(self) -> None:
-        """Sleep and measure. Runs until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + _INTERVAL_S
-            await asyncio.sleep(_INTERVAL_S)
-            self._lags_s.append(loop.time() - due)
-
-    def take_p99(self) -> float:
-        """Return the 99th percentile of the lags since the last call, in seconds; 0 if none."""
-        lags, self._lags_s = self._lags_s, []
-        return float(np.quantile(lags, 0.99)) if lags else 0.0
