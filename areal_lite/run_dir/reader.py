@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -188,10 +187,6 @@ def to_chunk(names: Sequence[str], rows: Sequence[Sequence[Any]] = ()) -> Chunk:
 class RunReader(StoreFile):
     """An open store to read, for one thread at a time. Every error of SQLite is a StoreError."""
 
-    def __init__(self, path: Path):
-        """Open the store of a run, which may be going on. Raises ValueError if there is none."""
-        super().__init__(path, read_only=True)
-
     def rewards(self) -> Iterator[tuple[int, list[float], int]]:
         """Yield (prompt index, rewards, drawn) of each group not dropped, in finishing order.
 
@@ -288,8 +283,7 @@ class RunReader(StoreFile):
     def chunks(self, names: Sequence[str], drawn: bool = False) -> Iterator[Chunk]:
         """Yield all trajectories as columns, some at a time, by group, sample and trace.
 
-        With `drawn` it yields each draw of a trajectory from a replay buffer, with the draw's
-        `step`.
+        With `drawn`: each draw of a trajectory from a replay buffer, with the draw's `step`.
         """
         columns = ", ".join(["t.segments", *(_COLUMNS[name][0] for name in names)])
         with self._explained():

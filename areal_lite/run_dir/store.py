@@ -48,7 +48,6 @@ from areal_lite.run_dir.store_format import (
     ADMISSION,
     REMEDY,
     StoreError,
-    StoreFile,
     checksum,
     to_rows,
 )
@@ -119,7 +118,7 @@ class Store(RunReader):
 
     def __init__(self, path: Path):
         """Open the store to write, and create it if there is none."""
-        StoreFile.__init__(self, path)
+        super().__init__(path, read_only=False)
 
     def size(self, group_ids: Sequence[int]) -> dict[str, float]:
         """Return the metrics of the store's size. Those per token are of the given groups."""
@@ -350,8 +349,7 @@ class Store(RunReader):
     def _sampler_state(self) -> tuple[int, list[int], list[tuple[int, int]]]:
         """Return `drawn`, `put_back` and `draws` of Recovered. Check the admission of all groups.
 
-        The prompt of a dropped group was put back. A group that did not raise `drawn` took one
-        back.
+        The prompt of a dropped group was put back, and a group that did not raise `drawn` took one.
         """
         draws: deque[tuple[int, int]] = deque(maxlen=_NUM_DRAWS)
         served_again: Counter[int] = Counter()

@@ -321,7 +321,7 @@ class StoreError(ValueError):
 class StoreFile:
     """An open file, for one thread at a time. Every error of SQLite is a StoreError."""
 
-    def __init__(self, path: Path, read_only: bool = False):
+    def __init__(self, path: Path, read_only: bool = True):
         """Open the store, and create it if there is none, unless `read_only`.
 
         Its run may still be going on. Raises ValueError if there is none to read.

@@ -246,7 +246,7 @@ def test_a_crash_while_the_store_is_made_leaves_none(tmp_path):
         "import os, sqlite3, sys; from pathlib import Path\n"
         "from areal_lite.run_dir import store_format\n"
         "Path.rename = lambda *_: os.kill(os.getpid(), 9)\n"
-        "store_format.StoreFile(Path(sys.argv[1]))"
+        "store_format.StoreFile(Path(sys.argv[1]), read_only=False)"
     )
     path = tmp_path / "trajectories.sqlite"
     assert subprocess.run([sys.executable, "-c", code, path]).returncode == -9
